@@ -1,0 +1,1 @@
+"""What heads learn from and are measured on: conversations, greedy labels, batches, benchmarks."""

@@ -1,0 +1,1 @@
+"""What is learned: draft heads, their blocks and their losses."""

@@ -1,0 +1,1 @@
+"""The decoding engine: target, cache, draft trees, verification, drafters, evaluation."""

@@ -1,0 +1,45 @@
+"""The contract every drafter fulfils, learned or training-free (shapes: n committed tokens, H hidden, M nodes)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from inference.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class VerifiedStep:
+    """What one target step committed: the tokens now in the target's cache and the next base token.
+
+    tokens  [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base
+            token followed by the accepted drafts)
+    hidden  [A, H], the target's hidden state at each of them, as the LM head reads it
+    base    [] int64, the target's own next token after the last of them
+    choices [R] int64, the target's own choice at every row of the forward (R = 1 + M), empty after the prefill
+    tree    the tree that was verified, None after the prefill
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    base: Tensor
+    choices: Tensor | None = None
+    tree: DraftTree | None = None
+
+
+class Drafter(Protocol):
+    """`begin` once per prompt, then `observe` (prefill) and (`propose`, `observe`) per target step."""
+
+    name: str
+    max_nodes: int
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """Forget the last prompt; `prompt [n]` is about to be prefilled, `capacity` tokens at most will follow."""
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Take in what was committed."""
+
+    def propose(self) -> DraftTree:
+        """Draft what may come after the base token: at most `max_nodes` nodes."""

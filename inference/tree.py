@@ -1,0 +1,104 @@
+"""Draft trees as flat tensors: what a drafter proposes and the target verifies in one forward.
+
+Shapes: M nodes, D deepest level. Everything that can be derived from `parents` (ancestors, depths, paths) is
+derived here, by pure functions on tensors, without reading a value back to the host.
+
+Worked example, used throughout the tests. The base token `b` has children `x` and `y`; `x` has child `z`::
+
+    index    0   1   2          row in the target forward   0(b)  1(x)  2(y)  3(z)
+    tokens   x   y   z          depth                       0     1     1     2
+    parents -1  -1   0          sees rows                   0     0,1   0,2   0,1,3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Candidate continuations of the base token as a tree in topological order (parents before children).
+
+    tokens     [M] int64, the drafted token of each node
+    parents    [M] int64, index of the parent node, -1 for children of the base token
+    log_probs  [M] float, the drafter's log-probability of the path from the base token to the node
+    source     [M] int64, which drafter proposed the node (index into the names a composed drafter reports)
+    candidate  [M] bool, False for rows that ride along and are read back but are never accepted
+
+    Prefix-closed by construction; no two candidate siblings may share a token (`check_tree`).
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    log_probs: Tensor
+    source: Tensor
+    candidate: Tensor
+
+    @classmethod
+    def build(cls, tokens: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> DraftTree:
+        """A tree of candidates from one source; `log_probs` defaults to zeros."""
+        if log_probs is None:
+            log_probs = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        return cls(
+            tokens,
+            parents,
+            log_probs,
+            torch.zeros_like(tokens),
+            torch.ones_like(tokens, dtype=torch.bool),
+        )
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> DraftTree:
+        """No drafts at all: the step verifies the base token only, as the vanilla loop does."""
+        none = torch.zeros(0, dtype=torch.long, device=device)
+        return cls.build(none, none)
+
+    def __len__(self) -> int:
+        return self.tokens.numel()
+
+    def select(self, keep: Tensor) -> DraftTree:
+        """The nodes where `keep [M]` is true; `keep` must be prefix-closed (a kept node's parent is kept)."""
+        renumber = keep.long().cumsum(0) - 1
+        parents = self.parents[keep]
+        parents = torch.where(parents >= 0, renumber[parents.clamp(min=0)], parents)
+        return DraftTree(
+            self.tokens[keep], parents, self.log_probs[keep], self.source[keep], self.candidate[keep]
+        )
+
+
+def ancestor_rows(parents: Tensor, levels: int) -> Tensor:
+    """[M+1, M+1] bool over forward rows (row 0 = base token): `out[i, j]` iff row i sees row j.
+
+    A row sees itself and its ancestors. `levels` bounds the depth of the tree: each round doubles the distance
+    covered, so ceil(log2(levels + 1)) small products suffice. In the worked example row 3 (z) sees rows
+    0, 1 and 3.
+    """
+    rows = parents.numel() + 1
+    parent_row = torch.cat([parents.new_zeros(1), parents + 1])  # base token: its own parent
+    sees = torch.eye(rows, dtype=torch.bool, device=parents.device)
+    sees = sees | torch.nn.functional.one_hot(parent_row, rows).bool()
+    for _ in range(max(levels, 1).bit_length()):
+        sees = (sees.float() @ sees.float()) > 0
+    return sees
+
+
+def depths(sees: Tensor) -> Tensor:
+    """[M+1] int64 depth of every forward row from `ancestor_rows`; the base token has depth 0."""
+    return sees.sum(-1) - 1
+
+
+def check_tree(tree: DraftTree) -> None:
+    """Raise ValueError unless the tree is topologically ordered and candidate siblings differ in their token."""
+    seen: set[tuple[int, int]] = set()
+    for index, (token, parent, candidate) in enumerate(
+        zip(tree.tokens.tolist(), tree.parents.tolist(), tree.candidate.tolist())
+    ):
+        if not -1 <= parent < index:
+            raise ValueError(f"a node's parent must come before it: node {index} has parent {parent}")
+        if candidate and (parent, token) in seen:
+            raise ValueError(f"siblings must differ: node {index} repeats token {token} under parent {parent}")
+        if candidate:
+            seen.add((parent, token))
