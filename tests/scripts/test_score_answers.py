@@ -1,0 +1,125 @@
+"""`scripts/score_answers.py` on small files whose figures are worked out by hand."""
+
+import json
+
+import pytest
+
+from scripts import score_answers
+
+
+def row(question_id, texts, new_tokens, wall_time, **steps):
+    choice = {"index": 0, "turns": texts, "new_tokens": new_tokens, "wall_time": wall_time, **steps}
+    return {"question_id": question_id, "choices": [choice]}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+DRAFTER = [
+    row(1, ["same", "text"], [10, 20], [1.0, 2.0], idxs=[4, 5]),
+    row(2, ["other"], [30], [1.0], idxs=[10]),
+]
+BASELINE = [
+    row(2, ["different"], [20], [6.0], idxs=[19]),
+    row(1, ["same", "text"], [10, 20], [3.0, 6.0], idxs=[9, 19]),
+]
+QUESTIONS = [
+    {"question_id": 1, "category": "writing", "turns": ["a", "b"]},
+    {"question_id": 2, "category": "math", "turns": ["c"]},
+    {"question_id": 3, "category": "math", "turns": ["never answered"]},
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    return [
+        "--answers",
+        write(tmp_path / "a.jsonl", DRAFTER),
+        "--baseline",
+        write(tmp_path / "b.jsonl", BASELINE),
+    ]
+
+
+def table(capsys):
+    lines = capsys.readouterr().out.splitlines()[1:]
+    return {line.split()[0]: line.split()[1:] for line in lines}
+
+
+def test_ratios_are_of_totals(files, capsys):
+    # 60 tokens over 19 idxs, over 22 steps; 15/50 seconds a token against 4/60
+    assert score_answers.main(files) == 0
+    assert table(capsys) == {"all": ["2", "3.16", "2.73", "4.50", "1/2"]}
+
+
+def test_categories_get_their_own_row(files, tmp_path, capsys):
+    assert score_answers.main([*files, "--questions", write(tmp_path / "q.jsonl", QUESTIONS)]) == 0
+    assert table(capsys) == {
+        "writing": ["1", "3.33", "2.73", "3.00", "1/1"],  # 30/9, 30/11, (9/30)/(3/30)
+        "math": ["1", "3.00", "2.73", "9.00", "0/1"],  # 30/10, 30/11, (6/20)/(1/30)
+        "all": ["2", "3.16", "2.73", "4.50", "1/2"],
+    }
+
+
+def test_our_own_files_count_the_prefill(files, tmp_path, capsys):
+    ours = [row(1, ["same", "text"], [10, 20], [1, 2], decoding_steps=[5, 6])]
+    ours += [row(2, ["other"], [30], [1], decoding_steps=[11])]
+    files[1] = write(tmp_path / "ours.jsonl", ours)
+    assert score_answers.main(files) == 0
+    assert table(capsys)["all"] == ["2", "3.16", "2.73", "4.50", "1/2"]
+
+
+def test_questions_without_id_are_numbered_from_zero(tmp_path, capsys):
+    answers = write(tmp_path / "a.jsonl", [row(0, ["x"], [4], [1.0], idxs=[1])])
+    questions = write(tmp_path / "q.jsonl", [{"question": "2 + 2?", "answer": "#### 4"}])
+    options = ["--answers", answers, "--baseline", answers, "--questions", questions]
+    assert score_answers.main(options) == 0
+    assert table(capsys) == {"all": ["1", "4.00", "2.00", "1.00", "1/1"]}
+
+
+def test_a_turn_without_a_step_after_the_prefill_has_no_idxs_ratio(tmp_path, capsys):
+    answers = write(tmp_path / "a.jsonl", [row(0, ["x"], [1], [1.0], idxs=[0])])
+    assert score_answers.main(["--answers", answers, "--baseline", answers]) == 0
+    assert table(capsys)["all"] == ["1", "-", "1.00", "1.00", "1/1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a row must be a JSON object, got list"),
+        ('{"question_id": 3}', "choices must be a list"),
+        ('{"question_id": null, "choices": []}', "question_id must be a number or a string, got None"),
+        (json.dumps(row(3, ["x"], [1], [1.0])), "must have decoding_steps or idxs"),
+        (json.dumps(row(3, ["x", "y"], [1], [1.0], idxs=[1, 2])), "2 turns, 1 entries"),
+        (json.dumps(row(3, ["x"], ["one"], [1.0], idxs=[1])), "new_tokens must hold int, got 'one'"),
+        (json.dumps(row(3, ["x"], [1], [-1.0], idxs=[1])), "must not be negative, got -1.0"),
+        (json.dumps(row(1, ["x"], [1], [1.0], idxs=[1])), "question_id 1 appears a second time"),
+    ],
+)
+def test_malformed_rows_name_file_line_and_reason(line, reason, files, tmp_path, capsys):
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert score_answers.main(files) == 1
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'a.jsonl'}:3: " in message
+    assert reason in message
+
+
+def test_files_must_answer_the_same_questions(files, tmp_path, capsys):
+    files[1] = write(tmp_path / "a.jsonl", DRAFTER[:1])
+    assert score_answers.main(files) == 1
+    assert "only the baseline has 2" in capsys.readouterr().err
+
+
+def test_a_question_the_questions_file_lacks_is_an_error(files, tmp_path, capsys):
+    questions = write(tmp_path / "q.jsonl", QUESTIONS[:1])
+    assert score_answers.main([*files, "--questions", questions]) == 1
+    assert "it lacks 2" in capsys.readouterr().err
+
+
+def test_an_empty_file_is_an_error(files, tmp_path, capsys):
+    files[3] = write(tmp_path / "empty.jsonl", [])
+    assert score_answers.main(files) == 1
+    assert "empty.jsonl: has no rows" in capsys.readouterr().err
