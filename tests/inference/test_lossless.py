@@ -1,0 +1,220 @@
+"""The oracle and its verdicts, on random-weight models whose ties are built by hand."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from inference.lossless import (
+    LosslessCounts,
+    Oracle,
+    Turn,
+    first_difference,
+    gap_noise,
+    judge,
+    judge_all,
+    top_two_gap,
+)
+
+PROMPT = (3, 1, 4, 1, 5)
+
+
+@dataclass(frozen=True)
+class Settings:
+    max_new_tokens: int = 12
+    eos_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    stop: object = None
+
+
+def make_target(dtype=torch.float32, max_positions=64):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_positions,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval().to(dtype)
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(97 + i) for i in ids))
+    return SimpleNamespace(
+        model=model, tokenizer=tokenizer, device="cpu", dtype=dtype, max_positions=max_positions
+    )
+
+
+@torch.inference_mode()
+def greedy(model, prompt, count):
+    """The definition: argmax of a fresh forward, one token at a time."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def with_twin_of_the_best_token(target, distance):
+    """Make token 39's LM-head row the first answer's plus `distance` of its length: nearly equal logits."""
+    best = greedy(target.model, PROMPT, 1)[0]
+    weight = target.model.lm_head.weight
+    with torch.no_grad():
+        weight[39] = weight[best] * (1 - distance)
+    return best
+
+
+# ---- the oracle
+
+
+def test_the_oracle_is_the_greedy_loop():
+    target = make_target(torch.float64)
+    assert Oracle(target, Settings()).answer(PROMPT) == greedy(target.model, PROMPT, 12)
+
+
+def test_the_checkpoints_generation_config_has_no_say():
+    target = make_target(torch.float64)
+    plain = greedy(target.model, PROMPT, 12)
+    own = GenerationConfig(
+        repetition_penalty=3.0, no_repeat_ngram_size=1, eos_token_id=plain[1], max_length=7
+    )
+    target.model.generation_config = own
+    assert Oracle(target, Settings()).answer(PROMPT) == plain
+    assert target.model.generation_config is own
+
+
+def test_eos_ends_the_answer_and_counts():
+    target = make_target(torch.float64)
+    plain = greedy(target.model, PROMPT, 12)
+    eos = plain[4]
+    settings = Settings(eos_token_ids=(39, eos))
+    assert Oracle(target, settings).answer(PROMPT) == plain[: plain.index(eos) + 1]
+
+
+def test_stop_callable_and_stop_strings_cut_the_answer():
+    target = make_target(torch.float64)
+    plain = greedy(target.model, PROMPT, 12)
+    assert Oracle(target, Settings(stop=lambda tokens: 3)).answer(PROMPT) == plain[:3]
+    assert Oracle(target, Settings(stop=lambda tokens: None)).answer(PROMPT) == plain
+    word = target.tokenizer.decode(plain[4:7], skip_special_tokens=True)
+    cut = Oracle(target, Settings(stop_strings=("!!", word))).answer(PROMPT)
+    assert target.tokenizer.decode(cut, skip_special_tokens=True).endswith(word)
+    assert cut == plain[: len(cut)]
+
+
+def test_the_context_limit_ends_the_answer():
+    target = make_target(torch.float64, max_positions=8)
+    assert len(Oracle(target, Settings()).answer(PROMPT)) == 3
+    with pytest.raises(ValueError, match="8 tokens, the target has 8 positions"):
+        Oracle(target, Settings()).answer(range(8))
+
+
+def test_answers_are_computed_once_per_prompt(monkeypatch):
+    oracle = Oracle(make_target(), Settings())
+    first = oracle.answer(PROMPT)
+    monkeypatch.setattr(oracle, "_generate", lambda prompt: pytest.fail("asked again"))
+    assert oracle.answer(list(PROMPT)) is first
+
+
+# ---- noise
+
+
+def test_top_two_gap():
+    gaps = top_two_gap(torch.tensor([[3.0, 1.0, 2.5], [0.0, 0.0, -1.0]]))
+    assert gaps.tolist() == [0.5, 0.0]
+
+
+def test_noise_is_rounding_and_shrinks_with_precision():
+    tokens = list(range(30))
+    single, double = (gap_noise(make_target(d).model, tokens, "cpu") for d in (torch.float32, torch.float64))
+    assert 0 < single < 1e-4
+    assert double < single / 100
+
+
+# ---- verdicts
+
+
+def test_first_difference():
+    assert first_difference([5, 6], [5, 6]) is None
+    assert first_difference([5, 6], [5, 7]) == 1
+    assert first_difference([5, 6], [5, 6, 7]) == 2
+    assert first_difference([], [1]) == 0
+
+
+def test_equal_answers_are_identical():
+    target = make_target()
+    oracle = Oracle(target, Settings())
+    counts = judge_all(oracle, [Turn(PROMPT, tuple(oracle.answer(PROMPT)))])
+    assert counts.as_dict() == {"identical_turns": 1, "turns": 1, "near_ties": 0, "unexplained": 0}
+    assert counts.tokens == 12
+    assert oracle.measured_noise is None
+
+
+def test_tokens_closer_than_the_noise_are_a_near_tie():
+    target = make_target()
+    best = with_twin_of_the_best_token(target, 0.0)
+    oracle = Oracle(target, Settings())
+    assert oracle.answer(PROMPT)[0] == min(best, 39)
+    difference = judge(oracle, Turn(PROMPT, (max(best, 39), 0, 0)))
+    assert difference.near_tie
+    assert (difference.position, difference.gap) == (0, 0.0)
+    assert difference.noise > 0
+
+
+def test_tokens_further_apart_than_the_noise_are_unexplained():
+    target = make_target()
+    with_twin_of_the_best_token(target, 1e-3)
+    difference = judge(Oracle(target, Settings()), Turn(PROMPT, (39,)))
+    assert not difference.near_tie
+    assert difference.gap > difference.noise > 0
+
+
+def test_the_gap_is_measured_one_precision_higher():
+    # Logits 1e-9 apart: the same number in float32, told apart in float64.
+    target = make_target()
+    best = with_twin_of_the_best_token(target, 0.0)
+    oracle = Oracle(target, Settings())
+    oracle.gap(PROMPT, best, 39)
+    with torch.inference_mode():
+        oracle._precise.lm_head.weight[39] *= 1 - 1e-9
+    assert 0 < oracle.gap(PROMPT, best, 39) < 1e-7
+    assert next(target.model.parameters()).dtype == torch.float32
+
+
+def test_float64_allows_no_difference():
+    target = make_target(torch.float64)
+    best = with_twin_of_the_best_token(target, 0.0)
+    difference = judge(Oracle(target, Settings()), Turn(PROMPT, (max(best, 39),)))
+    assert not difference.near_tie
+
+
+def test_a_missing_or_extra_token_is_unexplained():
+    oracle = Oracle(make_target(), Settings())
+    answer = oracle.answer(PROMPT)
+    short, long = (judge(oracle, Turn(PROMPT, tokens)) for tokens in (tuple(answer[:-1]), (*answer, 7)))
+    assert (short.position, short.expected, short.received) == (11, answer[-1], None)
+    assert (long.position, long.expected, long.received) == (12, None, 7)
+    assert not short.near_tie
+    assert not long.near_tie
+
+
+def test_only_the_first_difference_counts():
+    target = make_target()
+    best = with_twin_of_the_best_token(target, 0.0)
+    oracle = Oracle(target, Settings())
+    answer = oracle.answer(PROMPT)
+    far = tuple((token + 1) % 39 for token in answer[1:])
+    counts = judge_all(oracle, [Turn(PROMPT, (max(best, 39), *far)), Turn(PROMPT, tuple(answer))])
+    assert counts.as_dict() == {"identical_turns": 1, "turns": 2, "near_ties": 1, "unexplained": 0}
+    assert counts.tokens_per_near_tie == 24
+    assert counts.differences[0].position == 0
+
+
+def test_counts_add_up():
+    total = LosslessCounts(1, 3, 1, 1, 50) + LosslessCounts(2, 2, 0, 0, 30)
+    assert total.as_dict() == {"identical_turns": 3, "turns": 5, "near_ties": 1, "unexplained": 1}
+    assert total.tokens_per_near_tie == 80
