@@ -12,14 +12,14 @@ from inference.tree import DraftTree
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """What one target step committed: the tokens now in the target's cache and the next base token.
+    """What one target step committed: the tokens now in the target's cache, and the next base token.
 
-    tokens  [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base
-            token followed by the accepted drafts)
-    hidden  [A, H], the target's hidden state at each of them, as the LM head reads it
-    base    [] int64, the target's own next token after the last of them
-    choices [R] int64, the target's own choice at every row of the forward (R = 1 + M), empty after the prefill
-    tree    the tree that was verified, None after the prefill
+    tokens   [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base token
+             followed by the accepted drafts)
+    hidden   [A, H], the target's hidden state at each of them, as the LM head reads it
+    base     [] int64, the target's own next token after the last of them
+    choices  [R] int64, the target's own choice at every row of the forward (R = 1 + M); None after the prefill
+    tree     the tree that was verified; None after the prefill
     """
 
     tokens: Tensor
@@ -30,16 +30,20 @@ class VerifiedStep:
 
 
 class Drafter(Protocol):
-    """`begin` once per prompt, then `observe` (prefill) and (`propose`, `observe`) per target step."""
+    """`begin` and `observe` (the prefill) once per prompt, then `propose` and `observe` once per target step.
 
-    name: str
+    max_nodes  no proposal has more nodes
+    max_depth  no proposal is deeper
+    """
+
     max_nodes: int
+    max_depth: int
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Forget the last prompt; `prompt [n]` is about to be prefilled, `capacity` tokens at most will follow."""
+        """Forget the last prompt. `prompt [n]` is about to be prefilled; it and its answer take `capacity` tokens."""
 
     def observe(self, step: VerifiedStep) -> None:
         """Take in what was committed."""
 
     def propose(self) -> DraftTree:
-        """Draft what may come after the base token: at most `max_nodes` nodes."""
+        """Draft what may come after the base token."""

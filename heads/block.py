@@ -1,0 +1,92 @@
+"""The one decoder block heads share: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Shapes: B batch, Q queries, C context states, H hidden, N attention heads, G key/value heads, D head size.
+
+Queries and context are separate inputs: context states only ever lend keys and values, so those can be computed once
+and kept (`context_keys_values`), while the queries run through the whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.base import HeadConfig
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(queries [B, N, Q, D], their own keys [B, G, Q, D], values [B, G, Q, D]) → [B, N, Q, D]; the caller knows the
+context and who may see what."""
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin `[..., D]` of rotary position embedding for integer positions `[...]`, in float32."""
+    half = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angles = positions[..., None].float() * theta ** (-half / head_dim)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embedding to `[B, heads, L, D]` with cos and sin `[B, L, D]` (pairs are D/2 apart)."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class DecoderBlock(nn.Module):
+    """One pre-norm decoder block of the target's shape; output projections start at zero, so it starts as identity."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            size,
+        )
+        self.rope_theta = config.rope_theta
+        self.attention_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.q_proj = nn.Linear(hidden, self.heads * size, bias=False)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
+        self.mlp_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.gate_proj = nn.Linear(hidden, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
+            nn.init.normal_(projection.weight, std=hidden**-0.5)
+        for projection in (self.o_proj, self.down_proj):
+            nn.init.zeros_(projection.weight)
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+    def context_keys_values(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, G, C, D]` of context states `[B, C, H]` at `positions [B, C]`."""
+        return self._keys_values(self.attention_norm(states), positions)
+
+    def _keys_values(self, normed: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary(positions, self.head_dim, self.rope_theta)
+        keys = rotate(self._split(self.k_proj(normed), self.kv_heads), cos, sin)
+        return keys, self._split(self.v_proj(normed), self.kv_heads)
+
+    def forward(self, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """States `[B, Q, H]` at `positions [B, Q]` → `[B, Q, H]`."""
+        normed = self.attention_norm(states)
+        cos, sin = rotary(positions, self.head_dim, self.rope_theta)
+        queries = rotate(self._split(self.q_proj(normed), self.heads), cos, sin)
+        attended = attend(queries, *self._keys_values(normed, positions))
+        states = states + self.o_proj(attended.transpose(1, 2).flatten(2))
+        normed = self.mlp_norm(states)
+        return states + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+
+def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Scaled dot-product attention with fewer key/value heads than query heads; `mask` broadcasts to [B, N, Q, C]."""
+    return F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1]
+    )

@@ -1,0 +1,113 @@
+"""CTC prefix scores Ψ: the probability that the collapse of the frames *starts with* a prefix.
+
+Shapes: M prefixes, T frames, C classes considered, N windows, U labels. All in probabilities, float32 or float64.
+
+With γⁿ_t(p), γᵇ_t(p) the probability that frames 1..t collapse to p ending in p's last label / in blank,
+
+    φ_t(p, c) = γᵇ_{t−1}(p) + [c ≠ last(p)]·γⁿ_{t−1}(p)          Ψ(p·c) = Σ_t φ_t(p, c)·p_t(c)
+    γⁿ_t(p·c) = (γⁿ_{t−1}(p·c) + φ_t(p, c))·p_t(c)               γᵇ_t(p) = (γᵇ_{t−1}(p) + γⁿ_{t−1}(p))·p_t(blank)
+
+Worked example: frames (a .6, blank .4), (a .5, b .5): Ψ("a") = .6 + .4·.5 = .8, Ψ("b") = .4·.5 = .2,
+Ψ("ab") = .6·.5 = .3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PrefixState:
+    """Forward probabilities of M prefixes *before* each frame: column t holds γ_{t} for t = 0..T−1.
+
+    in_label  [M, T] γⁿ, in_blank [M, T] γᵇ, last [M] int64 the prefix's last label (−1: the empty prefix)
+    """
+
+    in_label: Tensor
+    in_blank: Tensor
+    last: Tensor
+
+
+def empty_prefix(blank: Tensor) -> PrefixState:
+    """The empty prefix, from the blank's probability at each frame (`[T]`, or `[M, T]` for M sets of frames)."""
+    blank = blank.reshape(-1, blank.shape[-1])
+    before = torch.cat([torch.ones_like(blank[:, :1]), blank[:, :-1]], dim=1).cumprod(1)
+    last = torch.full((len(before),), -1, dtype=torch.long, device=blank.device)
+    return PrefixState(torch.zeros_like(before), before, last)
+
+
+def child_scores(state: PrefixState, probs: Tensor, labels: Tensor) -> Tensor:
+    """Ψ(p·c) `[M, C]` of every prefix and every label.
+
+    probs `[T, C]`, or `[M, T, C]` where each prefix has its own frames; labels `[C]` int64, the label of each column.
+    One product for all labels, then the correction where c repeats the prefix's last label.
+    """
+
+    def over_frames(weights: Tensor) -> Tensor:
+        return weights @ probs if probs.dim() == 2 else (weights[:, None] @ probs)[:, 0]
+
+    scores = over_frames(state.in_label + state.in_blank)
+    return torch.where(
+        labels == state.last[:, None], scores - over_frames(state.in_label), scores
+    ).clamp_(min=0)
+
+
+def extend(
+    state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, blank: Tensor
+) -> PrefixState:
+    """The state of prefixes p·c: parent [M'] indexes `state`, label [M'] is c, label_probs [M', T] is p_t(c).
+
+    blank `[T]`, or `[M', T]` where each prefix has its own frames.
+    """
+    same = (label == state.last[parent])[:, None]
+    gain = (state.in_blank[parent] + torch.where(same, 0.0, state.in_label[parent])) * label_probs
+    in_label, in_blank = [torch.zeros_like(gain[:, 0])], [torch.zeros_like(gain[:, 0])]
+    for t in range(blank.shape[-1] - 1):
+        in_blank.append((in_blank[-1] + in_label[-1]) * blank[..., t])
+        in_label.append(in_label[-1] * label_probs[:, t] + gain[:, t])
+    return PrefixState(torch.stack(in_label, 1), torch.stack(in_blank, 1), label)
+
+
+def teacher_forced_hits(
+    frames: Tensor,
+    labels: Tensor,
+    lengths: Tensor,
+    log_probs: Callable[[Tensor], Tensor],
+    chunk_bytes: int = 64 * 2**20,
+) -> tuple[Tensor, Tensor]:
+    """How often the best child of the *true* prefix is the true next label: ([U] hits, [U] windows counted).
+
+    frames [N, T, H]; labels [N, U]; lengths [N]; `log_probs` maps [n, T, H] to [n, T, V+1], the blank last.
+    """
+    size = labels.shape[1]
+    hits = torch.zeros(size, device=frames.device)
+    counted = torch.stack([(lengths > offset).sum() for offset in range(size)]).float()
+    chunk = 1
+    start = 0
+    while start < len(frames):
+        probs = log_probs(frames[start : start + chunk]).exp()
+        rows = slice(start, start + len(probs))
+        start += len(probs)
+        chunk = max(1, chunk_bytes // (4 * probs[0].numel()))
+        hits += _hits(probs, labels[rows], lengths[rows])
+    return hits, counted
+
+
+def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    """[U] hits of windows with their own frames: probs [n, T, V+1], blank last; labels [n, U]; lengths [n]."""
+    count, frames, classes = probs.shape
+    blank, classes = probs[:, :, -1], torch.arange(classes, device=probs.device)[:-1]
+    everyone = torch.arange(count, device=probs.device)
+    state = empty_prefix(blank)
+    hits = []
+    for offset in range(labels.shape[1]):
+        label = labels[:, offset]
+        best = child_scores(state, probs[:, :, :-1], classes).argmax(-1)
+        hits.append(((best == label) & (lengths > offset)).sum())
+        own = probs.gather(2, label[:, None, None].expand(-1, frames, 1))[:, :, 0]
+        state = extend(state, everyone, label, own, blank)
+    return torch.stack(hits).float()

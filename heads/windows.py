@@ -1,0 +1,137 @@
+"""Which anchors are trained on and which labels each of them drafts (METHODS: distillation labels).
+
+Shapes: B batch, L length, U labels, A anchors a row.
+
+An anchor n is the last committed position: the base token `x[n+1]` is known, the head drafts `y[n+2], y[n+3], …`
+where `y[i] = argmax LM(h[i-1])`. Worked example (0-based, everything the assistant's, U = 3)::
+
+    index       0  1  2  3  4  5
+    text   x    P  a  b  c  d  E        P prompt, E end of turn
+    greedy y    -  a  b  c  q  E
+
+    anchor 0: base a, labels b c q      q is the label at 4; the text has d there, so nothing may follow q
+    anchor 1: base b, labels c q        cut after q (`agree`): y[5] = E was said after d, not after q
+    anchor 2: base c, labels q          the same cut
+    anchor 3: base d, labels E          the turn ended: a closed window of one label
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Anchors and their labels.
+
+    anchors  [B, A] int64, index of the last committed token, ascending; where `valid` is false: 0
+    valid    [B, A] bool
+    labels   [B, A, U] int64, 0 beyond `lengths`
+    lengths  [B, A] int64, labels in the window; at least 1 where valid
+    closed   [B, A] bool, nothing may follow the labels (the turn ended, or the window is full)
+    """
+
+    anchors: Tensor
+    valid: Tensor
+    labels: Tensor
+    lengths: Tensor
+    closed: Tensor
+
+
+def label_windows(
+    input_ids: Tensor,
+    greedy_ids: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    size: int,
+    end_token_ids: list[int],
+    agree: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Labels `[B, L, U]`, lengths `[B, L]`, closed `[B, L]` and valid `[B, L]` of the window at *every* position.
+
+    A window stops before the first position that is not the assistant's, belongs to another conversation or has no
+    greedy label; after an end-of-turn label; and, with `agree`, after the first label the text does not share.
+    """
+    batch, length = input_ids.shape
+
+    def ahead(values: Tensor, by: int, fill: int | bool) -> Tensor:
+        out = torch.full_like(values, fill)
+        if by < length:
+            out[:, : length - by] = values[:, by:]
+        return out
+
+    ends = torch.tensor(end_token_ids, dtype=torch.long, device=input_ids.device)
+    labels = input_ids.new_zeros(batch, length, size)
+    lengths = input_ids.new_zeros(batch, length)
+    closed = torch.zeros_like(mask)
+    alive = (segment_ids > 0) & ahead(mask, 1, False) & (ahead(segment_ids, 1, 0) == segment_ids)
+    for offset in range(size):
+        label = ahead(greedy_ids, offset + 2, IGNORED)
+        alive = (
+            alive
+            & ~closed
+            & ahead(mask, offset + 2, False)
+            & (ahead(segment_ids, offset + 2, 0) == segment_ids)
+            & (label != IGNORED)
+        )
+        labels[:, :, offset] = torch.where(alive, label, 0)
+        lengths = lengths + alive
+        closed = closed | (alive & torch.isin(label, ends))
+        if agree:
+            text = ahead(input_ids, offset + 2, 0)
+            alive = alive & (text == label)
+    closed = closed | (lengths == size)
+    return labels, lengths, closed, lengths > 0
+
+
+def anchor_scores(input_ids: Tensor, seed: int) -> Tensor:
+    """[B, L] int64 pseudo-random scores that depend on the row's own tokens and `seed` only.
+
+    The same row gets the same anchors however rows are spread over processes and batches, and other anchors with
+    another seed; nothing is drawn from a random generator whose state would have to be saved.
+    """
+    length = input_ids.shape[1]
+    position = torch.arange(length, device=input_ids.device)
+    row = ((input_ids + 1) * (2 * position + 1)).sum(-1, keepdim=True)
+    value = row * 0x9E3779B1 + position * 0x85EBCA77 + (seed + 1) * 0xC2B2AE3D
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (16, 0x165667B1)):
+        value = ((value ^ (value >> shift)) * factor) & 0x7FFFFFFF
+    return value
+
+
+def select_windows(
+    input_ids: Tensor,
+    greedy_ids: Tensor,
+    mask: Tensor,
+    segment_ids: Tensor,
+    size: int,
+    end_token_ids: list[int],
+    agree: bool = True,
+    anchors_per_row: int = 0,
+    seed: int = 0,
+) -> Windows:
+    """The windows of at most `anchors_per_row` anchors of each row (0: every valid anchor)."""
+    labels, lengths, closed, valid = label_windows(
+        input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree
+    )
+    per_row = int(valid.sum(-1).max())
+    take = min(per_row, anchors_per_row) if anchors_per_row else per_row
+    real = torch.where(segment_ids > 0, input_ids, -1)  # padding must not change a row's anchors
+    score = torch.where(valid, anchor_scores(real, seed) + 1, 0)
+    chosen = score.topk(take, dim=-1).indices
+    anchors = chosen.sort(-1).values
+    picked = valid.gather(1, anchors)
+    order = torch.argsort((~picked).long(), dim=-1, stable=True)  # valid first, still ascending
+    anchors, picked = anchors.gather(1, order), picked.gather(1, order)
+    return Windows(
+        anchors=torch.where(picked, anchors, 0),
+        valid=picked,
+        labels=labels.gather(1, anchors[:, :, None].expand(-1, -1, size)),
+        lengths=lengths.gather(1, anchors),
+        closed=closed.gather(1, anchors),
+    )

@@ -1,0 +1,214 @@
+"""The frozen target: any decoder-only transformers model, with the masks of a tree or of packed rows put into it.
+
+Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from data.fingerprint import target_fingerprint
+from heads.base import TargetView
+from inference.kv_cache import KVCache
+
+
+class Target:
+    """Wraps a causal LM in evaluation mode; never trained, its parameters do not require gradients."""
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = "") -> None:
+        """Raises ValueError with one sentence for a model this engine cannot drive."""
+        config = model.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"the target must be a decoder-only causal LM; {name or config.model_type} is an encoder-decoder "
+                "model; pick another --target"
+            )
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name or getattr(config, "_name_or_path", "") or config.model_type
+        self.config = config.get_text_config(decoder=True)
+        self.decoder = model.get_decoder()
+        self.embedding = model.get_input_embeddings()
+        self.lm_head = model.get_output_embeddings()
+        self.window: int | None = getattr(self.config, "sliding_window", None)
+        layer_types = set(getattr(self.config, "layer_types", None) or ())
+        self._per_layer_type = "sliding_attention" in layer_types
+        if not layer_types and getattr(self.config, "use_sliding_window", True) is False:
+            self.window = None
+        if layer_types and not self._per_layer_type:
+            self.window = None
+        unknown = layer_types - {"full_attention", "sliding_attention"}
+        if unknown or self.lm_head is None:
+            reason = f"layers of type {', '.join(sorted(unknown))}" if unknown else "no LM head"
+            raise ValueError(
+                f"the target must be a decoder with full or sliding-window attention and an LM head; {self.name} has "
+                f"{reason}; pick another --target"
+            )
+        self._check_masks()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        adapter: str | None = None,
+    ) -> Target:
+        """Load a local folder or hub id; `adapter` names a PEFT adapter that is merged into it.
+
+        dtype defaults to float32 on CPU and to the checkpoint's own on GPU.
+        """
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        config = AutoConfig.from_pretrained(path)
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"--target {path} must be a decoder-only causal LM; it is an encoder-decoder model "
+                f"({config.model_type}); pick another --target"
+            )
+        chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation="sdpa")
+        if adapter:
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return cls(model.to(device), tokenizer, name=path)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def max_positions(self) -> int:
+        """How many tokens fit, prompt and answer together."""
+        return int(getattr(self.config, "max_position_embeddings", 2**31))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, from the generation config."""
+        ids = self.model.generation_config.eos_token_id
+        if ids is None:
+            ids = self.config.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must agree between a target and the heads and datasets made for it."""
+        return target_fingerprint(self.config, self.tokenizer)
+
+    def view(self) -> TargetView:
+        """The embedding and LM head, lent to a draft head."""
+        return TargetView(self.embedding, self.lm_head.weight, getattr(self.lm_head, "bias", None))
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """A cache with room for `capacity` rows."""
+        return KVCache(self.config.num_hidden_layers, capacity)
+
+    def _mask(self, visible: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
+        """The 4-D mask(s) the decoder takes from `visible [B, R, C]` and positions `[B, R]`, `[B, C]`.
+
+        A mask we hand over replaces the decoder's own, so its sliding window must be in ours. Window w, row at
+        position 9: sees positions 10-w … 9, as far as `visible` has them.
+        """
+        full = visible[:, None]
+        if self.window is None:
+            return full
+        near = key_positions[:, None, :] > query_positions[:, :, None] - self.window
+        windowed = (visible & near)[:, None]
+        if self._per_layer_type:
+            return {"full_attention": full, "sliding_attention": windowed}
+        return windowed
+
+    def forward_tree(
+        self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """One forward over R rows behind the cached text: hidden `[R, H]` and the target's choice `[R]` at each row.
+
+        token_ids [R] int64; depths [R] int64, distance from the first row in the text; sees [R, R] bool, which rows
+        each row sees. Every row sees the whole cached text. Rows are written to `cache` but not committed.
+        """
+        committed = cache.length
+        positions = (depths + committed)[None]
+        visible = torch.cat([sees.new_ones(len(sees), committed), sees], dim=1)[None]
+        keys = torch.cat([torch.arange(committed, device=positions.device)[None], positions], dim=1)
+        hidden = self.decoder(
+            input_ids=token_ids[None],
+            attention_mask=self._mask(visible, positions, keys),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[0]
+        return hidden, self.lm_head(hidden).argmax(-1)
+
+    def prefill(
+        self, prompt: Tensor, cache: KVCache, rows_per_forward: int = 2048
+    ) -> tuple[Tensor, Tensor]:
+        """Commit a prompt `[n]`: its hidden states `[n, H]` and the target's next token `[]`."""
+        pieces = []
+        for start in range(0, prompt.numel(), rows_per_forward):
+            chunk = prompt[start : start + rows_per_forward]
+            steps = torch.arange(chunk.numel(), device=prompt.device)
+            positions = (steps + start)[None]
+            keys = torch.arange(start + chunk.numel(), device=prompt.device)[None]
+            visible = keys[:, None, :] <= positions[:, :, None]
+            pieces.append(
+                self.decoder(
+                    input_ids=chunk[None],
+                    attention_mask=self._mask(visible, positions, keys),
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                ).last_hidden_state[0]
+            )
+            cache.keep_first(chunk.numel())
+        hidden = torch.cat(pieces)
+        return hidden, self.lm_head(hidden[-1]).argmax(-1)
+
+    @torch.no_grad()
+    def forward_rows(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Hidden states `[B, L, H]` of whole (possibly packed) rows: a token sees its own conversation only."""
+        index = torch.arange(input_ids.shape[1], device=input_ids.device)
+        visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
+        return self.decoder(
+            input_ids=input_ids,
+            attention_mask=self._mask(visible, position_ids, position_ids),
+            position_ids=position_ids,
+            use_cache=False,
+        ).last_hidden_state
+
+    @torch.no_grad()
+    def _check_masks(self) -> None:
+        """The model must take our masks and compute `logits = LM head(hidden)`: compared once with its own forward."""
+        length = min(24, self.max_positions)
+        ids = torch.arange(length, device=self.device)[None] % self.config.vocab_size
+        rule = (
+            f"the target must accept a 4-D attention mask and compute its logits by the LM head alone; {self.name} "
+            f"({self.config.model_type})"
+        )
+        try:
+            own = self.model(input_ids=ids, use_cache=False).logits.float()
+            positions = torch.arange(length, device=self.device)[None]
+            hidden = self.forward_rows(ids, torch.ones_like(ids), positions)
+            ours = self.lm_head(hidden).float()
+        except Exception as error:
+            raise ValueError(
+                f"{rule} failed a trial forward ({error}); pick another --target"
+            ) from error
+        gap = (own - ours).abs().max()
+        if gap > (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * own.abs().max().clamp(min=1):
+            raise ValueError(
+                f"{rule} differs by {gap:.2g} (a scaled or capped LM head?); pick another --target"
+            )
+
+
