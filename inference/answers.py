@@ -8,12 +8,17 @@ steps. Here a turn always carries target steps; `idxs` is `steps - 1`.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inference.evaluate import TurnRecord
 
 QuestionId = int | str
+QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,15 @@ class AnsweredTurn:
 
 @dataclass(frozen=True)
 class Answer:
-    """All answered turns of one question."""
+    """All answered turns of one question; our files name its benchmark, as ids may repeat among them."""
 
     question_id: QuestionId
     turns: tuple[AnsweredTurn, ...]
-    category: str | None = None
+    benchmark: str | None = None
+
+    @property
+    def key(self) -> QuestionKey:
+        return self.benchmark, self.question_id
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -67,17 +76,17 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return rows
 
 
-def read_answers(path: Path) -> dict[QuestionId, Answer]:
-    """Answers by question id, `choices[0]` of each row; ValueError names file, line and reason."""
-    answers: dict[QuestionId, Answer] = {}
+def read_answers(path: Path) -> dict[QuestionKey, Answer]:
+    """Answers by question, `choices[0]` of each row; ValueError names file, line and reason."""
+    answers: dict[QuestionKey, Answer] = {}
     for number, row in read_jsonl(path):
         try:
             answer = _parse_answer(row)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
-        if answer.question_id in answers:
+        if answer.key in answers:
             raise ValueError(f"{path}:{number}: question_id {answer.question_id!r} appears a second time")
-        answers[answer.question_id] = answer
+        answers[answer.key] = answer
     return answers
 
 
@@ -98,9 +107,9 @@ def _parse_answer(row: dict[str, Any]) -> Answer:
         steps = [index + 1 for index in _column(choice, "idxs", (int,), len(texts))]
     new_tokens = _column(choice, "new_tokens", (int,), len(texts))
     wall_time = _column(choice, "wall_time", (int, float), len(texts))
-    category = row.get("category")
+    benchmark = row.get("benchmark")
     turns = tuple(AnsweredTurn(*turn) for turn in zip(texts, steps, new_tokens, wall_time))
-    return Answer(question_id, turns, category if isinstance(category, str) else None)
+    return Answer(question_id, turns, benchmark if isinstance(benchmark, str) else None)
 
 
 def _column(
@@ -120,6 +129,55 @@ def _column(
         if isinstance(value, (int, float)) and not value >= 0:
             raise ValueError(f"{where} must not be negative, got {value!r}")
     return values
+
+
+# ----------------------------------------------------------------------------------------------------
+# Writing
+
+
+class AnswerFiles:
+    """`answers/NAME.jsonl` in FastChat form, one line a question, written as the answers come."""
+
+    def __init__(self, folder: Path, drafters: Sequence[str]) -> None:
+        """Start one empty file per drafter; answers of an earlier run go."""
+        self.folder = folder / "answers"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob("*.jsonl"):
+            stale.unlink()
+        for name in drafters:
+            self.path(name).write_text("", encoding="utf-8")
+
+    def path(self, drafter: str) -> Path:
+        return self.folder / f"{drafter}.jsonl"
+
+    def add(self, turns: Sequence[TurnRecord]) -> None:
+        """Append one question's turns; a question without an answered turn leaves no line."""
+        if turns:
+            with self.path(turns[0].drafter).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(answer_row(turns), ensure_ascii=False) + "\n")
+
+
+def answer_row(turns: Sequence[TurnRecord]) -> dict[str, Any]:
+    """One question in FastChat form, with the counts that Spec-Bench's `speed.py` reads."""
+    first, generations = turns[0], [turn.generation for turn in turns]
+    choice = {
+        "index": 0,
+        "turns": [turn.text for turn in turns],
+        "decoding_steps": [generation.target_steps for generation in generations],
+        "new_tokens": [len(generation.tokens) for generation in generations],
+        "wall_time": [generation.seconds["total"] for generation in generations],
+        "accept_lengths": [length for generation in generations for length in generation.accept_lengths],
+        "accept_lengths_per_turn": [list(generation.accept_lengths) for generation in generations],
+    }
+    return {
+        "question_id": first.question_id,
+        "category": first.category or first.benchmark,
+        "benchmark": first.benchmark,
+        "answer_id": f"{first.drafter}-{first.benchmark}-{first.question_id}",
+        "model_id": first.drafter,
+        "choices": [choice],
+        "tstamp": time.time(),
+    }
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -170,8 +228,8 @@ class AnswerScore:
 
 
 def score_answers(
-    answers: dict[QuestionId, Answer],
-    baseline: dict[QuestionId, Answer],
+    answers: dict[QuestionKey, Answer],
+    baseline: dict[QuestionKey, Answer],
     categories: dict[QuestionId, str | None] | None = None,
 ) -> dict[str | None, AnswerScore]:
     """Scores of the whole file (key None) and, with `categories`, of each category in order of appearance.
@@ -179,22 +237,23 @@ def score_answers(
     Ratios are of totals: gamma weighs every token the same, a mean of per-question speeds would not.
     """
     _same_questions("the baseline", answers, baseline)
-    if categories is not None and (missing := [key for key in answers if key not in categories]):
+    if categories is not None and (missing := [id_ for _, id_ in answers if id_ not in categories]):
         raise ValueError(f"every answered question must be in the questions file; it lacks {_some(missing)}")
     scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
     for key, answer in answers.items():
-        groups = {None, categories[key]} if categories is not None else {None}
+        groups = {None, categories[answer.question_id]} if categories is not None else {None}
         for group in groups:
             scores.setdefault(group, AnswerScore()).add(answer, baseline[key])
     return scores
 
 
-def _same_questions(name: str, answers: Iterable[QuestionId], other: Iterable[QuestionId]) -> None:
+def _same_questions(name: str, answers: Iterable[QuestionKey], other: Iterable[QuestionKey]) -> None:
     wanted, got = set(answers), set(other)
-    if missing := sorted(wanted - got, key=str):
-        raise ValueError(f"both files must answer the same questions; {name} lacks {_some(missing)}")
-    if extra := sorted(got - wanted, key=str):
-        raise ValueError(f"both files must answer the same questions; only {name} has {_some(extra)}")
+    rule = "both files must answer the same questions"
+    if missing := sorted((id_ for _, id_ in wanted - got), key=str):
+        raise ValueError(f"{rule}; {name} lacks {_some(missing)}")
+    if extra := sorted((id_ for _, id_ in got - wanted), key=str):
+        raise ValueError(f"{rule}; only {name} has {_some(extra)}")
 
 
 def _some(keys: Sequence[QuestionId]) -> str:

@@ -16,16 +16,15 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-if TYPE_CHECKING:
-    from inference.drafters.base import Drafter
-    from inference.engine import GenerationSettings
-    from inference.target import Target
+from inference.drafters.base import Drafter
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.target import Target
 
 NOISE_PROMPTS = 4
 
@@ -91,7 +90,7 @@ class Oracle:
             tokens = tokens[:length]
         if self.settings.stop_strings:
             for length in range(1, len(tokens) + 1):
-                text = self.target.tokenizer.decode(tokens[:length], skip_special_tokens=True)
+                text = self.target.tokenizer.decode(tokens[:length], skip_special_tokens=False)
                 if any(stop in text for stop in self.settings.stop_strings):
                     return tokens[:length]
         return tokens
@@ -100,8 +99,8 @@ class Oracle:
     def noise(self) -> float:
         """Largest change of the top-two gap between prefill and one-by-one decode.
 
-        Measured when first read, at every position of up to `NOISE_PROMPTS` prompts with their answers, spread
-        evenly over those answered so far.
+        Measured when first read, at every position of up to `NOISE_PROMPTS` prompts with their answers,
+        spread evenly over those answered so far.
         """
         if self._noise is None:
             texts = [prompt + tuple(answer) for prompt, answer in self._answers.items()]
@@ -187,7 +186,7 @@ class Difference:
 
 @dataclass
 class LosslessCounts:
-    """identical_turns + near_ties + unexplained = turns; `tokens` counts the oracle's new tokens."""
+    """identical_turns + near_ties + unexplained = turns; `tokens` counts new tokens."""
 
     identical_turns: int = 0
     turns: int = 0
@@ -195,6 +194,21 @@ class LosslessCounts:
     unexplained: int = 0
     tokens: int = 0
     differences: list[Difference] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, judged: Iterable[Difference | None], tokens: int) -> LosslessCounts:
+        """Count verdicts, None for an identical turn, over `tokens` new tokens."""
+        verdicts = list(judged)
+        differences = [difference for difference in verdicts if difference is not None]
+        near_ties = sum(difference.near_tie for difference in differences)
+        return cls(
+            identical_turns=len(verdicts) - len(differences),
+            turns=len(verdicts),
+            near_ties=near_ties,
+            unexplained=len(differences) - near_ties,
+            tokens=tokens,
+            differences=differences,
+        )
 
     def __add__(self, other: LosslessCounts) -> LosslessCounts:
         return LosslessCounts(
@@ -244,22 +258,9 @@ def judge(oracle: Oracle, turn: Turn) -> Difference | None:
 
 def judge_all(oracle: Oracle, turns: Iterable[Turn]) -> LosslessCounts:
     """Counts over `turns`. All are answered before the first is judged, so one noise serves all."""
-    counts = LosslessCounts()
     turns = list(turns)
-    for turn in turns:
-        counts.tokens += len(oracle.answer(turn.prompt))
-    for turn in turns:
-        counts.turns += 1
-        difference = judge(oracle, turn)
-        if difference is None:
-            counts.identical_turns += 1
-            continue
-        counts.differences.append(difference)
-        if difference.near_tie:
-            counts.near_ties += 1
-        else:
-            counts.unexplained += 1
-    return counts
+    tokens = sum(len(oracle.answer(turn.prompt)) for turn in turns)
+    return LosslessCounts.of([judge(oracle, turn) for turn in turns], tokens)
 
 
 def check_prompts(
@@ -270,8 +271,6 @@ def check_prompts(
     oracle: Oracle | None = None,
 ) -> LosslessCounts:
     """Decode every prompt with `drafter` and judge it; one `oracle` can serve many drafters."""
-    from inference.engine import DecodingEngine
-
     engine = DecodingEngine(target, drafter)
     turns = [
         Turn(tuple(prompt), tuple(engine.generate(list(prompt), settings).tokens), f"prompt {index}")

@@ -1,0 +1,195 @@
+"""Answer benchmark questions with every drafter, time them fairly, and judge each answer.
+
+Fair means: one process, the same prompts, the same token counter, a discarded warm-up, and the drafters
+taking turns question by question in rotating order, so that a machine that slows down or heats up slows
+them all. Every drafter holds its own conversation: the second turn's prompt contains its own first answer.
+
+Questions, the chat template and the rule that scores an answer come in as plain arguments; nothing here reads
+files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from inference.engine import ContextError, Generation, GenerationSettings
+from inference.lossless import Difference, Oracle, Turn, judge
+
+VANILLA = "vanilla"
+WARM_UP_TOKENS = 16
+
+Messages = list[dict[str, str]]
+Progress = Callable[[str, int, int], None]  # stage, done, of
+
+
+class Question(Protocol):
+    """What is asked, turn after turn; `reference` holds the right answer where there is one."""
+
+    question_id: int | str
+    category: str | None
+    turns: list[str]
+    reference: str | None
+
+
+class Engine(Protocol):
+    """The part of the decoding engine that an evaluation uses."""
+
+    def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation: ...
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Named questions; `is_correct(answer, reference)` scores the last turn where a reference is given."""
+
+    name: str
+    questions: Sequence[Any]
+    is_correct: Callable[[str, str], bool] | None = None
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One answered turn; `difference` is None while unjudged and when the answer is the oracle's."""
+
+    benchmark: str
+    question: int  # index in its benchmark
+    question_id: int | str
+    category: str | None
+    turn: int
+    drafter: str
+    prompt: tuple[int, ...]
+    text: str
+    generation: Generation
+    correct: bool | None = None
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Everything that was decoded: records in the order they ran."""
+
+    benchmarks: Sequence[Benchmark]
+    drafters: tuple[str, ...]
+    records: list[TurnRecord] = field(default_factory=list)
+    noise: float | None = None
+
+
+def evaluate(
+    engines: Mapping[str, Engine],
+    oracle: Oracle,
+    benchmarks: Sequence[Benchmark],
+    render: Callable[[Messages], list[int]],
+    progress: Progress = lambda stage, done, of: None,
+    on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
+) -> Evaluation:
+    """Decode every question with every engine, then judge every turn against the oracle.
+
+    `engines` must hold `vanilla`, the yardstick of gamma. `on_answer` receives each question's turns as
+    soon as a drafter has answered it (before they are judged), for results that survive an interruption.
+    """
+    if VANILLA not in engines:
+        raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with, got {list(engines)}")
+    names = tuple(engines)
+    decode = oracle.target.tokenizer.decode
+    warm_up(engines.values(), oracle.settings, benchmarks, render)
+
+    records: list[TurnRecord] = []
+    total = sum(len(benchmark.questions) for benchmark in benchmarks) * len(names)
+    done = 0
+    for benchmark in benchmarks:
+        for index, question in enumerate(benchmark.questions):
+            for name in rotate(names, index):
+                progress(f"{benchmark.name}: {name}", done, total)
+                turns = answer_question(engines[name], oracle.settings, question, render, decode)
+                answered = [
+                    TurnRecord(
+                        benchmark.name,
+                        index,
+                        question.question_id,
+                        question.category,
+                        turn,
+                        name,
+                        prompt,
+                        text,
+                        generation,
+                        _correct(benchmark, question, turn, text),
+                    )
+                    for turn, (prompt, text, generation) in enumerate(turns)
+                ]
+                records += answered
+                on_answer(answered)
+                done += 1
+    progress("decoded", total, total)
+    return Evaluation(benchmarks, names, judge_records(oracle, records, progress), oracle.measured_noise)
+
+
+def rotate(names: Sequence[str], index: int) -> list[str]:
+    """The order in which drafters answer question `index`: (a, b, c), 1 -> [b, c, a]."""
+    start = index % len(names)
+    return [*names[start:], *names[:start]]
+
+
+def answer_question(
+    engine: Engine,
+    settings: GenerationSettings,
+    question: Question,
+    render: Callable[[Messages], list[int]],
+    decode: Callable[..., str],
+) -> list[tuple[tuple[int, ...], str, Generation]]:
+    """(prompt, text, generation) per turn, up to the first turn whose prompt does not fit the context."""
+    messages: Messages = []
+    answered = []
+    for asked in question.turns:
+        messages.append({"role": "user", "content": asked})
+        prompt = render(messages)
+        try:
+            generation = engine.generate(list(prompt), settings)
+        except ContextError:
+            break
+        text = decode(generation.tokens, skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": text})
+        answered.append((tuple(prompt), text, generation))
+    return answered
+
+
+def warm_up(
+    engines: Iterable[Engine],
+    settings: GenerationSettings,
+    benchmarks: Sequence[Benchmark],
+    render: Callable[[Messages], list[int]],
+) -> None:
+    """A short answer to the first question that fits, thrown away: allocating and compiling is not timed."""
+    short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
+    questions = [question for benchmark in benchmarks for question in benchmark.questions]
+    for engine in engines:
+        for question in questions:
+            try:
+                engine.generate(render([{"role": "user", "content": question.turns[0]}]), short)
+                break
+            except ContextError:
+                continue
+
+
+def judge_records(
+    oracle: Oracle, records: Sequence[TurnRecord], progress: Progress = lambda stage, done, of: None
+) -> list[TurnRecord]:
+    """The records with their differences; every prompt is answered before the first difference is judged."""
+    prompts = list(dict.fromkeys(record.prompt for record in records))
+    for done, prompt in enumerate(prompts):
+        progress("checking against generate", done, len(prompts))
+        oracle.answer(prompt)
+    progress("checking against generate", len(prompts), len(prompts))
+    return [replace(record, difference=judge(oracle, _as_turn(record))) for record in records]
+
+
+def _as_turn(record: TurnRecord) -> Turn:
+    place = f"{record.drafter}, {record.benchmark} question {record.question_id}, turn {record.turn + 1}"
+    return Turn(record.prompt, tuple(record.generation.tokens), place)
+
+
+def _correct(benchmark: Benchmark, question: Question, turn: int, text: str) -> bool | None:
+    last = turn == len(question.turns) - 1
+    if benchmark.is_correct is None or question.reference is None or not last:
+        return None
+    return benchmark.is_correct(text, question.reference)

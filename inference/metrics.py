@@ -1,0 +1,133 @@
+"""From answered turns to the rows of `report.json`: beta, gamma, time shares, losslessness, accuracy.
+
+Suffixes: B bootstrap samples, Q questions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.evaluate import VANILLA, Evaluation, TurnRecord
+from inference.lossless import LosslessCounts
+
+BOOTSTRAP_SAMPLES = 2000
+TIME_KEYS = ("draft", "verify", "accept", "other")
+
+
+def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
+    """One row per benchmark and drafter (category None), and one for each category of the benchmark."""
+    rows = []
+    for benchmark in evaluation.benchmarks:
+        categories = dict.fromkeys(question.category for question in benchmark.questions)
+        for category in dict.fromkeys([None, *categories]):
+            chosen = [
+                record
+                for record in evaluation.records
+                if record.benchmark == benchmark.name and category in (None, record.category)
+            ]
+            vanilla = [record for record in chosen if record.drafter == VANILLA]
+            asked = [q for q in benchmark.questions if category in (None, q.category)]
+            for drafter in evaluation.drafters:
+                records = [record for record in chosen if record.drafter == drafter]
+                row = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
+                rows.append(row | result_row(records, vanilla, asked, seed))
+    return rows
+
+
+def result_row(
+    records: Sequence[TurnRecord], vanilla: Sequence[TurnRecord], asked: Sequence[Any], seed: int
+) -> dict[str, Any]:
+    """The figures of one drafter on one group of questions; ratios without a denominator are None.
+
+    questions counts those asked; turns + skipped = turns asked (a turn that does not fit the context ends its
+    question, so it and what follows are skipped).
+    """
+    turns = len(records)
+    new_tokens = sum(len(record.generation.tokens) for record in records)
+    steps = sum(record.generation.target_steps for record in records)
+    seconds = sum(record.generation.seconds["total"] for record in records)
+    gamma, interval = speedup(records, vanilla, seed)
+    return {
+        "questions": len(asked),
+        "turns": turns,
+        "skipped": sum(len(question.turns) for question in asked) - turns,
+        "new_tokens": new_tokens,
+        "target_steps": steps,
+        "wall_seconds": seconds,
+        "beta": new_tokens / steps if steps else None,
+        "gamma": gamma,
+        "gamma_ci95": interval,
+        "tokens_per_second": new_tokens / seconds if seconds else None,
+        "lossless": lossless_counts(records).as_dict(),
+        "time_share": time_share(records),
+        "accept_length_histogram": accept_length_histogram(records),
+        "score": score(records),
+    }
+
+
+def speedup(
+    records: Sequence[TurnRecord], vanilla: Sequence[TurnRecord], seed: int
+) -> tuple[float | None, list[float] | None]:
+    """Gamma (vanilla / drafter seconds per token, on turns both answered) and its 95 % interval.
+
+    The interval is a bootstrap over questions: whole questions are drawn with replacement, vanilla and
+    drafter together, so that hard questions weigh on both.
+    """
+    drafted = {(record.question, record.turn): record for record in records}
+    sums: dict[int, list[float]] = {}
+    for base in vanilla:
+        record = drafted.get((base.question, base.turn))
+        if record is None:
+            continue
+        entry = sums.setdefault(base.question, [0.0] * 4)
+        for offset, one in ((0, base), (2, record)):
+            entry[offset] += one.generation.seconds["total"]
+            entry[offset + 1] += len(one.generation.tokens)
+    if not sums:
+        return None, None
+    sums_Q4 = torch.tensor(list(sums.values()), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    draws_BQ = torch.randint(len(sums), (BOOTSTRAP_SAMPLES, len(sums)), generator=generator)
+    gammas_B = _gamma(sums_Q4[draws_BQ].sum(1))
+    low, high = torch.quantile(gammas_B, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(_gamma(sums_Q4.sum(0))), [low, high]
+
+
+def _gamma(sums: Tensor) -> Tensor:
+    """[..., (vanilla seconds, vanilla tokens, seconds, tokens)] -> [...]."""
+    vanilla_seconds, vanilla_tokens, seconds, tokens = sums.unbind(-1)
+    return (vanilla_seconds / vanilla_tokens) / (seconds / tokens)
+
+
+def lossless_counts(records: Sequence[TurnRecord]) -> LosslessCounts:
+    """How the judged turns came out, each at its first difference."""
+    return LosslessCounts.of(
+        (record.difference for record in records), sum(len(record.generation.tokens) for record in records)
+    )
+
+
+def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:
+    """Share of the decoding time by what it was spent on; sums to 1, None when nothing was decoded."""
+    seconds = {key: sum(record.generation.seconds[key] for record in records) for key in TIME_KEYS}
+    total = sum(seconds.values())
+    return {key: value / total for key, value in seconds.items()} if total else None
+
+
+def accept_length_histogram(records: Sequence[TurnRecord]) -> list[int]:
+    """Entry a = target steps after the prefill that kept a drafted tokens.
+
+    Kept lengths include the base token and begin with the prefill's: [1, 3, 1, 2] -> [1, 1, 1].
+    """
+    counts = Counter(max(kept - 1, 0) for record in records for kept in record.generation.accept_lengths[1:])
+    return [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
+
+
+def score(records: Sequence[TurnRecord]) -> dict[str, float] | None:
+    """Accuracy over the questions that were scored."""
+    scored = [record.correct for record in records if record.correct is not None]
+    return {"accuracy": sum(scored) / len(scored)} if scored else None

@@ -1,0 +1,204 @@
+"""Command-line options that the decoding scripts share; a YAML file given with --config supplies defaults."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+
+from inference.drafters.base import Drafter
+from inference.drafters.registry import DrafterSpec, build_drafter
+from inference.engine import GenerationSettings
+from inference.target import Target
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+REQUIRED = ("target", "drafters", "benchmarks", "output")
+
+
+def decoding_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of `scripts/evaluate.py` and `scripts/lossless.py`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
+    add("--target", help="folder or hub id of the target")
+    add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
+    add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="vanilla always runs")
+    add(
+        "--benchmarks",
+        nargs="+",
+        metavar="NAME=FILE",
+        help="question files, for example mt_bench=FILE gsm8k=FILE",
+    )
+    add("--output", type=Path, help="folder for the results")
+    add("--overwrite", action="store_true", help="replace a finished run in --output")
+    add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")
+    add("--limit", type=int, help="only the first N questions of each benchmark")
+    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--stop_at_loops", action="store_true", help="end an answer where it repeats itself for good")
+    add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
+    add("--device", help="default: cuda when there is one, else cpu")
+    add("--temperature", type=float, default=0.0, help="0, greedy decoding, for now")
+    add("--threads", type=int, help="CPU threads (default: torch's choice)")
+    add("--seed", type=int, default=0, help="of the bootstrap over questions (default 0)")
+    return parser
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse flags over the defaults of --config and check them; ValueError says rule, value and remedy."""
+    first, _ = parser.parse_known_args(arguments)
+    if first.config is not None:
+        parser.set_defaults(**read_config(first.config, parser))
+    options = parser.parse_args(arguments)
+    for name in REQUIRED:
+        if getattr(options, name) in (None, []):
+            raise ValueError(f"--{name} is required; give it on the command line or in --config")
+    for name in ("max_new_tokens", "max_nodes", "limit", "threads"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if options.temperature != 0:
+        raise ValueError(
+            f"--temperature must be 0 for now (decoding is greedy), got {options.temperature}; leave it out"
+        )
+    if options.dtype not in (None, *DTYPES):
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
+    return options
+
+
+def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Defaults from a YAML mapping; unknown keys are an error that lists the valid ones."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read ({error.strerror}); give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must map flags to values, got {type(content).__name__}")
+    flags = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+    if unknown := [str(key) for key in content if key not in flags]:
+        raise ValueError(f"--config {path}: unknown {', '.join(unknown)}; valid keys: {', '.join(flags)}")
+    return {key: _config_value(path, flags[key], value) for key, value in content.items()}
+
+
+def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
+    """`value` as the flag would have been parsed."""
+    if value is None:
+        return None
+    if flag.nargs == "+":
+        return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    if flag.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"--config {path}: {flag.dest} must be true or false, got {value!r}")
+        return value
+    kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
+    try:
+        return kind(str(value))
+    except ValueError:
+        name = getattr(kind, "__name__", str(kind))
+        raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the options describe
+
+
+def load_target(options: argparse.Namespace) -> Target:
+    """The target in the precision and on the device asked for; sets the number of threads first."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    return Target.from_pretrained(options.target, dtype, options.device, options.target_adapter)
+
+
+def load_drafters(options: argparse.Namespace, target: Target) -> dict[str, Drafter]:
+    """Drafters by the names reports use, vanilla first whether it was asked for or not."""
+    specs = [DrafterSpec.parse("vanilla")]
+    for text in options.drafters:
+        spec = DrafterSpec.parse(text)
+        if text == "vanilla":
+            continue
+        if spec.name in [other.name for other in specs]:
+            raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
+        specs.append(spec)
+    return {spec.name: build_drafter(spec, target, options.max_nodes) for spec in specs}
+
+
+class Detector(Protocol):
+    """Takes an answer token by token and says when it should end."""
+
+    def push(self, token: int) -> bool: ...
+
+
+class IncrementalStop:
+    """A detector as the `stop` rule of `GenerationSettings`, which sees the whole answer every time.
+
+    The engine asks after every token. Tokens already pushed are not pushed again as long as the answer
+    continues the one seen last.
+    """
+
+    def __init__(self, new_detector: Callable[[], Detector]) -> None:
+        self._new_detector = new_detector
+        self._restart()
+
+    def _restart(self) -> None:
+        self._detector = self._new_detector()
+        self._tokens: list[int] = []
+        self._ended = False
+
+    def __call__(self, tokens: list[int]) -> int | None:
+        """The length at which the detector ends `tokens`, None if it does not."""
+        if self._ended or tokens[: len(self._tokens)] != self._tokens:
+            self._restart()
+        for token in tokens[len(self._tokens) :]:
+            self._tokens.append(token)
+            if self._detector.push(token):
+                self._ended = True
+                return len(self._tokens)
+        return None
+
+
+def generation_settings(
+    options: argparse.Namespace, target: Target, new_loop_detector: Callable[[], Detector]
+) -> GenerationSettings:
+    """When to stop: the target's EOS tokens, --max_new_tokens and, with --stop_at_loops, the detector."""
+    return GenerationSettings(
+        max_new_tokens=options.max_new_tokens,
+        eos_token_ids=target.eos_token_ids,
+        stop=IncrementalStop(new_loop_detector) if options.stop_at_loops else None,
+    )
+
+
+def named_files(arguments: Sequence[str]) -> dict[str, str]:
+    """["mt_bench=FILE"] -> {"mt_bench": "FILE"}; ValueError for anything else and for a name given twice."""
+    files: dict[str, str] = {}
+    for text in arguments:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ValueError(f"--benchmarks takes NAME=FILE, got {text!r}; write for example mt_bench={text}")
+        if name in files:
+            raise ValueError(f"benchmarks must have different names, {name!r} is given twice")
+        files[name] = path
+    return files
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """The target's entry in a report."""
+    return {
+        "path": target.name,
+        "parameters": target.parameters,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "fingerprint": target.fingerprint(),
+    }
+
+
+def describe_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings' entry in a report."""
+    names = ("max_new_tokens", "temperature", "seed", "max_nodes", "limit", "stop_at_loops")
+    return {name: getattr(options, name) for name in names}

@@ -1,0 +1,204 @@
+"""The report of an evaluation: report.json, report.md, three pictures and the answers, in one folder."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inference import plots
+from inference.evaluate import Evaluation
+from inference.metrics import TIME_KEYS, result_rows
+
+PICTURES = {
+    "speedup.png": plots.speedup,
+    "accepted_length.png": plots.accepted_length,
+    "time_share.png": plots.time_share,
+}
+HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
+
+EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of vanilla over the
+drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns identical to
+transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
+within the numerical noise."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is reported
+
+
+def build_report(
+    evaluation: Evaluation, target: dict[str, Any], settings: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    """The content of report.json; `target` and `settings` describe the run."""
+    return {
+        "target": target,
+        "settings": settings,
+        "results": result_rows(evaluation, seed),
+        "noise": evaluation.noise,
+        "environment": environment(target.get("device", "cpu")),
+    }
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What figures depend on beside the settings: versions, machine, threads."""
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    return {
+        "python": platform.python_version(),
+        **packages,
+        "machine": platform.machine(),
+        "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
+        "threads": torch.get_num_threads(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# The folder
+
+
+def prepare_output(folder: Path, overwrite: bool, finished: str = "report.json") -> None:
+    """Create `folder`; ValueError when it holds a finished run and `overwrite` is not set."""
+    if (folder / finished).exists() and not overwrite:
+        raise ValueError(
+            f"--output {folder} holds a finished run ({finished}); choose another folder or add --overwrite"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / finished).unlink(missing_ok=True)
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
+    """Write pictures, report.md and, last and whole, report.json; the paths of the pictures."""
+    pictures = []
+    for name, draw in PICTURES.items():
+        figure = draw(report["results"])
+        figure.savefig(folder / name, dpi=150)
+        pictures.append(folder / name)
+    (folder / "report.md").write_text(markdown(report), encoding="utf-8")
+    write_json(folder / "report.json", report)
+    return pictures
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace `path` in one step: a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tables
+
+
+def overall(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of whole benchmarks."""
+    return [row for row in results if row["category"] is None]
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row's figures in the order of `HEADER`."""
+    interval = row["gamma_ci95"]
+    return [
+        row["benchmark"],
+        row["drafter"],
+        number(row["beta"]),
+        f"{number(row['gamma'])}×",
+        "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
+        number(row["tokens_per_second"], ".1f"),
+        lossless_cell(row["lossless"]),
+        "–" if row["score"] is None else f"{row['score']['accuracy']:.1%}",
+    ]
+
+
+def lossless_cell(counts: dict[str, int] | None) -> str:
+    """`160/160`, and near ties or unexplained differences where there are any."""
+    if counts is None:
+        return "–"
+    parts = [f"{counts['identical_turns']}/{counts['turns']}"]
+    if counts["near_ties"]:
+        parts.append(f"{counts['near_ties']} near {'tie' if counts['near_ties'] == 1 else 'ties'}")
+    if counts["unexplained"]:
+        parts.append(f"{counts['unexplained']} UNEXPLAINED")
+    return ", ".join(parts)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
+    """A Markdown table whose first `text_columns` columns are left-aligned, the others right-aligned."""
+    rule = ["---" if index < text_columns else "--:" for index in range(len(header))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """report.md."""
+    whole = overall(report["results"])
+    return "\n\n".join(
+        [
+            "# Evaluation",
+            setting_sentence(report),
+            markdown_table(HEADER, [cells(row) for row in whole], 2),
+            *skipped_note(whole),
+            EXPLANATION,
+            "![speedup](speedup.png)",
+            "![accepted drafts per step](accepted_length.png)",
+            "## Where the time goes",
+            markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), [time_cells(row) for row in whole], 2),
+            "![time shares](time_share.png)",
+            *category_tables(report["results"]),
+            "",
+        ]
+    )
+
+
+def setting_sentence(report: dict[str, Any]) -> str:
+    """What was run, and on what."""
+    target, machine = report["target"], report["environment"]
+    parts = [
+        f"Target `{target['path']}`, {target['parameters']:,} parameters",
+        f"{target['dtype']} on {target['device']}",
+        ", ".join(f"{key} {value}" for key, value in report["settings"].items()),
+        f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['threads']} threads",
+        *([machine["accelerator"]] if machine["accelerator"] else []),
+    ]
+    return "; ".join(parts) + "."
+
+
+def time_cells(row: dict[str, Any]) -> list[str]:
+    share = row["time_share"]
+    shares = ["–" if share is None else f"{share[key]:.1%}" for key in TIME_KEYS]
+    return [row["benchmark"], row["drafter"], *shares, number(row["wall_seconds"], ".1f")]
+
+
+def skipped_note(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence when turns did not fit the context, else nothing."""
+    skipped = [f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in rows if row["skipped"]]
+    if not skipped:
+        return []
+    return [f"Turns skipped because a prompt did not fit the context: {', '.join(skipped)}."]
+
+
+def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
+    """β and γ by category, one table for each benchmark that has more than one."""
+    parts = []
+    for benchmark in dict.fromkeys(row["benchmark"] for row in results):
+        rows = [row for row in results if row["benchmark"] == benchmark and row["category"] is not None]
+        categories = list(dict.fromkeys(row["category"] for row in rows))
+        if len(categories) < 2:
+            continue
+        drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+        figures = {
+            (row["category"], row["drafter"]): f"{number(row['beta'])} ({number(row['gamma'])}×)"
+            for row in rows
+        }
+        lines = [[category, *(figures[category, name] for name in drafters)] for category in categories]
+        parts += [f"## {benchmark}: β (γ) by category", markdown_table(("category", *drafters), lines, 1)]
+    return parts

@@ -1,0 +1,58 @@
+"""What an evaluation shows while it runs and when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from inference.report import HEADER, cells, overall
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that `evaluate` moves: stage, done, of."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        task = bars.add_task("warming up", total=None)
+
+        def move(stage: str, done: int, of: int) -> None:
+            if done == 0:
+                bars.reset(task)
+            bars.update(task, description=stage, completed=done, total=of)
+
+        yield move
+
+
+def summary_table(report: dict[str, Any]) -> Table:
+    """The closing table: whole benchmarks only, drafters with unexplained differences in red."""
+    table = Table(
+        title=f"{report['target']['path']}, at most {report['settings']['max_new_tokens']} new tokens"
+    )
+    for index, name in enumerate(HEADER):
+        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=index < 6)
+    previous = None
+    for row in overall(report["results"]):
+        if previous not in (None, row["benchmark"]):
+            table.add_section()
+        previous = row["benchmark"]
+        bad = row["lossless"] is not None and row["lossless"]["unexplained"]
+        table.add_row(*cells(row), style="red" if bad else None)
+    return table

@@ -1,0 +1,84 @@
+"""An engine that answers from a table, so that every figure of a report can be worked out by hand."""
+
+from types import SimpleNamespace
+
+import torch
+
+from inference.engine import ContextError, Generation, GenerationSettings
+from inference.evaluate import Benchmark
+
+CONTEXT = 40  # a prompt is one token per character
+
+
+def render(messages):
+    """One token per character; each turn's text is followed by token 0."""
+    return [token for message in messages for token in (*map(ord, message["content"]), 0)]
+
+
+def decode(tokens, skip_special_tokens=True):
+    return "".join(chr(token) for token in tokens if token)
+
+
+def question(question_id, category, *turns, reference=None):
+    return SimpleNamespace(question_id=question_id, category=category, turns=list(turns), reference=reference)
+
+
+class StubEngine:
+    """Answers a prompt with its last question's text reversed, `per_step` tokens a step, at fixed cost."""
+
+    def __init__(self, per_step=1, seconds_per_token=0.01, spoil=None, log=None, name=""):
+        self.per_step, self.seconds_per_token, self.spoil = per_step, seconds_per_token, spoil
+        self.log, self.name = log, name
+        self.prompts = []
+
+    def generate(self, prompt_ids, settings):
+        if len(prompt_ids) >= CONTEXT:
+            raise ContextError(f"{len(prompt_ids)} tokens do not fit")
+        self.prompts.append((decode(prompt_ids), settings.max_new_tokens))
+        if self.log is not None:
+            self.log.append(self.name)
+        tokens = [*reversed(last_text(prompt_ids)), 0]
+        if self.spoil is not None:
+            tokens[self.spoil] += 1
+        rest, lengths = len(tokens) - 1, [1]
+        while rest:
+            lengths.append(min(self.per_step, rest))
+            rest -= lengths[-1]
+        total = self.seconds_per_token * len(tokens)
+        parts = {
+            "draft": 0.25 * total,
+            "verify": 0.5 * total,
+            "accept": 0.125 * total,
+            "other": 0.125 * total,
+        }
+        return Generation(tokens, lengths, {**parts, "total": total}, "eos")
+
+
+class StubOracle:
+    """The stub engine's right answers; as in float64, every difference is unexplained."""
+
+    measured_noise = None
+
+    def __init__(self, settings=None):
+        self.settings = settings or GenerationSettings(max_new_tokens=64, eos_token_ids=(0,))
+        self.target = SimpleNamespace(tokenizer=SimpleNamespace(decode=decode), dtype=torch.float64)
+
+    def answer(self, prompt):
+        return [*reversed(last_text(list(prompt))), 0]
+
+
+def last_text(prompt_ids):
+    body = prompt_ids[:-1]
+    start = len(body) - body[::-1].index(0) if 0 in body else 0
+    return body[start:]
+
+
+QUESTIONS = [
+    question(1, "writing", "abcd", "efg"),  # 5 and 4 new tokens
+    question(2, "math", "hi", reference="ih"),  # 3 new tokens
+    question(3, "math", "jk", reference="jk"),  # 3, scored wrong
+]
+
+
+def benchmark(questions=None, name="bench"):
+    return Benchmark(name, questions or QUESTIONS, lambda answer, reference: answer == reference)

@@ -1,0 +1,164 @@
+"""Who answers what, in which order, and the rows of a report, on an engine that costs a fixed time."""
+
+import pytest
+
+from inference.engine import GenerationSettings
+from inference.evaluate import evaluate, rotate
+from inference.metrics import accept_length_histogram, result_rows
+from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
+
+
+def run(engines, benchmarks=None, **options):
+    return evaluate(engines, StubOracle(), benchmarks or [benchmark()], render, **options)
+
+
+def rows(evaluation, seed=0):
+    return {(row["category"], row["drafter"]): row for row in result_rows(evaluation, seed)}
+
+
+def test_the_conversation_grows_by_the_drafters_own_answers():
+    engine = StubEngine()
+    evaluation = run({"vanilla": engine})
+    first = [record for record in evaluation.records if record.question_id == 1]
+    assert [record.text for record in first] == ["dcba", "gfe"]
+    assert bytes(first[1].prompt) == b"abcd\0dcba\0efg\0"
+
+
+def test_drafters_take_turns_in_rotating_order():
+    assert rotate("abc", 1) == ["b", "c", "a"]
+    log = []
+    engines = {name: StubEngine(log=log, name=name) for name in ("vanilla", "a", "b")}
+    run(engines, [benchmark([question(i, None, "x") for i in range(4)])])
+    warm_up, timed = log[:3], log[3:]
+    assert warm_up == ["vanilla", "a", "b"]
+    assert timed == ["vanilla", "a", "b", "a", "b", "vanilla", "b", "vanilla", "a", "vanilla", "a", "b"]
+
+
+def test_the_warm_up_is_short_and_leaves_no_record():
+    engine = StubEngine()
+    evaluation = run({"vanilla": engine})
+    assert engine.prompts[0] == ("abcd", 16)
+    assert {most for _, most in engine.prompts[1:]} == {64}
+    assert len(evaluation.records) == 4
+
+
+def test_vanilla_must_run():
+    with pytest.raises(ValueError, match="needs the drafter 'vanilla'"):
+        run({"ctc": StubEngine()})
+
+
+def test_beta_counts_every_target_step_and_gamma_compares_seconds_per_token():
+    fast = StubEngine(per_step=2, seconds_per_token=0.004)
+    table = rows(run({"vanilla": StubEngine(), "fast": fast}))
+    row = table[None, "fast"]
+    # answers of 5, 4, 3, 3 tokens in 1 + ceil((n - 1) / 2) = 3, 3, 2, 2 steps
+    assert (row["new_tokens"], row["target_steps"], row["questions"], row["turns"]) == (15, 10, 3, 4)
+    assert row["beta"] == 1.5
+    assert row["gamma"] == pytest.approx(2.5)
+    assert row["gamma_ci95"] == pytest.approx([2.5, 2.5])
+    assert row["wall_seconds"] == pytest.approx(0.06)
+    assert row["tokens_per_second"] == pytest.approx(250)
+    assert row["time_share"] == {"draft": 0.25, "verify": 0.5, "accept": 0.125, "other": 0.125}
+    assert row["accept_length_histogram"] == [1, 5]  # 2+2, 2+1, 2, 2
+    vanilla = table[None, "vanilla"]
+    assert (vanilla["beta"], vanilla["gamma"], vanilla["gamma_ci95"]) == (1.0, 1.0, [1.0, 1.0])
+    assert vanilla["accept_length_histogram"] == [11]
+
+
+def test_categories_have_rows_that_add_up():
+    table = rows(run({"vanilla": StubEngine(), "fast": StubEngine(2)}))
+    assert [key for key in table if key[1] == "fast"] == [
+        (None, "fast"),
+        ("writing", "fast"),
+        ("math", "fast"),
+    ]
+    assert table["writing", "fast"]["turns"] == 2
+    assert table["math", "fast"]["new_tokens"] == 6
+    for field in ("questions", "turns", "new_tokens", "target_steps"):
+        assert table[None, "fast"][field] == table["writing", "fast"][field] + table["math", "fast"][field]
+
+
+def test_the_interval_is_seeded_and_spans_the_questions():
+    class Uneven(StubEngine):
+        """Twice vanilla's speed on words that start with a to g, vanilla's on others."""
+
+        def generate(self, prompt_ids, settings):
+            self.seconds_per_token = 0.005 if prompt_ids[0] < ord("h") else 0.01
+            return super().generate(prompt_ids, settings)
+
+    evaluation = run({"vanilla": StubEngine(), "uneven": Uneven()})
+    row = rows(evaluation)[None, "uneven"]
+    low, high = row["gamma_ci95"]
+    assert low < row["gamma"] < high
+    assert low == pytest.approx(1.0)
+    assert high == pytest.approx(2.0)
+    assert rows(evaluation)[None, "uneven"] == row
+
+
+def test_accuracy_is_of_questions_with_a_reference():
+    table = rows(run({"vanilla": StubEngine()}))
+    assert table[None, "vanilla"]["score"] == {"accuracy": 0.5}
+    assert table["math", "vanilla"]["score"] == {"accuracy": 0.5}
+    assert table["writing", "vanilla"]["score"] is None
+
+
+def test_a_turn_that_does_not_fit_ends_its_question_and_is_counted():
+    long = question(9, "long", "a" * 12, "b" * 30, "c")  # the second prompt has 13 + 13 + 31 tokens
+    huge = question(8, "huge", "a" * 50)
+    evaluation = run({"vanilla": StubEngine()}, [benchmark([huge, long, QUESTIONS[1]])])
+    table = rows(evaluation)
+    assert (table["long", "vanilla"]["turns"], table["long", "vanilla"]["skipped"]) == (1, 2)
+    assert (table["huge", "vanilla"]["turns"], table["huge", "vanilla"]["skipped"]) == (0, 1)
+    assert table["huge", "vanilla"]["beta"] is None
+    assert table["huge", "vanilla"]["gamma"] is None
+    assert table["huge", "vanilla"]["time_share"] is None
+    row = table[None, "vanilla"]
+    assert (row["questions"], row["turns"], row["skipped"]) == (3, 2, 3)
+    assert row["score"] == {"accuracy": 1.0}
+
+
+def test_every_turn_is_judged_against_the_oracle():
+    evaluation = run({"vanilla": StubEngine(), "broken": StubEngine(spoil=1)})
+    table = rows(evaluation)
+    assert table[None, "vanilla"]["lossless"] == {
+        "identical_turns": 4,
+        "turns": 4,
+        "near_ties": 0,
+        "unexplained": 0,
+    }
+    assert table[None, "broken"]["lossless"]["unexplained"] == 4
+    broken = [record for record in evaluation.records if record.drafter == "broken"]
+    assert {record.difference.position for record in broken} == {1}
+    assert broken[0].difference.turn.place == "broken, bench question 1, turn 1"
+
+
+def test_answers_are_handed_over_question_by_question():
+    seen = []
+    run(
+        {"vanilla": StubEngine(), "fast": StubEngine(2)},
+        on_answer=lambda records: seen.append((records[0].drafter, len(records))),
+    )
+    assert seen == [
+        ("vanilla", 2),
+        ("fast", 2),
+        ("fast", 1),
+        ("vanilla", 1),
+        ("vanilla", 1),
+        ("fast", 1),
+    ]
+
+
+def test_histogram_leaves_the_prefill_out():
+    class Record:
+        class generation:
+            accept_lengths = (1, 3, 1, 2)
+
+    assert accept_length_histogram([Record]) == [1, 1, 1]
+    assert accept_length_histogram([]) == []
+
+
+def test_settings_reach_the_engine():
+    engine = StubEngine()
+    oracle = StubOracle(settings=GenerationSettings(max_new_tokens=7))
+    evaluate({"vanilla": engine}, oracle, [benchmark()], render)
+    assert {most for _, most in engine.prompts} == {7}

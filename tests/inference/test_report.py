@@ -1,0 +1,154 @@
+"""The report folder: what is in it, what its files say, and how its answers are read back."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from inference import plots
+from inference.answers import AnswerFiles, read_answers, score_answers
+from inference.evaluate import evaluate
+from inference.report import build_report, lossless_cell, markdown, prepare_output, write_json, write_report
+from inference.terminal import summary_table
+from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, question, render
+
+TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu"}
+SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32}
+ROW_KEYS = {
+    *("benchmark", "category", "drafter", "questions", "turns", "skipped", "new_tokens", "target_steps"),
+    *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
+    *("accept_length_histogram", "score"),
+}
+
+
+@pytest.fixture(scope="module")
+def evaluation():
+    engines = {"vanilla": StubEngine(), "fast": StubEngine(2, 0.004), "broken": StubEngine(spoil=0)}
+    other = benchmark([question(1, None, "word"), question(2, None, "y" * 99)], name="other")
+    return evaluate(engines, StubOracle(), [benchmark(), other], render)
+
+
+@pytest.fixture
+def report(evaluation):
+    return build_report(evaluation, TARGET, SETTINGS, seed=0)
+
+
+def test_the_report_is_json_with_the_agreed_keys(report):
+    report = json.loads(json.dumps(report, allow_nan=False))
+    assert {"target", "settings", "results", "environment"} <= set(report)
+    assert {"torch", "transformers", "python", "threads"} <= set(report["environment"])
+    for row in report["results"]:
+        assert set(row) == ROW_KEYS
+        counts = row["lossless"]
+        assert counts["identical_turns"] + counts["near_ties"] + counts["unexplained"] == counts["turns"]
+        assert counts["turns"] == row["turns"]
+        assert sum(row["time_share"].values()) == pytest.approx(1.0)
+    places = [(row["benchmark"], row["category"]) for row in report["results"] if row["drafter"] == "vanilla"]
+    assert places == [("bench", None), ("bench", "writing"), ("bench", "math"), ("other", None)]
+
+
+def test_the_folder_holds_tables_pictures_and_the_report(tmp_path, report):
+    pictures = write_report(tmp_path, report)
+    assert [path.name for path in pictures] == ["speedup.png", "accepted_length.png", "time_share.png"]
+    for path in pictures:
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "report.json").read_text())["results"] == report["results"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_report_md_shows_the_figures(report):
+    text = markdown(report)
+    assert "| bench | fast | 1.50 | 2.50× | 2.50–2.50 | 250.0 | 4/4 | 50.0% |" in text
+    assert "| bench | broken | 1.00 | 1.00× | 1.00–1.00 | 100.0 | 0/4, 4 UNEXPLAINED | 0.0% |" in text
+    assert "| writing | 1.00 (1.00×) | 1.50 (2.50×) | 1.00 (1.00×) |" in text
+    assert "other vanilla 1, other fast 1, other broken 1" in text
+    assert "## other: β" not in text
+
+
+def test_report_md_says_nothing_of_skipped_turns_when_there_are_none():
+    evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [benchmark()], render)
+    text = markdown(build_report(evaluation, TARGET, SETTINGS, 0))
+    assert "skipped" not in text
+
+
+def test_lossless_cell():
+    counts = {"identical_turns": 7, "turns": 10, "near_ties": 1, "unexplained": 2}
+    assert lossless_cell(counts) == "7/10, 1 near tie, 2 UNEXPLAINED"
+    assert lossless_cell(None) == "–"
+
+
+def test_the_closing_table_has_one_row_per_benchmark_and_drafter(report):
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(summary_table(report))
+    text = console.export_text()
+    assert text.count("fast") == 2
+    assert "2.50×" in text
+
+
+def test_speedup_bars_are_gamma(report):
+    axes = plots.speedup(report["results"]).axes[0]
+    heights = sorted(round(bar.get_height(), 2) for bar in axes.patches)
+    assert heights == [1.0, 1.0, 1.0, 1.0, 2.5, 2.5]
+
+
+def test_accepted_length_curve_is_the_share_of_steps_that_accept_at_least(report):
+    figure = plots.accepted_length(report["results"])
+    (line,) = figure.axes[0].lines
+    assert line.get_label() == "fast"
+    assert list(line.get_xdata()) == [1]
+    assert list(line.get_ydata()) == [5 / 6]
+
+
+def test_time_share_bars_sum_to_one(report):
+    axes = plots.time_share(report["results"]).axes[0]
+    assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(3.0)
+
+
+def test_a_finished_folder_is_not_overwritten_unasked(tmp_path):
+    prepare_output(tmp_path / "new", overwrite=False)
+    write_json(tmp_path / "new" / "report.json", {})
+    with pytest.raises(ValueError, match="--overwrite"):
+        prepare_output(tmp_path / "new", overwrite=False)
+    prepare_output(tmp_path / "new", overwrite=True)
+    assert not (tmp_path / "new" / "report.json").exists()
+
+
+def write_answers(folder, evaluation, drafters):
+    files = AnswerFiles(folder, drafters)
+    asked = dict.fromkeys(
+        (record.drafter, record.benchmark, record.question) for record in evaluation.records
+    )
+    for key in asked:
+        if key[0] in drafters:
+            files.add([r for r in evaluation.records if (r.drafter, r.benchmark, r.question) == key])
+    return files
+
+
+def test_answer_files_are_read_back_and_scored(tmp_path, evaluation):
+    files = write_answers(tmp_path, evaluation, ["vanilla", "fast"])
+    vanilla, fast = (read_answers(files.path(name)) for name in ("vanilla", "fast"))
+    assert list(fast) == [("bench", 1), ("bench", 2), ("bench", 3), ("other", 1)]
+    score = score_answers(fast, vanilla)[None]
+    assert (score.beta, score.equal_texts) == (20 / 13, 4)
+    assert score.gamma == pytest.approx(2.5)
+
+
+def test_answer_rows_are_what_spec_bench_reads(tmp_path, evaluation):
+    files = write_answers(tmp_path, evaluation, ["fast"])
+    row = json.loads(files.path("fast").read_text().splitlines()[0])
+    choice = row["choices"][0]
+    assert (row["question_id"], row["category"], row["model_id"]) == (1, "writing", "fast")
+    assert choice["turns"] == ["dcba", "gfe"]
+    assert choice["new_tokens"] == [5, 4]
+    assert choice["decoding_steps"] == [3, 3]
+    assert choice["accept_lengths_per_turn"] == [[1, 2, 2], [1, 2, 1]]
+    assert choice["accept_lengths"] == [1, 2, 2, 1, 2, 1]
+    assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
+    assert choice["wall_time"] == pytest.approx([0.02, 0.016])
+
+
+def test_answers_of_an_earlier_run_do_not_stay(tmp_path):
+    AnswerFiles(tmp_path, ["old"])
+    AnswerFiles(tmp_path, ["new"])
+    assert [path.name for path in (tmp_path / "answers").iterdir()] == ["new.jsonl"]
