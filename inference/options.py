@@ -21,9 +21,7 @@ REQUIRED = ("target", "drafters", "benchmarks", "output")
 
 def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     """The flags of `scripts/evaluate.py` and `scripts/lossless.py`."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     add("--target", help="folder or hub id of the target")
@@ -116,17 +114,22 @@ def load_target(options: argparse.Namespace) -> Target:
     return Target.from_pretrained(options.target, dtype, options.device, options.target_adapter)
 
 
-def load_drafters(options: argparse.Namespace, target: Target) -> dict[str, Drafter]:
-    """Drafters by the names reports use, vanilla first whether it was asked for or not."""
+def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
+    """The drafters asked for, vanilla first whether it was or not; ValueError for a name given twice."""
     specs = [DrafterSpec.parse("vanilla")]
-    for text in options.drafters:
-        spec = DrafterSpec.parse(text)
+    for text in texts:
         if text == "vanilla":
             continue
+        spec = DrafterSpec.parse(text)
         if spec.name in [other.name for other in specs]:
             raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
         specs.append(spec)
-    return {spec.name: build_drafter(spec, target, options.max_nodes) for spec in specs}
+    return specs
+
+
+def load_drafters(specs: Sequence[DrafterSpec], target: Target, max_nodes: int) -> dict[str, Drafter]:
+    """The drafters by the names that reports use."""
+    return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
 
 
 class Detector(Protocol):

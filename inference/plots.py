@@ -44,6 +44,7 @@ def speedup(results: Sequence[Row]) -> Figure:
                 ha="center",
                 va="bottom",
                 fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
             )
     axes.axhline(1.0, color="#333333", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(benchmarks)), benchmarks)
@@ -96,7 +97,7 @@ def time_share(results: Sequence[Row]) -> Figure:
     """Where each drafter's decoding time goes, one stacked bar per drafter and one panel per benchmark."""
     rows, benchmarks, drafters = _overall(results)
     figure = Figure(
-        figsize=(max(6.0, 4.2 * len(benchmarks)), 1.6 + 0.42 * len(drafters)), layout="constrained"
+        figsize=(max(6.0, 4.2 * len(benchmarks)), 1.9 + 0.42 * len(drafters)), layout="constrained"
     )
     panels = figure.subplots(1, len(benchmarks), squeeze=False, sharey=True)[0]
     for axes, benchmark in zip(panels, benchmarks):
@@ -109,6 +110,7 @@ def time_share(results: Sequence[Row]) -> Figure:
             axes.bar_label(bars, labels, label_type="center", color="white" if dark else "black", fontsize=8)
             left = [start + share for start, share in zip(left, shares)]
         axes.set_title(benchmark)
+        axes.set_xlabel("share of decoding time")
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
         axes.set_yticks(range(len(drafters)), drafters)
@@ -142,4 +144,4 @@ def _finish(axes: Axes, grid: str = "y") -> None:
 
 def _legend_below(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)

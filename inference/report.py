@@ -33,9 +33,7 @@ within the numerical noise."""
 # What is reported
 
 
-def build_report(
-    evaluation: Evaluation, target: dict[str, Any], settings: dict[str, Any], seed: int
-) -> dict[str, Any]:
+def build_report(evaluation: Evaluation, target: dict[str, Any], settings: dict[str, Any], seed: int) -> dict[str, Any]:
     """The content of report.json; `target` and `settings` describe the run."""
     return {
         "target": target,
@@ -63,12 +61,16 @@ def environment(device: str) -> dict[str, Any]:
 # The folder
 
 
-def prepare_output(folder: Path, overwrite: bool, finished: str = "report.json") -> None:
-    """Create `folder`; ValueError when it holds a finished run and `overwrite` is not set."""
+def check_output(folder: Path, overwrite: bool, finished: str = "report.json") -> None:
+    """ValueError when `folder` holds a finished run and `overwrite` is not set."""
     if (folder / finished).exists() and not overwrite:
         raise ValueError(
             f"--output {folder} holds a finished run ({finished}); choose another folder or add --overwrite"
         )
+
+
+def clear_output(folder: Path, finished: str = "report.json") -> None:
+    """Create `folder`; from here on an earlier run in it no longer counts as finished."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / finished).unlink(missing_ok=True)
 
@@ -196,8 +198,7 @@ def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
             continue
         drafters = list(dict.fromkeys(row["drafter"] for row in rows))
         figures = {
-            (row["category"], row["drafter"]): f"{number(row['beta'])} ({number(row['gamma'])}×)"
-            for row in rows
+            (row["category"], row["drafter"]): f"{number(row['beta'])} ({number(row['gamma'])}×)" for row in rows
         }
         lines = [[category, *(figures[category, name] for name in drafters)] for category in categories]
         parts += [f"## {benchmark}: β (γ) by category", markdown_table(("category", *drafters), lines, 1)]

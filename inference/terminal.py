@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -43,11 +44,15 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 def summary_table(report: dict[str, Any]) -> Table:
     """The closing table: whole benchmarks only, drafters with unexplained differences in red."""
+    most = report["settings"]["max_new_tokens"]
     table = Table(
-        title=f"{report['target']['path']}, at most {report['settings']['max_new_tokens']} new tokens"
+        title=f"{report['target']['path']}, at most {most} new tokens a turn",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for index, name in enumerate(HEADER):
-        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=index < 6)
+        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=name != "lossless")
     previous = None
     for row in overall(report["results"]):
         if previous not in (None, row["benchmark"]):

@@ -9,7 +9,7 @@ from rich.console import Console
 from inference import plots
 from inference.answers import AnswerFiles, read_answers, score_answers
 from inference.evaluate import evaluate
-from inference.report import build_report, lossless_cell, markdown, prepare_output, write_json, write_report
+from inference.report import build_report, check_output, clear_output, lossless_cell, markdown, write_json, write_report
 from inference.terminal import summary_table
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, question, render
 
@@ -106,19 +106,19 @@ def test_time_share_bars_sum_to_one(report):
 
 
 def test_a_finished_folder_is_not_overwritten_unasked(tmp_path):
-    prepare_output(tmp_path / "new", overwrite=False)
+    clear_output(tmp_path / "new")
+    check_output(tmp_path / "new", overwrite=False)
     write_json(tmp_path / "new" / "report.json", {})
     with pytest.raises(ValueError, match="--overwrite"):
-        prepare_output(tmp_path / "new", overwrite=False)
-    prepare_output(tmp_path / "new", overwrite=True)
+        check_output(tmp_path / "new", overwrite=False)
+    check_output(tmp_path / "new", overwrite=True)
+    clear_output(tmp_path / "new")
     assert not (tmp_path / "new" / "report.json").exists()
 
 
 def write_answers(folder, evaluation, drafters):
     files = AnswerFiles(folder, drafters)
-    asked = dict.fromkeys(
-        (record.drafter, record.benchmark, record.question) for record in evaluation.records
-    )
+    asked = dict.fromkeys((record.drafter, record.benchmark, record.question) for record in evaluation.records)
     for key in asked:
         if key[0] in drafters:
             files.add([r for r in evaluation.records if (r.drafter, r.benchmark, r.question) == key])

@@ -1,0 +1,90 @@
+"""Measure drafters on benchmarks: β, γ, losslessness, time shares, accuracy.
+
+    python scripts/evaluate.py --target DIR --drafters ctc=RUN/head ctc_raw=RUN/head,tree=raw \\
+        --benchmarks mt_bench=mt_bench.jsonl gsm8k=gsm8k.jsonl --output runs/report
+
+Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to
+--output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from data.benchmarks import gsm8k_answer, load_benchmark
+from rich.console import Console
+
+from data.loops import LoopDetector
+from data.rendering import render_prompt
+from inference.answers import AnswerFiles
+from inference.engine import DecodingEngine
+from inference.evaluate import Benchmark, evaluate
+from inference.lossless import Oracle
+from inference.options import (
+    decoding_parser,
+    describe_settings,
+    describe_target,
+    drafter_specs,
+    generation_settings,
+    load_drafters,
+    load_target,
+    named_files,
+    parse_options,
+)
+from inference.report import build_report, check_output, clear_output, write_report
+from inference.terminal import progress_bar, summary_table
+
+
+def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
+    """The first --limit questions of every file; answers to word problems are scored."""
+    return [
+        Benchmark(name, load_benchmark(name, path)[: options.limit], same_number)
+        for name, path in named_files(options.benchmarks).items()
+    ]
+
+
+def same_number(answer: str, reference: str) -> bool:
+    """Whether an answer to a word problem ends with the reference's number."""
+    wanted = gsm8k_answer(reference)
+    return wanted is not None and gsm8k_answer(answer) == wanted
+
+
+def run(options: argparse.Namespace) -> None:
+    console = Console()
+    benchmarks = load_benchmarks(options)
+    specs = drafter_specs(options.drafters)
+    check_output(options.output, options.overwrite)
+    target = load_target(options)
+    drafters = load_drafters(specs, target, options.max_nodes)
+    clear_output(options.output)
+    answers = AnswerFiles(options.output, list(drafters))
+    with progress_bar(console) as progress:
+        evaluation = evaluate(
+            {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()},
+            Oracle(target, generation_settings(options, target, LoopDetector)),
+            benchmarks,
+            partial(render_prompt, target.tokenizer),
+            progress,
+            answers.add,
+        )
+    report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
+    pictures = write_report(options.output, report)
+    console.print(summary_table(report))
+    for path in [*pictures, options.output / "report.md", options.output / "report.json"]:
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(parse_options(decoding_parser(__doc__), arguments))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

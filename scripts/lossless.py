@@ -1,0 +1,156 @@
+"""Check that drafters change nothing: every answer against transformers' own `generate`, vanilla's included.
+
+    python scripts/lossless.py --target DIR --drafters ctc=RUN/head --benchmarks mt_bench=mt_bench.jsonl \\
+        --output runs/lossless --dtype float64
+
+Writes lossless.json to --output. Exit status 0 only when no difference is unexplained, 1 when one is, 2 when
+it cannot run. A near tie is explained: one precision higher, the two tokens are as good as equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from data.benchmarks import load_benchmark
+from rich.console import Console
+from rich.table import Table
+
+from data.loops import LoopDetector
+from data.rendering import render_prompt
+from inference.engine import DecodingEngine
+from inference.evaluate import Benchmark, TurnRecord, evaluate
+from inference.lossless import LosslessCounts, Oracle
+from inference.metrics import lossless_counts
+from inference.options import (
+    decoding_parser,
+    describe_settings,
+    describe_target,
+    drafter_specs,
+    generation_settings,
+    load_drafters,
+    load_target,
+    named_files,
+    parse_options,
+)
+from inference.report import check_output, clear_output, environment, write_json
+from inference.target import Target
+from inference.terminal import progress_bar
+
+SHOWN = 5  # unexplained differences printed; lossless.json has all
+CONTEXT_TOKENS = 20
+
+
+def run(options: argparse.Namespace) -> bool:
+    """True when nothing is unexplained."""
+    console = Console()
+    benchmarks = [
+        Benchmark(name, load_benchmark(name, path)[: options.limit])
+        for name, path in named_files(options.benchmarks).items()
+    ]
+    specs = drafter_specs(options.drafters)
+    check_output(options.output, options.overwrite, "lossless.json")
+    target = load_target(options)
+    drafters = load_drafters(specs, target, options.max_nodes)
+    clear_output(options.output, "lossless.json")
+    with progress_bar(console) as progress:
+        evaluation = evaluate(
+            {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()},
+            Oracle(target, generation_settings(options, target, LoopDetector)),
+            benchmarks,
+            partial(render_prompt, target.tokenizer),
+            progress,
+        )
+    counts = {
+        name: lossless_counts([record for record in evaluation.records if record.drafter == name])
+        for name in evaluation.drafters
+    }
+    differences = [describe_difference(record, target) for record in evaluation.records if record.difference]
+    report = {
+        "target": describe_target(target),
+        "settings": describe_settings(options),
+        "noise": evaluation.noise,
+        "results": [result(name, count) for name, count in counts.items()],
+        "differences": differences,
+        "environment": environment(str(target.device)),
+    }
+    write_json(options.output / "lossless.json", report)
+    console.print(table(report["results"]))
+    unexplained = [difference for difference in differences if not difference["near_tie"]]
+    for difference in unexplained[:SHOWN]:
+        console.print(sentence(difference), highlight=False, markup=False)
+    if len(unexplained) > SHOWN:
+        console.print(f"… and {len(unexplained) - SHOWN} more")
+    console.print(f"  {options.output / 'lossless.json'}", highlight=False, soft_wrap=True)
+    return not unexplained
+
+
+def result(drafter: str, counts: LosslessCounts) -> dict[str, Any]:
+    """One drafter's row of lossless.json."""
+    figures = {"tokens": counts.tokens, "tokens_per_near_tie": counts.tokens_per_near_tie}
+    return {"drafter": drafter, **counts.as_dict(), **figures}
+
+
+def describe_difference(record: TurnRecord, target: Target) -> dict[str, Any]:
+    """Where a turn parts from the oracle's, with the text before it."""
+    difference = record.difference
+    assert difference is not None
+    before = (*record.prompt, *record.generation.tokens[: difference.position])[-CONTEXT_TOKENS:]
+    return {
+        "drafter": record.drafter,
+        "benchmark": record.benchmark,
+        "question_id": record.question_id,
+        "turn": record.turn + 1,
+        "position": difference.position,
+        "near_tie": difference.near_tie,
+        "expected": difference.expected,
+        "received": difference.received,
+        "expected_text": token_text(difference.expected, target),
+        "received_text": token_text(difference.received, target),
+        "gap": difference.gap,
+        "noise": difference.noise,
+        "context": target.tokenizer.decode(before),
+    }
+
+
+def token_text(token: int | None, target: Target) -> str:
+    return "(the answer has ended)" if token is None else target.tokenizer.decode([token])
+
+
+def sentence(difference: dict[str, Any]) -> str:
+    """One unexplained difference for the terminal."""
+    gap, noise = difference["gap"], difference["noise"]
+    size = "" if gap is None else f", gap {gap:.3g}, noise {noise:.3g}"
+    return (
+        f"{difference['drafter']}: {difference['benchmark']} question {difference['question_id']}, turn "
+        f"{difference['turn']}, new token {difference['position']}: expected {difference['expected']} "
+        f"{difference['expected_text']!r}, received {difference['received']} {difference['received_text']!r}"
+        f"{size}\n    after {difference['context']!r}"
+    )
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Counts per drafter."""
+    columns = ("drafter", "turns", "identical", "near ties", "unexplained", "tokens", "tokens per near tie")
+    shown = Table(*columns)
+    for row in rows:
+        per_tie = row["tokens_per_near_tie"]
+        keys = ("drafter", "turns", "identical_turns", "near_ties", "unexplained", "tokens")
+        cells = [*(str(row[key]) for key in keys), "–" if per_tie is None else f"{per_tie:.0f}"]
+        shown.add_row(*cells, style="red" if row["unexplained"] else None)
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        return 0 if run(parse_options(decoding_parser(__doc__), arguments)) else 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""`scripts/evaluate.py` and `scripts/lossless.py` from their command lines, on a random-weight target."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from inference.engine import DecodingEngine
+from inference.options import IncrementalStop, drafter_specs
+from scripts import evaluate, lossless
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A folder with a two-layer Llama and a tokenizer of single characters."""
+    folder = tmp_path_factory.mktemp("target")
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,?!#$+-*/=<>"
+    special = ["</s>", "<user>", "<assistant>"]
+    vocabulary = {token: index for index, token in enumerate([*special, *letters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(special)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=TEMPLATE)
+    wrapped.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def command(target, tmp_path):
+    """The arguments that both scripts need."""
+    two_turns = [
+        {"question_id": 5, "category": "writing", "turns": ["Write.", "Shorter!"]},
+        {"question_id": 6, "category": "math", "turns": ["1 + 1?", "And 2 + 2?"]},
+        {"question_id": 7, "category": "math", "turns": ["long " * 30]},
+    ]
+    problems = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i} #### {2 * i}"} for i in range(4)]
+    for name, rows in (("mt.jsonl", two_turns), ("gsm.jsonl", problems)):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *("--target", str(target), "--drafters", "plain=vanilla", "--output", str(tmp_path / "out")),
+        *("--benchmarks", f"mt_bench={tmp_path / 'mt.jsonl'}", f"gsm8k={tmp_path / 'gsm.jsonl'}"),
+        *("--max_new_tokens", "8", "--dtype", "float64", "--device", "cpu", "--threads", "1"),
+    ]
+
+
+def test_evaluate_writes_the_report_and_says_where(command, tmp_path, capsys):
+    assert evaluate.main(command) == 0
+    out = tmp_path / "out"
+    shown = capsys.readouterr().out
+    for name in ("report.json", "report.md", "speedup.png", "accepted_length.png", "time_share.png"):
+        assert (out / name).is_file()
+        assert str(out / name) in shown
+    report = json.loads((out / "report.json").read_text())
+    assert report["target"]["dtype"] == "float64"
+    assert report["settings"]["max_new_tokens"] == 8
+    rows = {(row["benchmark"], row["category"], row["drafter"]): row for row in report["results"]}
+    assert {"vanilla", "plain"} == {name for _, _, name in rows}
+    row = rows["mt_bench", None, "plain"]
+    assert (row["questions"], row["turns"], row["skipped"]) == (3, 4, 1)
+    assert row["beta"] == 1.0
+    assert row["lossless"] == {"identical_turns": 4, "turns": 4, "near_ties": 0, "unexplained": 0}
+    assert row["score"] is None
+    assert rows["gsm8k", None, "plain"]["score"] == {"accuracy": 0.0}
+    assert len((out / "answers" / "plain.jsonl").read_text().splitlines()) == 2 + 4
+
+
+def test_limit_takes_the_first_questions_of_each_benchmark(command, tmp_path):
+    assert evaluate.main([*command, "--limit", "1"]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {row["questions"] for row in report["results"]} == {1}
+
+
+def test_a_finished_folder_needs_overwrite(command, tmp_path, capsys):
+    assert evaluate.main([*command, "--limit", "1"]) == 0
+    assert evaluate.main([*command, "--limit", "1"]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert evaluate.main([*command, "--target", "absent/absent", "--overwrite"]) == 2
+    assert (tmp_path / "out" / "report.json").exists()  # nothing is lost before the new run can start
+    assert evaluate.main([*command, "--limit", "2", "--overwrite"]) == 0
+
+
+def test_config_file_gives_defaults_and_flags_win(command, tmp_path):
+    (tmp_path / "run.yaml").write_text("max_new_tokens: 3\nlimit: 1\nstop_at_loops: true\nseed: 7\n")
+    assert evaluate.main([*command, "--config", str(tmp_path / "run.yaml"), "--seed", "9"]) == 0
+    settings = json.loads((tmp_path / "out" / "report.json").read_text())["settings"]
+    assert (settings["limit"], settings["stop_at_loops"], settings["seed"]) == (1, True, 9)
+    assert settings["max_new_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_tokens: 3", "unknown max_tokens; valid keys: target, "),
+        ("limit: many", "limit must be of type int, got 'many'"),
+        ("overwrite: 1", "overwrite must be true or false, got 1"),
+        ("- limit", "must map flags to values, got list"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(content)
+    assert evaluate.main([*command, "--config", str(tmp_path / "run.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert "run.yaml" in error
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "0.7"], "--temperature must be 0 for now (decoding is greedy), got 0.7"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, got 'mt.jsonl'"),
+        (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),
+        (["--config", "absent.yaml"], "absent.yaml cannot be read"),
+        (["--target", "absent/../absent"], "absent"),
+    ],
+)
+def test_bad_flags_are_one_sentence(flags, message, command, capsys):
+    assert evaluate.main([*command, *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_a_missing_flag_is_named(capsys):
+    assert lossless.main([]) == 2
+    assert "--target is required" in capsys.readouterr().err
+
+
+def test_vanilla_comes_first_whether_asked_for_or_not():
+    assert [spec.name for spec in drafter_specs(["b=vanilla", "vanilla"])] == ["vanilla", "b"]
+    assert [spec.name for spec in drafter_specs(["b=vanilla"])] == ["vanilla", "b"]
+
+
+class SpoiledEngine(DecodingEngine):
+    """Decodes one wrong token, the third, on every second answer."""
+
+    count = 0
+
+    def generate(self, prompt_ids, settings=None):
+        generation = super().generate(prompt_ids, settings)
+        type(self).count += 1
+        if self.count % 2 and len(generation.tokens) > 2:
+            generation.tokens[2] = (generation.tokens[2] + 1) % 70
+        return generation
+
+
+def test_lossless_exits_0_when_nothing_is_unexplained(command, tmp_path, capsys):
+    assert lossless.main(command) == 0
+    report = json.loads((tmp_path / "out" / "lossless.json").read_text())
+    assert [row["drafter"] for row in report["results"]] == ["vanilla", "plain"]
+    assert {row["identical_turns"] for row in report["results"]} == {8}
+    assert report["differences"] == []
+    assert "lossless.json" in capsys.readouterr().out
+
+
+def test_lossless_exits_1_and_shows_unexplained_differences(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lossless, "DecodingEngine", SpoiledEngine)
+    assert lossless.main(command) == 1
+    report = json.loads((tmp_path / "out" / "lossless.json").read_text())
+    row = report["results"][1]
+    assert row["identical_turns"] + row["unexplained"] == row["turns"] == 8
+    assert row["unexplained"] > 0
+    difference = report["differences"][0]
+    assert difference["position"] == 2
+    assert difference["expected"] != difference["received"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{difference['benchmark']} question {difference['question_id']}, turn 1, new token 2: expected" in shown
+    assert "and 3 more" in shown
+
+
+class CountingDetector:
+    """Ends at the third 7; counts what it is fed."""
+
+    pushed = 0
+
+    def __init__(self):
+        self.sevens = 0
+
+    def push(self, token):
+        type(self).pushed += 1
+        self.sevens += token == 7
+        return self.sevens == 3
+
+
+def test_incremental_stop_gives_the_first_end_and_pushes_each_token_once():
+    CountingDetector.pushed = 0
+    stop = IncrementalStop(CountingDetector)
+    answer = [7, 1, 7, 2, 7, 3]
+    assert [stop(answer[:length]) for length in range(1, 6)] == [None, None, None, None, 5]
+    assert CountingDetector.pushed == 5
+    assert stop(answer) == 5  # asked again, from the beginning
+    assert stop([7]) is None
+    assert stop([7, 7]) is None
+    assert stop([8, 7]) is None  # another answer
+    assert stop([8, 7, 7]) is None
+    assert stop([8, 7, 7, 7]) == 4
