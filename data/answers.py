@@ -1,0 +1,150 @@
+"""The target's own greedy answers to many prompts at once.
+
+Rows sit in one left-padded batch; a row that ends leaves it, so late steps only pay for the answers still being
+written. Token for token the result is `generate(do_sample=False)` with a neutral generation config (tested), up to
+numerical ties. Shapes: B rows, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from data.frozen_target import FrozenTarget
+from data.loops import LoopDetector
+
+
+@dataclass(frozen=True)
+class Answer:
+    """tokens as generated; `finish`: `end` (an end-of-turn token, the last of them), `limit` or `loop`."""
+
+    tokens: list[int]
+    finish: Literal["end", "limit", "loop"]
+
+
+def answer_prompts(
+    target: FrozenTarget,
+    prompts: list[list[int]],
+    limits: list[int],
+    batch_size: int,
+    cut_loops: bool = False,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> list[Answer]:
+    """One greedy answer per prompt, at most `limits[i] >= 1` new tokens each; prompts of like length go together.
+
+    With `cut_loops` an answer is cut at its `loop_start`.
+    """
+    answers: list[Answer | None] = [None] * len(prompts)
+    for batch in _batches_by_length(prompts, batch_size):
+        for i, answer in zip(
+            batch, _answer_batch(target, [prompts[i] for i in batch], [limits[i] for i in batch], cut_loops)
+        ):
+            answers[i] = answer
+        progress(len(batch))
+    return [answer for answer in answers if answer is not None]
+
+
+def _batches_by_length(rows: list[list[int]], batch_size: int) -> Iterator[list[int]]:
+    order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]
+
+
+@torch.inference_mode()
+def _answer_batch(target: FrozenTarget, prompts: list[list[int]], limits: list[int], cut_loops: bool) -> list[Answer]:
+    device, ends = target.device, set(target.end_ids)
+    width = max(map(len, prompts))
+    ids_BL = torch.full((len(prompts), width), target.pad_id, dtype=torch.long)
+    seen_BL = torch.zeros((len(prompts), width + max(limits)), dtype=torch.long)
+    for b, prompt in enumerate(prompts):
+        ids_BL[b, width - len(prompt) :] = torch.tensor(prompt)
+        seen_BL[b, width - len(prompt) :] = 1
+    ids_BL, seen_BL = ids_BL.to(device), seen_BL.to(device)
+    position_BL = (seen_BL[:, :width].cumsum(-1) - 1).clamp(min=0)
+    padded = len({len(prompt) for prompt in prompts}) > 1
+
+    tokens: list[list[int]] = [[] for _ in prompts]
+    finish: dict[int, Literal["end", "limit", "loop"]] = {}
+    detectors = [LoopDetector() for _ in prompts] if cut_loops else []
+    active = list(range(len(prompts)))
+    cache = growing_cache(target.model.config, width + max(limits))
+    while True:
+        out = target.model(
+            input_ids=ids_BL,
+            attention_mask=seen_BL[:, :width] if padded else None,
+            position_ids=position_BL,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        next_B = out.logits[:, -1].argmax(-1)
+        for b, token in zip(active, next_B.tolist()):  # the step's one synchronisation
+            if b in finish:
+                continue
+            tokens[b].append(token)
+            if token in ends:
+                finish[b] = "end"
+            elif cut_loops and detectors[b].push(token):
+                finish[b] = "loop"
+            elif len(tokens[b]) == limits[b]:
+                finish[b] = "limit"
+        if len(finish) == len(prompts):
+            return [Answer(tokens[b], finish[b]) for b in range(len(prompts))]
+        ids_BL, position_BL, width = next_B[:, None], position_BL[:, -1:] + 1, width + 1
+        gone = sum(b in finish for b in active)
+        if gone * 8 >= len(active):  # copying the cache pays once an eighth of the rows has ended
+            keep = [slot for slot, b in enumerate(active) if b not in finish]
+            index = torch.tensor(keep, device=device)
+            cache.batch_select_indices(index)
+            ids_BL, position_BL, seen_BL = ids_BL[index], position_BL[index], seen_BL[index]
+            active = [active[slot] for slot in keep]
+
+
+def growing_cache(config: Any, capacity: int) -> DynamicCache:
+    """A DynamicCache whose full-attention layers write in place instead of copying all they hold every step."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_InPlaceLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class _InPlaceLayer(DynamicLayer):
+    """Keys and values are views of the filled part of two buffers with room for `capacity` tokens."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        if self._buffers is None:
+            self._buffers = (self._room(key_states), self._room(value_states))
+        for buffer, new in zip(self._buffers, (key_states, value_states)):
+            buffer[:, :, start:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def _room(self, states: Tensor) -> Tensor:
+        batch, heads, _, size = states.shape
+        return states.new_empty((batch, heads, self._capacity, size))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self._buffers is None:
+            return
+        length = self.get_seq_length()
+        kept = []
+        for buffer in self._buffers:
+            smaller = buffer.new_empty((len(indices), *buffer.shape[1:]))
+            smaller[:, :, :length] = buffer[indices, :, :length]
+            kept.append(smaller)
+        self._buffers = (kept[0], kept[1])
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)

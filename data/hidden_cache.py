@@ -1,0 +1,54 @@
+"""Cached hidden states: what they weigh on disk, and how an [L, H] tensor becomes bytes in a shard and back."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32}
+
+
+def hidden_bytes(hidden_LH: Tensor) -> bytes:
+    """The raw little-endian bytes of `hidden_LH`; Arrow has no bfloat16."""
+    carrier = _INTEGER_OF_SIZE[hidden_LH.element_size()]
+    return hidden_LH.contiguous().view(carrier).numpy().tobytes()
+
+
+def hidden_from_bytes(raw: bytes, length: int, dtype: torch.dtype) -> Tensor:
+    """The [length, H] tensor of type `dtype` that `hidden_bytes` wrote."""
+    carrier = np.int16 if dtype.itemsize == 2 else np.int32
+    return torch.from_numpy(np.frombuffer(raw, dtype=carrier).copy()).view(dtype).reshape(length, -1)
+
+
+def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, output: str) -> str:
+    """A line with the size of `tokens` hidden states beside the free disk; ValueError when they do not fit.
+
+    Example: `H=4096 bfloat16: 8 KiB a token, 1,000,000 tokens -> 7.6 GiB, free 120.0 GiB`.
+    """
+    per_token = hidden_size * dtype.itemsize
+    needed = tokens * (per_token + 9)  # ids, labels and mask: 9 bytes a token
+    place = Path(output).resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    line = (
+        f"H={hidden_size} {str(dtype).removeprefix('torch.')}: {per_token / 1024:g} KiB a token, "
+        f"{'' if exact else 'at most '}{tokens:,} tokens -> {_gib(needed)}, free {_gib(free)}"
+    )
+    if needed > free:
+        raise ValueError(
+            f"--hidden_states does not fit on the disk of {output} ({line}); lower --limit or --max_length, pick a "
+            "16-bit type, or leave it out: hidden states are then recomputed in training"
+        )
+    return line
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3g} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.3g} MiB"

@@ -1,0 +1,53 @@
+"""When greedy text starts to repeat itself for good: the one rule that labels and reports share.
+
+A text loops where it ends with `copies` consecutive copies of one block of 1…`max_period` tokens that together are
+at least `min_tokens` long (short blocks therefore need more copies). Looping text flatters every drafter, so it is
+neither trained on (`--cut_loops`) nor counted (`--stop_at_loops`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LoopDetector:
+    """Incremental form of `loop_start`: `push` a token, learn whether the text now ends in a loop."""
+
+    def __init__(self, max_period: int = 40, copies: int = 3, min_tokens: int = 12) -> None:
+        if max_period < 1 or copies < 2 or min_tokens < 1:
+            raise ValueError(
+                f"a loop needs max_period >= 1, copies >= 2 and min_tokens >= 1; received {max_period}, {copies}, "
+                f"{min_tokens}"
+            )
+        self._tokens: list[int] = []
+        self._max_period = max_period
+        # A text ends with c copies of a block of p tokens iff its last (c - 1)·p tokens equal those p earlier.
+        # Example, copies=3, min_tokens=12: p=1 → 12 copies → 11 equal tokens; p=5 → 3 copies → 10 equal tokens.
+        self._needed = [(max(copies, -(-min_tokens // period)) - 1) * period for period in range(1, max_period + 1)]
+        self._runs = [0] * max_period
+
+    def push(self, token: int) -> bool:
+        """Append `token`; True when the tokens so far end in a loop."""
+        tokens, runs = self._tokens, self._runs
+        found = False
+        for period in range(1, min(len(tokens), self._max_period) + 1):
+            if tokens[-period] == token:
+                runs[period - 1] += 1
+                found = found or runs[period - 1] >= self._needed[period - 1]
+            else:
+                runs[period - 1] = 0
+        tokens.append(token)
+        return found
+
+
+def loop_start(tokens: Sequence[int], max_period: int = 40, copies: int = 3, min_tokens: int = 12) -> int | None:
+    """The smallest end e such that `tokens[:e]` ends in a loop, None when there is none.
+
+    Example, max_period=40, copies=3, min_tokens=12: `[9, 1,2,3,4, 1,2,3,4, 1,2,3,4, 1]` → 13, three copies of
+    four tokens; `[7] * 20` → 12, since a block of one token needs twelve copies.
+    """
+    detector = LoopDetector(max_period, copies, min_tokens)
+    for end, token in enumerate(tokens, start=1):
+        if detector.push(token):
+            return end
+    return None

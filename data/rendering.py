@@ -1,0 +1,252 @@
+"""Messages to token ids through the tokenizer's own chat template, and which of them the assistant wrote.
+
+The assistant's tokens of a turn are those the target would have to generate after the rendered prompt, its
+end-of-turn token included and nothing after it. Example, ChatML:
+
+    <|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n Hello . <|im_end|> \\n
+    0            0    0  0  0          0  0            0         0  1     1 1          0
+
+Where the template marks them with `{% generation %}`, the mark is used. Otherwise every assistant turn is located by
+rendering the conversation again with a placeholder in its place: what comes before and after the placeholder is
+what the template wrote, the rest of the real rendering is the turn. No separator is ever guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+Messages = list[dict[str, str]]
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
+_PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be used; the message says why and what to do."""
+
+
+class _Turn(NamedTuple):
+    """Character positions of one assistant turn in the rendered text.
+
+    start    where the target would start to write
+    aligned  True when `start` is the end of the generation prompt: tokens that begin before it are the prompt's
+    content  end of the content
+    end      end of what the template adds for this turn (end-of-turn token, line break …)
+    """
+
+    start: int
+    aligned: bool
+    content: int
+    end: int
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    """Token ids of `messages` with the generation prompt: what the target is asked to continue."""
+    return ChatRenderer(tokenizer).prompt(messages)
+
+
+def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
+    """(input_ids [L], assistant_mask [L]) of a whole conversation; ConversationError if the mask is all 0 or all 1."""
+    return ChatRenderer(tokenizer).conversation(messages)
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, *also: int | list[int] | None) -> list[int]:
+    """Tokens that end an answer: the tokenizer's EOS, the template's end of turn and `also` (generation config)."""
+    ends = {tokenizer.eos_token_id, ChatRenderer(tokenizer).end_of_turn()}
+    for more in also:
+        ends.update(more if isinstance(more, list) else [more])
+    return sorted(end for end in ends if end is not None)
+
+
+class ChatRenderer:
+    """One tokenizer's chat template; keeps what is looked up once. ValueError without a template or offsets."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template FILE.jinja "
+                "with the one the target was trained on"
+            )
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"the assistant mask needs token offsets and {type(tokenizer).__name__} has none; load the fast "
+                "tokenizer (a folder with tokenizer.json)"
+            )
+        self.tokenizer = tokenizer
+        self.has_generation_block = bool(_GENERATION_BLOCK.search(tokenizer.get_chat_template()))
+        special = set(tokenizer.all_special_ids)
+        special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        never = {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
+        self._special = frozenset(special - never)
+
+    # ---- the three renderings ------------------------------------------------------------------------------
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Token ids [L] of `messages` with the generation prompt."""
+        return self._encode(self._text(messages, add_generation_prompt=True))[0]
+
+    def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """(input_ids [L], assistant_mask [L]); see the module's docstring."""
+        text = self._text(messages)
+        ids, offsets = self._encode(text)
+        turns = self._turns(text, messages)
+        if self.has_generation_block:
+            mask = self._marked(messages, ids, offsets, turns)
+        else:
+            mask = [False] * len(ids)
+            for turn in turns:
+                first, last = self._tokens_of(turn, ids, offsets)
+                mask[first:last] = [True] * (last - first)
+        if all(mask) or not any(mask):
+            found = "no token" if not any(mask) else "every token"
+            raise ConversationError(
+                f"{found} of the conversation is the assistant's (starts {text[:60]!r}); check that its assistant "
+                "turns are not empty and that the chat template renders both roles, and that a "
+                "{% generation %} block, where it has one, encloses what the assistant writes and nothing else"
+            )
+        return ids, mask
+
+    def next_turn(self, messages: Messages) -> list[int]:
+        """Token ids from behind the last answer's end-of-turn token to the end of the next generation prompt.
+
+        `messages` ends with assistant, user. Example, ChatML: `\\n <|im_start|> user \\n … <|im_start|> assistant \\n`.
+        The answer's own tokens stay as generated: only what follows them is rendered, with a placeholder before it.
+        """
+        *_, answer, question = messages
+        if (answer["role"], question["role"]) != ("assistant", "user"):
+            raise ValueError(f"next_turn needs assistant, user at the end, received {[m['role'] for m in messages]}")
+        mark = self._placeholder(messages)
+        before = messages[:-2] + [{"role": "assistant", "content": mark}]
+        text = self._text(before + [question], add_generation_prompt=True)
+        end = _end_of(text, mark)
+        ids, offsets = self._encode(text)
+        tail = _common_prefix(text[end:], self._text(before).rpartition(mark)[2])
+        first = next(i for i, (start, _) in enumerate(offsets) if start >= end)
+        stop = self._end_of_turn_after(first, end + len(tail), ids, offsets)
+        return ids[stop if stop is not None else first :]
+
+    def end_of_turn(self) -> int | None:
+        """The special token the template closes an answer with, None when it has none."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PLACEHOLDER}]
+        text = self._text(messages)
+        ids, offsets = self._encode(text)
+        end = _end_of(text, _PLACEHOLDER)
+        return next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._special), None)
+
+    # ---- text ----------------------------------------------------------------------------------------------
+
+    def _text(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+            return text
+        except jinja2.TemplateError as error:
+            raise ConversationError(
+                f"the chat template of {self.tokenizer.name_or_path!r} refuses the conversation "
+                f"(roles {[m['role'] for m in messages]}): {error}"
+            ) from None
+
+    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+
+    def _placeholder(self, messages: Messages) -> str:
+        mark = _PLACEHOLDER
+        while any(mark in message["content"] for message in messages):
+            mark += "X"
+        return mark
+
+    def _turns(self, text: str, messages: Messages) -> list[_Turn]:
+        """Where the assistant's turns are in `text`, the rendering of `messages`."""
+        mark = self._placeholder(messages)
+        turns = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            marked = messages[:number] + [{"role": "assistant", "content": mark}]
+            whole = self._text(marked + messages[number + 1 :])
+            before, found, after = whole.partition(mark)
+            start, content = len(before), len(text) - len(after)
+            located = found and mark not in after and text.startswith(before) and text.endswith(after)
+            if not located or start > content:
+                if self.has_generation_block:
+                    continue
+                raise ConversationError(
+                    f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
+                    "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
+                )
+            own = _common_prefix(after, self._text(marked).rpartition(mark)[2])
+            prompt = self._text(messages[:number], add_generation_prompt=True)
+            # Whitespace between the generation prompt and the content is the target's to write:
+            # "ASSISTANT:" is the prompt, " Hello." the answer.
+            aligned = before.startswith(prompt) and not before[len(prompt) :].strip()
+            turns.append(
+                _Turn(len(prompt) if aligned else start, aligned, content, content + len(own)),
+            )
+        return turns
+
+    # ---- tokens --------------------------------------------------------------------------------------------
+
+    def _tokens_of(self, turn: _Turn, ids: list[int], offsets: list[tuple[int, int]]) -> tuple[int, int]:
+        """[first, last) token of a turn, its end-of-turn token included."""
+        first = next(
+            (
+                i
+                for i, (start, end) in enumerate(offsets)
+                if end > turn.start and (start >= turn.start or not turn.aligned)
+            ),
+            len(ids),
+        )
+        last = first
+        while last < len(ids) and offsets[last][0] < turn.content:
+            last += 1
+        stop = self._end_of_turn_after(last, turn.end, ids, offsets)
+        return first, stop if stop is not None else last
+
+    def _end_of_turn_after(self, first: int, end: int, ids: list[int], offsets: list[tuple[int, int]]) -> int | None:
+        """Index behind the first special token at or after token `first` that begins before character `end`."""
+        for i in range(first, len(ids)):
+            if offsets[i][0] >= end:
+                break
+            if ids[i] in self._special:
+                return i + 1
+        return None
+
+    def _marked(
+        self, messages: Messages, ids: list[int], offsets: list[tuple[int, int]], turns: list[_Turn]
+    ) -> list[bool]:
+        """The template's own mask, each run of it ended at the end-of-turn token: cut behind it or led up to it."""
+        encoded: Any = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        if list(encoded["input_ids"]) != ids:
+            raise ConversationError("the chat template renders differently each time; it must not use the clock")
+        mask = [bool(m) for m in encoded["assistant_masks"]]
+        for turn in turns:
+            after = next((i for i, (start, _) in enumerate(offsets) if start >= turn.content), len(ids))
+            stop = self._end_of_turn_after(after, turn.end, ids, offsets)
+            if stop is None or not mask[after - 1]:
+                continue
+            mask[after:stop] = [True] * (stop - after)
+            rest = stop
+            while rest < len(ids) and offsets[rest][0] < turn.end:
+                mask[rest] = False
+                rest += 1
+        return mask
+
+
+def _end_of(text: str, mark: str) -> int:
+    start = text.rfind(mark)
+    if start < 0:
+        raise ConversationError(f"the chat template leaves out the assistant's text (it renders {text[-60:]!r})")
+    return start + len(mark)
+
+
+def _common_prefix(one: str, other: str) -> str:
+    length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return one[:length]

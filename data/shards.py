@@ -1,0 +1,243 @@
+"""A folder of labelled conversations: Arrow shards and a manifest, written so that a kill at any time loses nothing.
+
+    OUT/shard-00000.arrow …   columns id, input_ids, assistant_mask, greedy_ids [, hidden]
+    OUT/manifest.json         what made it, one entry per finished shard, counts, complete or not
+
+A shard is written under a temporary name, flushed to disk and renamed; only then does the manifest, replaced
+atomically, name it. So every shard in the manifest is whole, and the next one starts where the manifest ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from data.fingerprint import check_fingerprint
+
+__all__ = ["DistilledDataset", "ShardFolder", "check_fingerprint", "load_distilled"]
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+_HEADER = ("target", "labels", "settings", "data", "end_token_ids")
+
+
+@dataclass
+class DistilledDataset:
+    """`dataset`: memory-mapped rows; `manifest`: as in the module's docstring of `data.distill`."""
+
+    dataset: datasets.Dataset
+    manifest: dict[str, Any]
+
+    @property
+    def hidden_dtype(self) -> str | None:
+        """Type of the cached hidden states (`float32`, `float16`, `bfloat16`), None when there are none."""
+        return self.manifest["settings"].get("hidden_states")
+
+
+def row_features(hidden: bool) -> datasets.Features:
+    """Columns of a shard; `hidden` is the raw bytes of an [L, H] tensor, its type in the manifest."""
+    columns: dict[str, Any] = {
+        "id": datasets.Value("string"),
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "assistant_mask": datasets.List(datasets.Value("bool")),
+        "greedy_ids": datasets.List(datasets.Value("int32")),
+    }
+    if hidden:
+        columns["hidden"] = datasets.Value("large_binary")
+    return datasets.Features(columns)
+
+
+class ShardFolder:
+    """The writing side of one output folder."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, output: str, header: dict[str, Any], overwrite: bool) -> ShardFolder:
+        """Begin, or continue what the same command left; ValueError naming --overwrite for anything else.
+
+        `header` holds the manifest's `_HEADER` fields; two commands are the same when all of them are equal.
+        """
+        folder = Path(output)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--output {output} is a file; pass a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        written = folder / MANIFEST
+        if overwrite:
+            _remove(folder, written)
+        if written.exists():
+            manifest = _read_manifest(folder)
+            if different := _differences(manifest, header):
+                raise ValueError(
+                    f"--output {output} holds another distillation: {'; '.join(different)}; pass --overwrite to "
+                    "replace it, or another --output"
+                )
+            if manifest["complete"]:
+                raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
+            _check_shards(folder, manifest)
+        elif strange := sorted(path.name for path in folder.iterdir() if not _ours(path)):
+            raise ValueError(
+                f"--output {output} holds other files ({', '.join(strange[:3])}); pass an empty or new folder"
+            )
+        else:
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                **header,
+                "shards": [],
+                "counts": {},
+                "complete": False,
+            }
+        for path in folder.glob("*.tmp"):
+            path.unlink()
+        return cls(folder, manifest)
+
+    @property
+    def next_row(self) -> int:
+        """First source row that no finished shard covers."""
+        shards = self.manifest["shards"]
+        return shards[-1]["first_row"] + shards[-1]["source_rows"] if shards else 0
+
+    def write(
+        self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], hidden: bool
+    ) -> None:
+        """Write one shard and enter it: `entry` (first_row, source_rows, skipped …) goes to the manifest as is."""
+        name = f"shard-{len(self.manifest['shards']):05d}.arrow"
+        path = self.folder / name
+        temporary = path.with_suffix(".arrow.tmp")
+        schema = row_features(hidden).arrow_schema
+        written = 0
+        with temporary.open("wb") as file:
+            with pa.ipc.new_stream(file, schema) as stream:
+                for batch in _batches(rows, 1 if hidden else 256):
+                    columns = {key: [row[key] for row in batch] for key in schema.names}
+                    stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
+                    written += len(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        entry = {"file": name, "rows": written, "bytes": path.stat().st_size, **entry, "counts": counts}
+        self.manifest["shards"].append(entry)
+        self._save()
+
+    def finish(self) -> None:
+        """Mark the folder complete."""
+        self.manifest["complete"] = True
+        self._save()
+
+    def _save(self) -> None:
+        totals: dict[str, Any] = {}
+        for shard in self.manifest["shards"]:
+            for key, count in shard["counts"].items():
+                totals[key] = totals.get(key, 0) + count
+        trained = totals.get("trained_tokens", 0)
+        totals["agreement"] = round(totals.get("agreeing_tokens", 0) / trained, 6) if trained else None
+        self.manifest["counts"] = totals
+        temporary = self.folder / f"{MANIFEST}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(self.manifest, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.folder / MANIFEST)
+        _sync_folder(self.folder)
+
+
+def load_distilled(path: str) -> DistilledDataset:
+    """Open a finished output of `distill`; ValueError when it is missing, unfinished or cut short."""
+    folder = Path(path)
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"{path} has no {MANIFEST}; pass the --output folder of scripts/distill.py")
+    manifest = _read_manifest(folder)
+    if not manifest["complete"]:
+        done = len(manifest["shards"])
+        raise ValueError(
+            f"{path} is not complete ({done} shards written); run the same scripts/distill.py command again"
+        )
+    _check_shards(folder, manifest)
+    files = [str(folder / shard["file"]) for shard in manifest["shards"] if shard["rows"]]
+    if not files:
+        raise ValueError(f"{path} holds no rows: all {manifest['counts'].get('skipped', 0)} were skipped")
+    return DistilledDataset(
+        datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files]), manifest
+    )
+
+
+def _check_shards(folder: Path, manifest: dict[str, Any]) -> None:
+    for shard in manifest["shards"]:
+        path = folder / shard["file"]
+        size = path.stat().st_size if path.is_file() else None
+        if size != shard["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes instead of {shard['bytes']}"
+            raise ValueError(f"{path} {found}; make the folder again with scripts/distill.py --overwrite")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); make the folder again with --overwrite") from None
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {version}, this program reads {FORMAT_VERSION}; make it again with --overwrite"
+        )
+    return manifest
+
+
+def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
+    old, new = (_flat({key: source.get(key) for key in _HEADER}) for source in (manifest, header))
+    return [
+        f"{key} is {old.get(key)!r} there, {new.get(key)!r} here"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def _batches(rows: Iterable[dict[str, Any]], size: int) -> Iterable[list[dict[str, Any]]]:
+    batch: list[dict[str, Any]] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _ours(path: Path) -> bool:
+    return path.name in {MANIFEST, f"{MANIFEST}.tmp"} or (
+        path.name.startswith("shard-") and path.name.endswith((".arrow", ".arrow.tmp"))
+    )
+
+
+def _remove(folder: Path, manifest: Path) -> None:
+    manifest.unlink(missing_ok=True)  # first: without it nothing here counts any more
+    for path in folder.iterdir():
+        if _ours(path):
+            path.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,134 @@
+"""Label conversations with what the frozen target itself would say.
+
+    python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
+
+Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). Killed, the same command goes on with the next
+shard. `--preview N` prints N conversations with the trained tokens coloured and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from data.distill import DistillOptions, distill
+from data.preview import preview
+
+
+def parser() -> argparse.ArgumentParser:
+    """One flag per field of DistillOptions, and where things are."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--config", metavar="FILE.yaml", help="the flags below as YAML keys; flags override them")
+    p.add_argument("--target", help="folder or hub id of the target")
+    p.add_argument("--dataset", help="ShareGPT or messages JSON/JSONL file, dataset folder or hub id")
+    p.add_argument("--output", help="folder to write")
+    p.add_argument("--overwrite", action="store_true", help="replace what is in --output")
+    p.add_argument("--preview", type=int, metavar="N", help="print N conversations, trained tokens coloured")
+    p.add_argument("--labels", choices=("argmax", "generate"), help="recorded answers, or the target's own")
+    p.add_argument("--split", help="split of a hub dataset (train)")
+    p.add_argument("--limit", type=int, help="only the first N conversations")
+    p.add_argument("--shuffle_seed", type=int, help="shuffle the conversations before --limit")
+    p.add_argument("--max_length", type=int, help="longest row in tokens (the target's positions, at most 2048)")
+    p.add_argument("--max_new_tokens", type=int, help="longest generated answer (512)")
+    p.add_argument("--cut_loops", action="store_true", help="end a generated answer where it begins to loop")
+    p.add_argument(
+        "--hidden_states",
+        nargs="?",
+        const="target",
+        help="cache the target's hidden states: the target's own type, or float32, float16, bfloat16",
+    )
+    p.add_argument("--shard_rows", type=int, help="conversations per shard (1024)")
+    p.add_argument("--batch_size", type=int, help="rows generated and labelled together (32)")
+    p.add_argument("--skip_bad_rows", action="store_true", help="list unusable rows instead of stopping")
+    p.add_argument("--dtype", help="float32, float16, bfloat16 (float32 on CPU, the checkpoint's on GPU)")
+    p.add_argument("--device", help="cpu, cuda, … (a GPU where there is one)")
+    p.add_argument("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    p.add_argument("--engine", choices=("local", "openai"), help="who generates the answers (local)")
+    p.add_argument("--base_url", help="of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
+    p.add_argument("--model_name", help="the model's name there (the first it lists)")
+    p.set_defaults(**{field.name: field.default for field in fields(DistillOptions)})
+    return p
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Defaults, then --config, then flags; SystemExit with a sentence for unknown or missing ones."""
+    p = parser()
+    config = p.parse_known_args(argv)[0].config
+    if config is not None:
+        given = read_config(config, p)
+        p.set_defaults(**given)
+    args = p.parse_args(argv)
+    needed = ["target", "dataset"] + ([] if args.preview else ["output"])
+    if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
+        p.error(f"{', '.join(missing)} needed")
+    return args
+
+
+def read_config(path: str, p: argparse.ArgumentParser) -> dict[str, Any]:
+    """The keys of a YAML file; ValueError listing the valid ones for a key no flag has."""
+    given = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    valid = sorted(action.dest for action in p._actions if action.dest not in {"help", "config"})
+    if not isinstance(given, dict) or (unknown := sorted(set(map(str, given)) - set(valid))):
+        found = f"unknown keys: {', '.join(unknown)}" if isinstance(given, dict) else "no mapping"
+        raise ValueError(f"--config {path}: {found}; the valid ones: {', '.join(valid)}")
+    return given
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        args = vars(parse(argv))
+        options = {field.name: args[field.name] for field in fields(DistillOptions)}
+        if args["preview"]:
+            preview(args["target"], args["dataset"], args["preview"], options)
+            return 0
+        print(f"writes {args['output']}/shard-*.arrow and {args['output']}/manifest.json")
+        manifest = distill(args["target"], args["dataset"], args["output"], overwrite=args["overwrite"], **options)
+    except (ValueError, OSError) as error:
+        print(f"distill: {error}", file=sys.stderr)
+        return 1
+    summary(manifest, args["output"])
+    return 0
+
+
+def summary(manifest: dict[str, Any], output: str) -> None:
+    """The counts of the manifest, and the first rows that were left out."""
+    counts = manifest["counts"]
+    table = Table(title=f"{output}: {manifest['labels']} labels of {manifest['target']['path']}")
+    table.add_column("count")
+    table.add_column("", justify="right")
+    names = {
+        "rows": "rows",
+        "tokens": "tokens",
+        "trained_tokens": "trained tokens",
+        "agreement": "text and label agree",
+        "skipped": "skipped: no room or bad",
+        "cut": "cut at max_length",
+        "unfinished": "ended at max_new_tokens",
+        "loops": "cut at a loop",
+    }
+    for key, name in names.items():
+        value = counts.get(key)
+        table.add_row(name, "–" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
+    table.add_row("bad rows in the source", f"{len(manifest['data']['bad_rows']):,}")
+    console = Console()
+    console.print(table)
+    skipped = [row for shard in manifest["shards"] for row in shard["skipped"]]
+    left_out = [f"row {row['row']} (id {row['id']}): {row['reason']}" for row in skipped]
+    left_out = manifest["data"]["bad_rows"] + left_out
+    for line in left_out[:10]:
+        console.print(f"left out: {line}", markup=False, highlight=False)
+    if len(left_out) > 10:
+        console.print(f"… and {len(left_out) - 10} more, all in {output}/manifest.json")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
