@@ -12,13 +12,13 @@ from typing import Any
 from data.synthetic_code import draw_code
 from data.synthetic_forms import CATEGORIES, FIRST, FOLLOW_UPS, KEYS
 from data.synthetic_parts import CLOSERS, DAYS, HE, MINUTES, OPENERS, PLACES, ROLES, SHE, SYSTEM_PROMPTS
-from data.synthetic_problems import draw_problem
+from data.synthetic_problems import draw_drill, draw_problem
 from data.synthetic_topics import TOPICS, Topic
 
 SPLITS = ("train", "heldout")
 HELDOUT_PERCENT = 15
-# Shares of the conversations that open with a word problem or a programming task; the rest is dialogue.
-PROBLEM_SHARE, CODE_SHARE = 0.38, 0.08
+# Shares of the conversations that open with a word problem, bare sums or a program; the rest is dialogue.
+PROBLEM_SHARE, DRILL_SHARE, CODE_SHARE = 0.36, 0.12, 0.07
 PROBLEM_INTROS = ("", "", "", "Can you solve this? ", "Please work this out. ", "Here is a small problem. ")
 
 
@@ -70,15 +70,19 @@ def _draw(rng: random.Random) -> tuple[str, tuple, str, str, list[tuple[str, str
 
     A second problem is of the first one's split: no held-out problem is trained on as a follow-up.
     """
-    chance = rng.random()
-    if chance < PROBLEM_SHARE:
-        content, question, answer = draw_problem(rng)
+    kinds = ("problem", "drill", "code", "dialogue")
+    shares = (PROBLEM_SHARE, DRILL_SHARE, CODE_SHARE, 1 - PROBLEM_SHARE - DRILL_SHARE - CODE_SHARE)
+    kind = rng.choices(kinds, shares)[0]
+    if kind == "code":
+        return kind, *draw_code(rng)
+    if kind in ("problem", "drill"):
+        draw = draw_problem if kind == "problem" else draw_drill
+        content, question, answer = draw(rng)
         second_content, second, second_answer = draw_problem(rng)
         while split_of(second_content) != split_of(content):
             second_content, second, second_answer = draw_problem(rng)
-        return "problem", content, rng.choice(PROBLEM_INTROS) + question, answer, [(second, second_answer)]
-    if chance < PROBLEM_SHARE + CODE_SHARE:
-        return "code", *draw_code(rng)
+        intro = rng.choice(PROBLEM_INTROS) if kind == "problem" else ""
+        return kind, content, intro + question, answer, [(second, second_answer)]
     kind = rng.choice(list(FIRST))
     return kind, *draw_dialogue(rng, kind)
 
@@ -121,6 +125,9 @@ def conversations(count: int, seed: int, split: str) -> list[dict]:
 
 def word_problems(count: int, seed: int, split: str, steps: int | None = None) -> list[dict]:
     """GSM8K rows `{"question", "answer"}`, the answer ending in `#### n`; `steps` 1 or 2 keeps only those."""
+
+    if steps not in (None, 1, 2):
+        raise ValueError(f"steps must be 1, 2 or None (both); got {steps!r}")
 
     def draw(rng: random.Random) -> tuple[tuple, str, dict]:
         content, question, answer = draw_problem(rng, steps)

@@ -2,7 +2,8 @@
 
 Slots: {topic}, tools {t0}-{t2}, steps {s0}-{s3} (capitalised {S0}-{S3}), gains {g0} {g1} ({G0} {G1}),
 slips {p0} {p1}, {sign}; a second topic's {other} {ot0} {os0} {og0} {op0}; the speaker's {role}, {name},
-{place}, {day}, {next_day}, {minutes}; set phrases {opener} (belongs to the role) and {closer} (belongs to the topic).
+{place}, {day}, {next_day}, {minutes}; set phrases {opener} (belongs to the role) and {closer} (belongs
+to the topic).
 """
 
 # fmt: off
@@ -116,7 +117,7 @@ KEYS = {
 # The MT-bench style category that each kind is reported under.
 CATEGORIES = {
     "start": "advice", "plan": "planning", "mail": "writing", "story": "writing", "compare": "reasoning",
-    "list": "lists", "form": "extraction", "problem": "math", "code": "coding",
+    "list": "lists", "form": "extraction", "problem": "math", "drill": "math", "code": "coding",
 }
 
 # Later turns; they rely on the topic of the first.

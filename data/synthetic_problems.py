@@ -199,6 +199,8 @@ FRAMES = {
         "Let us work it out.\n- Here, {step0}: {work0}\n{final}",
     ),
 }
+# Bare sums, for practice.
+DRILLS = ("Work out {sums}.", "What is {sums}?", "Please calculate: {sums}", "I need the results of {sums}.")
 # fmt: on
 
 
@@ -259,3 +261,15 @@ def draw_problem(rng: random.Random, steps: int | None = None) -> tuple[tuple, s
         scenario.questions[wording].format(**slots),
         f"{answer}\n#### {value}",
     )
+
+
+def draw_drill(rng: random.Random) -> tuple[tuple, str, str]:
+    """Two to four bare sums in one request, as (content that decides its split, question, answer)."""
+    sums = []
+    for _ in range(rng.randint(2, 4)):
+        operation = rng.choice("++--*")
+        a, b = operands(rng, operation)
+        sums.append((a, operation, b))
+    asked = ", ".join(f"{a} {operation} {b}" for a, operation, b in sums)
+    question = rng.choice(DRILLS).format(sums=asked)
+    return ("drill", *sums), question, "\n".join(working(a, operation, b) for a, operation, b in sums)

@@ -1,0 +1,370 @@
+"""Train a small target from scratch: tokenizer, chat template, language model, and what it can do, measured.
+
+    python scripts/make_tiny_target.py --output runs/tiny_target
+    python scripts/make_tiny_target.py --dataset chats.json --hidden 256 --output runs/small
+    python scripts/make_tiny_target.py --dataset chats.json --tokenizer runs/small --layers 1 \\
+        --output runs/draft
+
+Without --dataset it learns the synthetic corpus of `data.synthetic`, arithmetic included. The folder
+loads with `AutoModelForCausalLM` and `AutoTokenizer`. The last line of output is one JSON object.
+"""
+
+import argparse
+import json
+import math
+import platform
+import random
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn.functional import cross_entropy, pad
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from data.bpe import train_tokenizer
+from data.conversations import load_conversations, parse_record
+from data.loops import loop_start
+from data.rendering import ChatRenderer, ConversationError
+from data.synthetic import conversations, questions, word_problems
+
+Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
+
+
+# ---- options ---------------------------------------------------------------------------------------------
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", required=True, help="folder to write; must be empty or absent")
+    parser.add_argument(
+        "--dataset", help="ShareGPT or messages JSON(L), or a hub id; default: the synthetic corpus"
+    )
+    parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
+    parser.add_argument("--vocab_size", type=int, default=1024, help="size of a trained tokenizer (1024)")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 32 (128)")
+    parser.add_argument("--layers", type=int, default=4, help="decoder blocks (4)")
+    parser.add_argument(
+        "--max_length", type=int, default=512, help="longer conversations are cut (512 tokens)"
+    )
+    parser.add_argument(
+        "--max_minutes", type=float, default=12, help="training time, the schedule's length (12)"
+    )
+    parser.add_argument("--batch_tokens", type=int, default=2048, help="tokens per optimizer step (2048)")
+    parser.add_argument("--learning_rate", type=float, default=4e-3, help="peak learning rate (0.004)")
+    parser.add_argument(
+        "--conversations", type=int, default=30000, help="size of the synthetic corpus (30000)"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=250, help="unseen prompts to measure on, each kind (250)"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    if options.hidden % 32 or options.hidden < 32:
+        parser.error(f"--hidden must be a multiple of 32 (heads have 32 dimensions); got {options.hidden}")
+    if options.vocab_size < 300:
+        parser.error(f"--vocab_size must be at least 300 (256 bytes and the marks); got {options.vocab_size}")
+    for name in ("layers", "max_length", "max_minutes", "batch_tokens", "conversations", "questions"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name} must be positive; got {getattr(options, name)}")
+    if Path(options.output).exists() and any(Path(options.output).iterdir()):
+        parser.error(f"--output {options.output} is not empty; empty it or name another folder")
+    return options
+
+
+# ---- corpus and tokenizer --------------------------------------------------------------------------------
+
+
+def load_messages(options: argparse.Namespace) -> tuple[list[list[dict]], list[list[dict]]]:
+    """(training, unseen) conversations as messages; of a user's dataset every 50th row is kept unseen."""
+    if options.dataset:
+        rows = list(load_conversations(options.dataset)["messages"])
+        if len(rows) < 2:
+            raise SystemExit(f"--dataset needs at least 2 conversations; {options.dataset} has {len(rows)}")
+        every = min(50, len(rows))
+        return [row for i, row in enumerate(rows) if i % every], rows[::every]
+    train = conversations(options.conversations, options.seed, "train")
+    unseen = conversations(options.questions, options.seed, "heldout")
+    return [parse_record(row)[1] for row in train], [parse_record(row)[1] for row in unseen]
+
+
+def render(tokenizer: PreTrainedTokenizerFast, messages: list[list[dict]], max_length: int) -> list[Row]:
+    """Token ids and assistant marks of every conversation; what lies beyond `max_length` is cut."""
+    renderer, rows = ChatRenderer(tokenizer), []
+    for row in messages:
+        ids, mask = renderer.conversation(row)
+        if any(mask[1:max_length]):
+            rows.append((ids[:max_length], mask[:max_length]))
+    if not rows:
+        raise ConversationError(f"no answer starts within --max_length {max_length} tokens; raise it")
+    return rows
+
+
+# ---- model and training ----------------------------------------------------------------------------------
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> LlamaForCausalLM:
+    heads = options.hidden // 32
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 5 // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        max_position_embeddings=2 * options.max_length,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+def batches(rows: list[Row], batch_tokens: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (ids [B, L], mask [B, L]): rows of similar length, padded right; B·L <= batch_tokens."""
+    rng = random.Random(seed)
+    while True:
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + rng.uniform(0, 16))
+        groups: list[list[int]] = [[]]
+        for i in order:
+            if groups[-1] and (len(groups[-1]) + 1) * (len(rows[i][0]) + 16) > batch_tokens:
+                groups.append([])
+            groups[-1].append(i)
+        rng.shuffle(groups)
+        for group in groups:
+            length = max(len(rows[i][0]) for i in group)
+            ids = torch.stack([pad(torch.tensor(rows[i][0]), (0, length - len(rows[i][0]))) for i in group])
+            mask = torch.stack([pad(torch.tensor(rows[i][1]), (0, length - len(rows[i][1]))) for i in group])
+            yield ids, mask
+
+
+def loss_of(model: LlamaForCausalLM, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the assistant's tokens; right padding is out of causal attention's reach."""
+    ids_BL, mask_BL = ids_BL.to(model.device), mask_BL.to(model.device)
+    hidden_BLH = model.model(input_ids=ids_BL[:, :-1]).last_hidden_state
+    written = mask_BL[:, 1:]
+    return cross_entropy(model.lm_head(hidden_BLH[written]).float(), ids_BL[:, 1:][written])
+
+
+def build_optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices, which needs about half of Adam's steps; AdamW for everything else."""
+    blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    taken = set(map(id, blocks))
+    others = [p for p in model.parameters() if id(p) not in taken]
+    muon = torch.optim.Muon([{"params": blocks, "peak_lr": 5 * learning_rate}], weight_decay=0.01)
+    adam = torch.optim.AdamW(
+        [{"params": others, "peak_lr": learning_rate}], betas=(0.9, 0.97), weight_decay=0.0
+    )
+    return [muon, adam]
+
+
+def train(model: LlamaForCausalLM, rows: list[Row], options: argparse.Namespace, console: Console) -> dict:
+    """Train for `--max_minutes`: 50 steps warm-up, then constant, the last half a linear decay to zero."""
+    optimizers = build_optimizers(model, options.learning_rate)
+    columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+    start, steps, tokens, average = time.monotonic(), 0, 0, math.nan
+    model.train()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("training", total=1.0, note="")
+        for ids, mask in batches(rows, options.batch_tokens, options.seed):
+            done = (time.monotonic() - start) / (60 * options.max_minutes)
+            if done >= 1:
+                break
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = group["peak_lr"] * min((steps + 1) / 50, 1.0, 2 * (1 - done))
+            loss = loss_of(model, ids, mask)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            steps, tokens = steps + 1, tokens + ids.numel()
+            if steps % 10 == 1:
+                value = loss.item()
+                average = value if math.isnan(average) else 0.8 * average + 0.2 * value
+                rate = tokens / (time.monotonic() - start)
+                progress.update(
+                    task, completed=done, note=f"loss {average:.3f}  {steps} steps  {rate:,.0f} tokens/s"
+                )
+        progress.update(task, completed=1.0)
+    model.eval()
+    return {"steps": steps, "training_tokens": tokens, "training_loss": round(average, 4)}
+
+
+# ---- measuring -------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def answer(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[list[dict]],
+    max_new_tokens: int = 256,
+) -> list[list[int]]:
+    """Greedy answers to prompts (messages that end with the user's); the tokens up to EOS, EOS included."""
+    renderer, answers = ChatRenderer(tokenizer), []
+    for start in range(0, len(prompts), 50):
+        ids = [renderer.prompt(prompt) for prompt in prompts[start : start + 50]]
+        length = max(map(len, ids))
+        padded = torch.tensor([[tokenizer.pad_token_id] * (length - len(row)) + row for row in ids])
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in ids])
+        made = model.generate(
+            input_ids=padded.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+        for row in made[:, length:].tolist():
+            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+            answers.append(row[:end])
+    return answers
+
+
+def final_number(text: str) -> int | None:
+    """The number behind the last `####`, the form that GSM8K ends an answer with."""
+    found = re.findall(r"####\s*(-?\d+)", text)
+    return int(found[-1]) if found else None
+
+
+def solved(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[dict]
+) -> tuple[float, list[list[int]]]:
+    """(share of word problems whose final number is right, the answers)."""
+    answers = answer(model, tokenizer, [[{"role": "user", "content": row["question"]}] for row in problems])
+    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
+    right = [final_number(text) == final_number(row["answer"]) for text, row in zip(texts, problems)]
+    return sum(right) / len(right), answers
+
+
+@torch.inference_mode()
+def measure(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    unseen: list[list[dict]],
+    options: argparse.Namespace,
+) -> dict:
+    """What the trained model does with unseen prompts; word problems only for the synthetic corpus."""
+    rows = render(tokenizer, unseen, options.max_length)
+    torch.set_num_threads(1)  # decoding one token at a time gains nothing from a second thread
+    losses = [loss_of(model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]
+    figures = {"unseen_loss": round(sum(losses) / len(losses), 4)}
+    if options.dataset:
+        prompts = [row[: next(i for i, m in enumerate(row) if m["role"] == "assistant")] for row in unseen]
+        answers = answer(model, tokenizer, prompts[: options.questions])
+    else:
+        asked = questions(options.questions, options.seed, "heldout")
+        prompts = [[{"role": "user", "content": row["turns"][0]}] for row in asked]
+        answers = answer(model, tokenizer, prompts)
+        for steps in (1, 2):
+            problems = word_problems(options.questions, options.seed, "heldout", steps=steps)
+            share, worked = solved(model, tokenizer, problems)
+            figures |= {f"solved_{steps}_step": round(share, 4)}
+            answers += worked
+    figures |= {
+        "answers": len(answers),
+        "ended": round(sum(row[-1] == tokenizer.eos_token_id for row in answers) / len(answers), 4),
+        "looped": round(sum(loop_start(row) is not None for row in answers) / len(answers), 4),
+        "mean_answer_tokens": round(sum(map(len, answers)) / len(answers), 1),
+    }
+    return figures
+
+
+def write_card(output: Path, facts: dict, figures: dict) -> None:
+    """README.md of the folder: what it is, the command that made it, what was measured."""
+    named = {
+        "solved_2_step": "unseen two-step word problems solved",
+        "solved_1_step": "unseen one-step word problems solved",
+        "ended": "greedy answers that end by themselves within 256 tokens",
+        "looped": "greedy answers that loop (three copies of a block)",
+        "answers": "answers measured",
+        "mean_answer_tokens": "tokens per answer",
+        "unseen_loss": "cross entropy per answer token, unseen conversations",
+    }
+    table = "\n".join(f"| {text} | {figures[key]} |" for key, text in named.items() if key in figures)
+    made = "\n".join(
+        f"| {key.replace('_', ' ')} | {value} |" for key, value in facts.items() if key != "command"
+    )
+    (output / "README.md").write_text(
+        "# A small target\n\n"
+        "A Llama-style language model trained from scratch, with a byte-level BPE tokenizer. It exists to\n"
+        "train, test and measure draft heads without a download; it knows its corpus and nothing else.\n\n"
+        f"Made by\n\n    {facts['command']}\n\n| measured | |\n| --- | --- |\n{table}\n\n"
+        f"| made with | |\n| --- | --- |\n{made}\n",
+        encoding="utf-8",
+    )
+
+
+# ---- main ------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> dict:
+    options, console = parse_options(argv), Console(stderr=True)
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    output = Path(options.output)
+
+    with console.status("reading and tokenizing the corpus"):
+        messages, unseen = load_messages(options)
+        if options.tokenizer:
+            tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        else:
+            tokenizer = train_tokenizer(messages[:8000], options.vocab_size, 2 * options.max_length)
+        rows = render(tokenizer, messages, options.max_length)
+
+    model = build_model(tokenizer, options)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    parameters = sum(p.numel() for p in model.parameters())
+    console.print(
+        f"{len(rows):,} conversations, {sum(len(ids) for ids, _ in rows):,} tokens, {parameters:,} parameters"
+    )
+    trained = train(model, rows, options, console)
+
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    with console.status("measuring on unseen prompts"):
+        figures = measure(model, tokenizer, unseen, options)
+    facts = {
+        "command": shlex.join(
+            ["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)]
+        ),
+        "parameters": parameters,
+        "conversations": len(rows),
+        **trained,
+        "device": f"{model.device.type}, {options.threads} threads, {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
+    }
+    write_card(output, facts, figures)
+    console.print(f"wrote {output}: model, tokenizer and README.md with the figures below")
+    print(json.dumps({**facts, **figures}))
+    return figures
+
+
+if __name__ == "__main__":
+    main()
