@@ -112,9 +112,7 @@ def _parse_answer(row: dict[str, Any]) -> Answer:
     return Answer(question_id, turns, benchmark if isinstance(benchmark, str) else None)
 
 
-def _column(
-    choice: dict[str, Any], name: str, kinds: tuple[type, ...], turns: int | None = None
-) -> list[Any]:
+def _column(choice: dict[str, Any], name: str, kinds: tuple[type, ...], turns: int | None = None) -> list[Any]:
     """The list `choice[name]`, one entry a turn, each of one of `kinds` and not negative."""
     values, where = choice.get(name), f"choices[0].{name}"
     if not isinstance(values, list):
@@ -123,9 +121,7 @@ def _column(
         raise ValueError(f"{where} must have one entry a turn: {turns} turns, {len(values)} entries")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ValueError(
-                f"{where} must hold {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}"
-            )
+            raise ValueError(f"{where} must hold {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
         if isinstance(value, (int, float)) and not value >= 0:
             raise ValueError(f"{where} must not be negative, got {value!r}")
     return values

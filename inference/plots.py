@@ -32,9 +32,7 @@ def speedup(results: Sequence[Row]) -> Figure:
             x = group + (place - (len(drafters) - 1) / 2) * width
             low, high = row["gamma_ci95"]
             error = [[max(row["gamma"] - low, 0)], [max(high - row["gamma"], 0)]]
-            axes.bar(
-                x, row["gamma"], width * 0.9, color=colours[drafter], label=drafter if group == 0 else None
-            )
+            axes.bar(x, row["gamma"], width * 0.9, color=colours[drafter], label=drafter if group == 0 else None)
             axes.errorbar(x, row["gamma"], yerr=error, color="#333333", capsize=3, linewidth=1)
             axes.annotate(
                 f"{row['gamma']:.2f}×\nβ {row['beta']:.2f}",
@@ -96,9 +94,7 @@ def _at_least(histogram: Sequence[int]) -> list[float]:
 def time_share(results: Sequence[Row]) -> Figure:
     """Where each drafter's decoding time goes, one stacked bar per drafter and one panel per benchmark."""
     rows, benchmarks, drafters = _overall(results)
-    figure = Figure(
-        figsize=(max(6.0, 4.2 * len(benchmarks)), 1.9 + 0.42 * len(drafters)), layout="constrained"
-    )
+    figure = Figure(figsize=(max(6.0, 4.2 * len(benchmarks)), 1.9 + 0.42 * len(drafters)), layout="constrained")
     panels = figure.subplots(1, len(benchmarks), squeeze=False, sharey=True)[0]
     for axes, benchmark in zip(panels, benchmarks):
         left = [0.0] * len(drafters)

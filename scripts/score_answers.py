@@ -18,9 +18,7 @@ HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)",
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True, help="the drafter's answers, FastChat JSONL")
     parser.add_argument("--baseline", type=Path, required=True, help="the target's own answers to them")
     parser.add_argument("--questions", type=Path, help="questions with categories, for one row per category")
@@ -29,9 +27,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def read_categories(path: Path) -> dict[QuestionId, str | None]:
     """Category by question id; rows without an id (GSM8K) are numbered from 0, as recorded files do."""
-    return {
-        row.get("question_id", index): row.get("category") for index, (_, row) in enumerate(read_jsonl(path))
-    }
+    return {row.get("question_id", index): row.get("category") for index, (_, row) in enumerate(read_jsonl(path))}
 
 
 def format_table(scores: dict[str | None, AnswerScore]) -> str:
@@ -50,8 +46,7 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = (
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
-        for row in rows
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))] for row in rows
     )
     return "\n".join("  ".join(line) for line in lines)
 

@@ -1,32 +1,31 @@
 """The oracle and its verdicts, on random-weight models whose ties are built by hand."""
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import GenerationSettings
 from inference.lossless import (
     LosslessCounts,
     Oracle,
     Turn,
+    check_prompts,
     first_difference,
     gap_noise,
     judge,
     judge_all,
     top_two_gap,
 )
+from inference.target import Target
 
 PROMPT = (3, 1, 4, 1, 5)
 
 
-@dataclass(frozen=True)
-class Settings:
-    max_new_tokens: int = 12
-    eos_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    stop: object = None
+def settings(**changes):
+    return GenerationSettings(**{"max_new_tokens": 12, **changes})
 
 
 def make_target(dtype=torch.float32, max_positions=64):
@@ -45,9 +44,7 @@ def make_target(dtype=torch.float32, max_positions=64):
     )
     model = LlamaForCausalLM(config).eval().to(dtype)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(97 + i) for i in ids))
-    return SimpleNamespace(
-        model=model, tokenizer=tokenizer, device="cpu", dtype=dtype, max_positions=max_positions
-    )
+    return SimpleNamespace(model=model, tokenizer=tokenizer, device="cpu", dtype=dtype, max_positions=max_positions)
 
 
 @torch.inference_mode()
@@ -73,17 +70,15 @@ def with_twin_of_the_best_token(target, distance):
 
 def test_the_oracle_is_the_greedy_loop():
     target = make_target(torch.float64)
-    assert Oracle(target, Settings()).answer(PROMPT) == greedy(target.model, PROMPT, 12)
+    assert Oracle(target, settings()).answer(PROMPT) == greedy(target.model, PROMPT, 12)
 
 
 def test_the_checkpoints_generation_config_has_no_say():
     target = make_target(torch.float64)
     plain = greedy(target.model, PROMPT, 12)
-    own = GenerationConfig(
-        repetition_penalty=3.0, no_repeat_ngram_size=1, eos_token_id=plain[1], max_length=7
-    )
+    own = GenerationConfig(repetition_penalty=3.0, no_repeat_ngram_size=1, eos_token_id=plain[1], max_length=7)
     target.model.generation_config = own
-    assert Oracle(target, Settings()).answer(PROMPT) == plain
+    assert Oracle(target, settings()).answer(PROMPT) == plain
     assert target.model.generation_config is own
 
 
@@ -91,30 +86,30 @@ def test_eos_ends_the_answer_and_counts():
     target = make_target(torch.float64)
     plain = greedy(target.model, PROMPT, 12)
     eos = plain[4]
-    settings = Settings(eos_token_ids=(39, eos))
-    assert Oracle(target, settings).answer(PROMPT) == plain[: plain.index(eos) + 1]
+    ends = settings(eos_token_ids=(39, eos))
+    assert Oracle(target, ends).answer(PROMPT) == plain[: plain.index(eos) + 1]
 
 
 def test_stop_callable_and_stop_strings_cut_the_answer():
     target = make_target(torch.float64)
     plain = greedy(target.model, PROMPT, 12)
-    assert Oracle(target, Settings(stop=lambda tokens: 3)).answer(PROMPT) == plain[:3]
-    assert Oracle(target, Settings(stop=lambda tokens: None)).answer(PROMPT) == plain
+    assert Oracle(target, settings(stop=lambda tokens: 3)).answer(PROMPT) == plain[:3]
+    assert Oracle(target, settings(stop=lambda tokens: None)).answer(PROMPT) == plain
     word = target.tokenizer.decode(plain[4:7], skip_special_tokens=True)
-    cut = Oracle(target, Settings(stop_strings=("!!", word))).answer(PROMPT)
+    cut = Oracle(target, settings(stop_strings=("!!", word))).answer(PROMPT)
     assert target.tokenizer.decode(cut, skip_special_tokens=True).endswith(word)
     assert cut == plain[: len(cut)]
 
 
 def test_the_context_limit_ends_the_answer():
     target = make_target(torch.float64, max_positions=8)
-    assert len(Oracle(target, Settings()).answer(PROMPT)) == 3
+    assert len(Oracle(target, settings()).answer(PROMPT)) == 3
     with pytest.raises(ValueError, match="8 tokens, the target has 8 positions"):
-        Oracle(target, Settings()).answer(range(8))
+        Oracle(target, settings()).answer(range(8))
 
 
 def test_answers_are_computed_once_per_prompt(monkeypatch):
-    oracle = Oracle(make_target(), Settings())
+    oracle = Oracle(make_target(), settings())
     first = oracle.answer(PROMPT)
     monkeypatch.setattr(oracle, "_generate", lambda prompt: pytest.fail("asked again"))
     assert oracle.answer(list(PROMPT)) is first
@@ -147,7 +142,7 @@ def test_first_difference():
 
 def test_equal_answers_are_identical():
     target = make_target()
-    oracle = Oracle(target, Settings())
+    oracle = Oracle(target, settings())
     counts = judge_all(oracle, [Turn(PROMPT, tuple(oracle.answer(PROMPT)))])
     assert counts.as_dict() == {"identical_turns": 1, "turns": 1, "near_ties": 0, "unexplained": 0}
     assert counts.tokens == 12
@@ -157,7 +152,7 @@ def test_equal_answers_are_identical():
 def test_tokens_closer_than_the_noise_are_a_near_tie():
     target = make_target()
     best = with_twin_of_the_best_token(target, 0.0)
-    oracle = Oracle(target, Settings())
+    oracle = Oracle(target, settings())
     assert oracle.answer(PROMPT)[0] == min(best, 39)
     difference = judge(oracle, Turn(PROMPT, (max(best, 39), 0, 0)))
     assert difference.near_tie
@@ -168,7 +163,7 @@ def test_tokens_closer_than_the_noise_are_a_near_tie():
 def test_tokens_further_apart_than_the_noise_are_unexplained():
     target = make_target()
     with_twin_of_the_best_token(target, 1e-3)
-    difference = judge(Oracle(target, Settings()), Turn(PROMPT, (39,)))
+    difference = judge(Oracle(target, settings()), Turn(PROMPT, (39,)))
     assert not difference.near_tie
     assert difference.gap > difference.noise > 0
 
@@ -177,7 +172,7 @@ def test_the_gap_is_measured_one_precision_higher():
     # Logits 1e-9 apart: the same number in float32, told apart in float64.
     target = make_target()
     best = with_twin_of_the_best_token(target, 0.0)
-    oracle = Oracle(target, Settings())
+    oracle = Oracle(target, settings())
     oracle.gap(PROMPT, best, 39)
     with torch.inference_mode():
         oracle._precise.lm_head.weight[39] *= 1 - 1e-9
@@ -188,12 +183,12 @@ def test_the_gap_is_measured_one_precision_higher():
 def test_float64_allows_no_difference():
     target = make_target(torch.float64)
     best = with_twin_of_the_best_token(target, 0.0)
-    difference = judge(Oracle(target, Settings()), Turn(PROMPT, (max(best, 39),)))
+    difference = judge(Oracle(target, settings()), Turn(PROMPT, (max(best, 39),)))
     assert not difference.near_tie
 
 
 def test_a_missing_or_extra_token_is_unexplained():
-    oracle = Oracle(make_target(), Settings())
+    oracle = Oracle(make_target(), settings())
     answer = oracle.answer(PROMPT)
     short, long = (judge(oracle, Turn(PROMPT, tokens)) for tokens in (tuple(answer[:-1]), (*answer, 7)))
     assert (short.position, short.expected, short.received) == (11, answer[-1], None)
@@ -205,7 +200,7 @@ def test_a_missing_or_extra_token_is_unexplained():
 def test_only_the_first_difference_counts():
     target = make_target()
     best = with_twin_of_the_best_token(target, 0.0)
-    oracle = Oracle(target, Settings())
+    oracle = Oracle(target, settings())
     answer = oracle.answer(PROMPT)
     far = tuple((token + 1) % 39 for token in answer[1:])
     counts = judge_all(oracle, [Turn(PROMPT, (max(best, 39), *far)), Turn(PROMPT, tuple(answer))])
@@ -218,3 +213,19 @@ def test_counts_add_up():
     total = LosslessCounts(1, 3, 1, 1, 50) + LosslessCounts(2, 2, 0, 0, 30)
     assert total.as_dict() == {"identical_turns": 3, "turns": 5, "near_ties": 1, "unexplained": 1}
     assert total.tokens_per_near_tie == 80
+
+
+def test_check_prompts_decodes_with_the_engine():
+    model = make_target(torch.float64).model
+    target = Target(model, name="random")
+    prompts = [PROMPT, (7, 7, 7), tuple(range(30))]
+    longer = settings(max_new_tokens=20)
+    oracle = Oracle(target, longer)
+    counts = check_prompts(target, VanillaDrafter(), prompts, longer, oracle)
+    assert counts.as_dict() == {"identical_turns": 3, "turns": 3, "near_ties": 0, "unexplained": 0}
+    assert counts.tokens == 60
+    with torch.no_grad():  # the engine now decodes another model than the one the oracle answered with
+        model.lm_head.weight[[3, 4]] = model.lm_head.weight[[4, 3]]
+    changed = check_prompts(target, VanillaDrafter(), [*prompts, (1,)], longer, oracle)
+    assert changed.unexplained > 0
+    assert changed.differences[0].turn.place.startswith("prompt ")
