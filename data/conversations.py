@@ -9,7 +9,6 @@ become token ids is `data.rendering`'s job; its two functions are offered here t
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 import datasets
 
+from data.json_rows import MalformedJson, hub_rows, read_json_rows
 from data.rendering import ConversationError, render_conversation, render_prompt
 
 __all__ = [
@@ -83,8 +83,8 @@ def read_conversations(source: str, split: str = "train", skip_bad_rows: bool = 
     rows: list[list[dict[str, str]]] = []
     for row, (where, record) in enumerate(_records(source, split)):
         try:
-            if isinstance(record, json.JSONDecodeError):
-                raise ConversationError(f"malformed JSON: {record.msg} at column {record.colno}")
+            if isinstance(record, MalformedJson):
+                raise ConversationError(str(record))
             row_id, messages = parse_record(record)
         except ConversationError as error:
             bad = BadRow(row, where, str(error))
@@ -161,82 +161,4 @@ def _alternating() -> Iterator[str]:
 
 
 def _records(source: str, split: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) per row; a malformed JSON line comes as its JSONDecodeError."""
-    path = Path(source)
-    if path.is_file():
-        yield from read_json_rows(path)
-        return
-    if path.suffix in {".json", ".jsonl"}:
-        raise FileNotFoundError(f"--dataset {source} does not exist; pass a JSON or JSONL file or a hub id")
-    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-        loaded = datasets.load_from_disk(str(path))
-        if isinstance(loaded, datasets.DatasetDict):
-            if split not in loaded:
-                raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(loaded)}")
-            loaded = loaded[split]
-    else:
-        loaded = datasets.load_dataset(source, split=split)
-    for row, record in enumerate(loaded):
-        yield f"{source}, split {split}, row {row}", record
-
-
-def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """("FILE, line N, row K", record) of a JSON array or a JSONL file, rows counted from 0 and lines from 1.
-
-    In JSONL a malformed line yields its JSONDecodeError; in an array nothing after a malformed row can be read, so
-    the error is raised. An empty file raises ConversationError.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConversationError(f"{path} is not UTF-8 text ({error}); pass JSON or JSONL") from None
-    if not text.strip():
-        raise ConversationError(f"{path} is empty; pass a file with at least one row")
-    if text.lstrip()[0] == "[":
-        yield from _array_rows(path, text)
-        return
-    row = 0
-    for line_number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {line_number}, row {row}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            record = error
-        yield where, record
-        row += 1
-
-
-def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    decoder = json.JSONDecoder()
-    position, line, row = _skip_space(text, text.index("[") + 1), 1, 0
-    counted = 0
-    while position < len(text) and text[position] != "]":
-        line += text.count("\n", counted, position)
-        counted = position
-        where = f"{path}, line {line}, row {row}"
-        try:
-            record, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise ConversationError(
-                f"{where}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON array "
-                "cannot be read past this point: repair it, or write one row a line (JSONL) to use --skip_bad_rows"
-            ) from None
-        yield where, record
-        row += 1
-        position = _skip_space(text, position)
-        if position < len(text) and text[position] == ",":
-            position = _skip_space(text, position + 1)
-        elif position < len(text) and text[position] != "]":
-            raise ConversationError(f"{where}: malformed JSON: expected ',' or ']' after the row")
-    if position >= len(text):
-        raise ConversationError(f"{path}: malformed JSON: the array is cut short after row {row - 1}, no ']'")
-    if text[position + 1 :].strip():
-        raise ConversationError(f"{path}: malformed JSON: text after the end of the array")
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+    return read_json_rows(Path(source)) if Path(source).is_file() else hub_rows(source, split)

@@ -291,7 +291,7 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
     """The conversations `options` ask for: read, shuffled, limited."""
     loaded = read_conversations(source, options.split, options.skip_bad_rows)
     if options.shuffle_seed is not None:
-        loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed).flatten_indices()
+        loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
     if options.limit is not None:
         loaded.dataset = loaded.dataset.select(range(min(options.limit, len(loaded.dataset))))
     return loaded

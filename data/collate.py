@@ -1,0 +1,125 @@
+"""Labelled conversations → padded or packed batches, and the held-out split.
+
+Shapes: B rows of the batch, L tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+
+from data.hidden_cache import hidden_from_bytes
+
+logger = logging.getLogger(__name__)
+
+NO_LABEL = -100
+
+
+@dataclass
+class DraftCollator:
+    """Rows of `load_distilled` → tensors; padding is on the right.
+
+    input_ids    [B, L] int64, `pad_id` on padding
+    greedy_ids   [B, L] int64, -100 on padding and at the first token of every conversation
+    mask         [B, L] bool, the assistant's tokens
+    segment_ids  [B, L] int64, 0 on padding, 1, 2, … for the conversations of the row
+    position_ids [B, L] int64, 0, 1, … in each conversation; 0 on padding
+    hidden       [B, L, H] of `hidden_dtype`, 0 on padding; only where the rows have cached hidden states
+
+    With `packing`, each conversation goes into the first row that has room (first fit), so B may shrink. Example,
+    max_length 8, lengths 5, 4, 3: rows [1 1 1 1 1 2 2 2] and [1 1 1 1 0 0 0 0]. Conversations longer than
+    `max_length` are cut, which is logged once; L is rounded up to a multiple of 8, at most to `max_length`.
+    """
+
+    pad_id: int
+    max_length: int
+    packing: bool = False
+    hidden_dtype: torch.dtype | None = None
+    _told: bool = field(default=False, init=False, repr=False)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        bins: list[list[Mapping[str, Any]]] = []
+        room: list[int] = []
+        for row in rows:
+            length = self._length(row)
+            slot = next((b for b, free in enumerate(room) if self.packing and free >= length), len(bins))
+            if slot == len(bins):
+                bins.append([])
+                room.append(self.max_length)
+            bins[slot].append(row)
+            room[slot] -= length
+        longest = max(self.max_length - free for free in room)
+        return self._fill(bins, min(-(-longest // 8) * 8, self.max_length))
+
+    def _length(self, row: Mapping[str, Any]) -> int:
+        length = len(row["input_ids"])
+        if length > self.max_length and not self._told:
+            self._told = True
+            logger.warning(
+                "--max_length %d cuts conversations of up to %d tokens; raise it to train on all of them",
+                self.max_length,
+                length,
+            )
+        return min(length, self.max_length)
+
+    def _fill(self, bins: list[list[Mapping[str, Any]]], length: int) -> dict[str, Tensor]:
+        shape = (len(bins), length)
+        batch = {
+            "input_ids": torch.full(shape, self.pad_id),
+            "greedy_ids": torch.full(shape, NO_LABEL),
+            "mask": torch.zeros(shape, dtype=torch.bool),
+            "segment_ids": torch.zeros(shape, dtype=torch.long),
+            "position_ids": torch.zeros(shape, dtype=torch.long),
+        }
+        for b, segments in enumerate(bins):
+            start = 0
+            for number, row in enumerate(segments, start=1):
+                n = self._length(row)
+                here = slice(start, start + n)
+                batch["input_ids"][b, here] = torch.as_tensor(row["input_ids"][:n])
+                batch["greedy_ids"][b, here] = torch.as_tensor(row["greedy_ids"][:n])
+                batch["greedy_ids"][b, start] = NO_LABEL
+                batch["mask"][b, here] = torch.as_tensor(row["assistant_mask"][:n]).bool()
+                batch["segment_ids"][b, here] = number
+                batch["position_ids"][b, here] = torch.arange(n)
+                if self.hidden_dtype is not None:
+                    hidden_LH = hidden_from_bytes(row["hidden"], len(row["input_ids"]), self.hidden_dtype)[:n]
+                    if "hidden" not in batch:
+                        batch["hidden"] = hidden_LH.new_zeros(*shape, hidden_LH.shape[-1])
+                    batch["hidden"][b, here] = hidden_LH
+                start += n
+        return batch
+
+
+def split_held_out(
+    dataset: datasets.Dataset, rows: int | None = None, fraction: float | None = None, seed: int = 0
+) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """(train, held-out): the `rows`, or the `fraction`, of rows whose hash of (seed, id) is lowest.
+
+    A row keeps its side whatever the order of the dataset, and with `fraction` whatever else is in it.
+    """
+    if (rows is None) == (fraction is None):
+        raise ValueError("give rows or fraction, one of them")
+    hashes = [_unit_hash(f"{seed}:{row_id}") for row_id in dataset["id"]]
+    if fraction is not None:
+        if not 0 <= fraction < 1:
+            raise ValueError(f"the held-out fraction must be in [0, 1), received {fraction}")
+        held = [i for i, value in enumerate(hashes) if value < fraction]
+    else:
+        assert rows is not None
+        if not 0 <= rows < len(dataset):
+            raise ValueError(f"{rows} held-out rows of {len(dataset)} leave nothing to train on; lower the number")
+        held = sorted(sorted(range(len(hashes)), key=lambda i: (hashes[i], i))[:rows])
+    chosen = set(held)
+    return dataset.select([i for i in range(len(hashes)) if i not in chosen]), dataset.select(held)
+
+
+def _unit_hash(text: str) -> float:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
