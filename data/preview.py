@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.distill import Distiller, DistillOptions, select_conversations
+from data.distill import select_conversations, server_answerer
+from data.distill_options import DistillOptions
+from data.distiller import Distiller
 from data.frozen_target import load_target
 
 TRAINED = "black on green"
@@ -21,7 +23,7 @@ def preview(target_path: str, source: str, count: int, options: dict[str, Any]) 
     conversations = select_conversations(source, settings).dataset
     chosen = conversations.select(range(min(count, len(conversations))))
     console = Console()
-    for row in Distiller(target, settings).rows(chosen):
+    for row in Distiller(target, settings, server_answerer(target, settings)).rows(chosen):
         console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")
         if row.skipped is not None:
             console.print(f"skipped: {row.skipped}", markup=False)

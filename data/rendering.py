@@ -229,10 +229,12 @@ class ChatRenderer:
         mask = [bool(m) for m in encoded["assistant_masks"]]
         for turn in turns:
             after = next((i for i, (start, _) in enumerate(offsets) if start >= turn.content), len(ids))
-            stop = self._end_of_turn_after(after, turn.end, ids, offsets)
-            if stop is None or not mask[after - 1]:
+            last = next((i for i in range(after - 1, -1, -1) if mask[i]), None)
+            if last is None or offsets[last][1] <= turn.start:
                 continue
-            mask[after:stop] = [True] * (stop - after)
+            stop = self._end_of_turn_after(after, turn.end, ids, offsets) or after
+            # From `last`: transformers marks only the first byte token of a block's last character.
+            mask[last:stop] = [True] * (stop - last)
             rest = stop
             while rest < len(ids) and offsets[rest][0] < turn.end:
                 mask[rest] = False

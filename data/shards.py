@@ -72,9 +72,7 @@ class ShardFolder:
             raise ValueError(f"--output {output} is a file; pass a folder")
         folder.mkdir(parents=True, exist_ok=True)
         written = folder / MANIFEST
-        if overwrite:
-            _remove(folder, written)
-        if written.exists():
+        if written.exists() and not overwrite:
             manifest = _read_manifest(folder)
             if different := _differences(manifest, header):
                 raise ValueError(
@@ -84,21 +82,26 @@ class ShardFolder:
             if manifest["complete"]:
                 raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
             _check_shards(folder, manifest)
-        elif strange := sorted(path.name for path in folder.iterdir() if not _ours(path)):
-            raise ValueError(
-                f"--output {output} holds other files ({', '.join(strange[:3])}); pass an empty or new folder"
-            )
-        else:
-            manifest = {
-                "format_version": FORMAT_VERSION,
-                **header,
-                "shards": [],
-                "counts": {},
-                "complete": False,
-            }
-        for path in folder.glob("*.tmp"):
-            path.unlink()
+            return cls(folder, manifest)
+        if strange := sorted(path.name for path in folder.iterdir() if not _ours(path)):
+            raise ValueError(f"--output {output} holds other files ({', '.join(strange[:3])}); pass a new folder")
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            **header,
+            "shards": [],
+            "counts": {},
+            "complete": False,
+        }
         return cls(folder, manifest)
+
+    def begin(self) -> None:
+        """Remove what this run does not continue: shards that the manifest does not name, temporary files."""
+        if not self.manifest["shards"]:
+            (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
+        named = {shard["file"] for shard in self.manifest["shards"]}
+        for path in self.folder.iterdir():
+            if _ours(path) and path.name not in named | {MANIFEST}:
+                path.unlink()
 
     @property
     def next_row(self) -> int:
@@ -226,13 +229,6 @@ def _ours(path: Path) -> bool:
     return path.name in {MANIFEST, f"{MANIFEST}.tmp"} or (
         path.name.startswith("shard-") and path.name.endswith((".arrow", ".arrow.tmp"))
     )
-
-
-def _remove(folder: Path, manifest: Path) -> None:
-    manifest.unlink(missing_ok=True)  # first: without it nothing here counts any more
-    for path in folder.iterdir():
-        if _ours(path):
-            path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

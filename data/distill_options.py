@@ -1,0 +1,66 @@
+"""The options of a distillation, validated where they are declared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data.frozen_target import DTYPES
+
+
+@dataclass
+class DistillOptions:
+    """Everything but target, source and output; those marked * change the rows and so cannot change on resume.
+
+    labels          * argmax (recorded text) or generate (the target's own answers)
+    split           * split of a hub dataset
+    limit           * only the first so many conversations, None for all
+    shuffle_seed    * shuffle the conversations before `limit`, None for file order
+    max_length      * longest row in tokens, None for the target's positions or 2048, whichever is less
+    max_new_tokens  * longest generated answer
+    cut_loops       * end a generated answer where it begins to loop (`data.loops`)
+    hidden_states   * cache the target's hidden states: None, `target` (its own type) or a type's name
+    shard_rows      * conversations per shard
+    skip_bad_rows   * list unusable rows instead of stopping
+    dtype           * the target's precision, None for float32 on CPU and the checkpoint's on GPU
+    chat_template   * a .jinja file for a tokenizer that has none
+    engine          * who generates: local, or openai (a /v1/completions server that returns token ids)
+    batch_size        rows generated together and labelled together
+    device            cpu, cuda, …; None takes a GPU where there is one
+    base_url          the server of `engine="openai"`
+    model_name        the model's name there, None for the first it lists
+    """
+
+    labels: str = "argmax"
+    split: str = "train"
+    limit: int | None = None
+    shuffle_seed: int | None = None
+    max_length: int | None = None
+    max_new_tokens: int = 512
+    cut_loops: bool = False
+    hidden_states: str | None = None
+    shard_rows: int = 1024
+    skip_bad_rows: bool = False
+    dtype: str | None = None
+    chat_template: str | None = None
+    engine: str = "local"
+    batch_size: int = 32
+    device: str | None = None
+    base_url: str | None = None
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, valid in (("labels", ("argmax", "generate")), ("engine", ("local", "openai"))):
+            if getattr(self, name) not in valid:
+                raise ValueError(f"--{name} {getattr(self, name)} is unknown; pass one of {', '.join(valid)}")
+        for name in ("limit", "max_length", "max_new_tokens", "shard_rows", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} must be at least 1, received {value}")
+        if self.hidden_states not in (None, "target", *DTYPES):
+            raise ValueError(
+                f"--hidden_states {self.hidden_states} is unknown; pass target or one of {', '.join(DTYPES)}"
+            )
+        if (self.engine == "openai") != (self.base_url is not None):
+            raise ValueError("--engine openai and --base_url URL go together; pass both or neither")
+        if self.engine == "openai" and self.labels != "generate":
+            raise ValueError("--engine openai generates answers; pass --labels generate with it")

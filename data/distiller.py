@@ -1,0 +1,165 @@
+"""Conversations → labelled rows, in memory: rendered or generated turn by turn, then labelled by the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import torch
+
+from data.answers import Answer, answer_prompts
+from data.distill_options import DistillOptions
+from data.frozen_target import DTYPES, FrozenTarget
+from data.hidden_cache import hidden_bytes
+from data.progress import DistillProgress
+from data.rendering import ChatRenderer, ConversationError
+
+# (prompts, most new tokens of each, progress) → an answer each
+Answerer = Callable[[list[list[int]], list[int], Callable[[int], None]], list[Answer]]
+
+
+@dataclass
+class Row:
+    """A conversation on its way: `pending` user turns are still to be answered."""
+
+    number: int
+    id: str
+    messages: list[dict[str, str]]
+    ids: list[int]
+    mask: list[bool]
+    pending: list[int]
+    skipped: str | None = None
+    cut: bool = False
+    finish: str = "end"
+
+
+class Distiller:
+    """Turns conversations into labelled rows; `distill` adds the files."""
+
+    def __init__(self, target: FrozenTarget, options: DistillOptions, answerer: Answerer | None = None) -> None:
+        positions = target.max_positions
+        self.max_length = options.max_length or min(2048, positions or 2048)
+        if positions is not None and self.max_length > positions:
+            raise ValueError(
+                f"--max_length {self.max_length} exceeds the target's {positions} positions; lower it or pick "
+                "another target"
+            )
+        self.target = target
+        self.options = options
+        self.renderer = ChatRenderer(target.tokenizer)
+        self.hidden_dtype: torch.dtype | None = None
+        if options.hidden_states is not None:
+            own = next(target.model.parameters()).dtype
+            self.hidden_dtype = own if options.hidden_states == "target" else DTYPES[options.hidden_states]
+        self._answerer = answerer or (
+            lambda prompts, limits, progress: answer_prompts(
+                target, prompts, limits, options.batch_size, options.cut_loops, progress
+            )
+        )
+        self.progress = DistillProgress(show=False)
+
+    def rows(self, conversations: datasets.Dataset, first: int = 0) -> list[Row]:
+        """Rendered or generated rows of `conversations`, skipped ones included, unlabelled; `first` numbers them."""
+        rows = [self._start(first + i, record) for i, record in enumerate(conversations)]
+        while waiting := [row for row in rows if row.pending]:
+            self._answer_next_turn(waiting)
+        for row in rows:
+            if row.skipped is None and not any(row.mask):
+                row.skipped = f"its first answer begins beyond max_length {self.max_length}"
+        return rows
+
+    def label(self, rows: list[Row]) -> Iterator[dict[str, Any]]:
+        """The shard's rows in source order."""
+        rows = [row for row in rows if row.skipped is None]
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
+        keep = self.hidden_dtype is not None
+        # With hidden states, rows are written as they are labelled (in length order): a shard of them may not fit
+        # in memory.
+        labelled: dict[int, dict[str, Any]] = {}
+        for start in range(0, len(order), self.options.batch_size):
+            batch = order[start : start + self.options.batch_size]
+            for i, (greedy, hidden) in zip(batch, self.target.label([rows[i].ids for i in batch], keep)):
+                row = rows[i]
+                record = {
+                    "id": row.id,
+                    "input_ids": row.ids,
+                    "assistant_mask": row.mask,
+                    "greedy_ids": greedy,
+                }
+                if hidden is None:
+                    labelled[i] = record
+                else:
+                    yield record | {"hidden": hidden_bytes(hidden.to(self.hidden_dtype))}
+            self.progress.rows(len(batch))
+        for i in sorted(labelled):
+            yield labelled[i]
+
+    def count_tokens(self, conversations: datasets.Dataset) -> int:
+        """Tokens the rows will have: exact for argmax; for generate, as if every answer were as long as it may be."""
+        if self.options.labels == "argmax":
+            return sum(len(self._start(i, record).ids) for i, record in enumerate(conversations))
+        total = 0
+        for i, record in enumerate(conversations):
+            try:
+                ids, mask = self.renderer.conversation(record["messages"])
+            except ConversationError as error:
+                self._unusable(Row(i, record["id"], [], [], [], []), error)
+                continue
+            asked = sum(turn["role"] == "user" for turn in record["messages"])
+            total += min(self.max_length, len(ids) - sum(mask) + asked * self.options.max_new_tokens)
+        return total
+
+    # ---- one conversation ----------------------------------------------------------------------------------
+
+    def _start(self, number: int, record: dict[str, Any]) -> Row:
+        messages = record["messages"]
+        row = Row(number, record["id"], messages, [], [], [])
+        try:
+            if self.options.labels == "argmax":
+                row.ids, row.mask = self.renderer.conversation(messages)
+                row.cut = len(row.ids) > self.max_length
+                row.ids, row.mask = row.ids[: self.max_length], row.mask[: self.max_length]
+            else:
+                row.pending = [i for i, turn in enumerate(messages) if turn["role"] == "user"]
+        except ConversationError as error:
+            self._unusable(row, error)
+        return row
+
+    def _unusable(self, row: Row, error: ConversationError) -> None:
+        if not self.options.skip_bad_rows:
+            raise ConversationError(
+                f"row {row.number} (id {row.id}): {error}; or pass --skip_bad_rows to list it"
+            ) from None
+        row.pending, row.mask, row.skipped = [], [], str(error)
+
+    def _answer_next_turn(self, rows: list[Row]) -> None:
+        """Answer the first pending turn of every row, or end the conversation where there is no room for it."""
+        asked, prompts = [], []
+        for row in rows:
+            turn = row.pending.pop(0)
+            try:
+                prompt = self._prompt(row, turn)
+            except ConversationError as error:
+                self._unusable(row, error)
+                continue
+            if len(prompt) < self.max_length:
+                asked.append(row)
+                prompts.append(prompt)
+            else:
+                row.pending, row.cut = [], bool(row.ids)
+        limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
+        self.progress.turn(len(prompts))
+        for row, prompt, answer in zip(asked, prompts, self._answerer(prompts, limits, self.progress.answers)):
+            row.mask += [False] * (len(prompt) - len(row.ids)) + [True] * len(answer.tokens)
+            row.ids = prompt + answer.tokens
+            row.finish = answer.finish
+            if answer.finish != "end":
+                row.pending = []
+                row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
+
+    def _prompt(self, row: Row, turn: int) -> list[int]:
+        if not row.ids:
+            return self.renderer.prompt(row.messages[: turn + 1])
+        return row.ids + self.renderer.next_turn(row.messages[: turn + 1])

@@ -1,0 +1,100 @@
+"""Benchmark readers and the number rule of word problems."""
+
+import json
+from decimal import Decimal
+
+import pytest
+
+from data.benchmarks import BenchmarkError, Question, gsm8k_answer, load_benchmark
+
+
+def write(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_fastchat_questions_keep_their_turns(tmp_path):
+    file = write(
+        tmp_path / "q.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
+        {"question_id": 82, "category": "math", "turns": ["1+1?"], "reference": ["2", "two"]},
+    )
+    for name in ("mt_bench", "vicuna_bench", "spec_bench"):
+        assert load_benchmark(name, file) == [
+            Question(81, "writing", ["Write.", "Rewrite."], None),
+            Question(82, "math", ["1+1?"], "2\n\ntwo"),
+        ]
+
+
+def test_word_problems_and_code_prompts(tmp_path):
+    file = write(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "2+2=4\n#### 4"})
+    assert load_benchmark("gsm8k", file) == [Question(0, None, ["2+2?"], "2+2=4\n#### 4")]
+    file = write(tmp_path / "h.jsonl", {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "  pass"})
+    assert load_benchmark("humaneval", file) == [Question("HumanEval/0", None, ["def f():"], "  pass")]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "reason"),
+    [
+        ("mt_bench", '{"question_id": 1,', "malformed JSON"),
+        ("mt_bench", {"question_id": 1, "turns": []}, "'turns' is a non-empty list of texts, received list"),
+        ("mt_bench", {"question_id": 1, "turns": ["a", 2]}, "'turns' is a non-empty list"),
+        ("spec_bench", {"turns": ["a"]}, "'question_id' is a number or a text, received nothing"),
+        ("gsm8k", {"question": "a"}, "'answer' is a non-empty text, received nothing"),
+        ("gsm8k", {"question": "a", "answer": "four"}, "'answer' ends with '#### number'"),
+        ("humaneval", {"task_id": "x"}, "'prompt' is a non-empty text"),
+        ("humaneval", "[3]", "a row is an object, received list"),
+    ],
+)
+def test_bad_question_is_named_by_file_and_line(tmp_path, name, bad, reason):
+    good = {
+        "question_id": 0,
+        "turns": ["a"],
+        "question": "a",
+        "answer": "#### 1",
+        "task_id": "t",
+        "prompt": "p",
+    }
+    file = write(tmp_path / "q.jsonl", good, bad)
+    with pytest.raises(BenchmarkError, match=rf"q\.jsonl, line 2, row 1: {reason}"):
+        load_benchmark(name, file)
+
+
+def test_empty_file_unknown_name_and_repeated_id_are_errors(tmp_path):
+    with pytest.raises(ValueError, match=r"e\.jsonl is empty"):
+        load_benchmark("gsm8k", write(tmp_path / "e.jsonl"))
+    with pytest.raises(ValueError, match="the known ones: mt_bench, gsm8k, vicuna_bench, humaneval, spec_bench"):
+        load_benchmark("mtbench", "x")
+    row = {"question_id": 5, "turns": ["a"]}
+    with pytest.raises(BenchmarkError, match="rows 0 and 1 have the same question_id 5"):
+        load_benchmark("mt_bench", write(tmp_path / "r.jsonl", row, row))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 + 4 = 7\n#### 42", "42"),
+        ("#### 1 then #### 2 then 3", "2"),
+        ("#### $1,234.50.", "1234.50"),
+        ("#### -7", "-7"),
+        ("#### none, but 5 before", "5"),
+        ("He has 18 apples and pays $20.", "20"),
+        ("It costs -$3.50", "-3.50"),
+        ("It costs $-3.50.", "-3.50"),
+        ("x = −4", "-4"),
+        ("10-7", "7"),
+        ("8 - 3", "3"),
+        ("1,234,567", "1234567"),
+        ("1,000, then 2", "2"),
+        ("about .5", "0.5"),
+        ("5% of it", "5"),
+        ("12,34", "34"),
+    ],
+)
+def test_answer_number(text, number):
+    assert gsm8k_answer(text) == Decimal(number)
+
+
+def test_equal_numbers_are_equal_however_written():
+    assert gsm8k_answer("#### 42.00") == gsm8k_answer("so 42.")
+    assert gsm8k_answer("I do not know") is None

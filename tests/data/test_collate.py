@@ -1,0 +1,102 @@
+"""Padding, packing and the held-out split."""
+
+import datasets
+import pytest
+import torch
+
+from data.collate import DraftCollator, split_held_out
+from data.hidden_cache import check_disk, hidden_bytes, hidden_from_bytes
+
+
+def row(first, length):
+    ids = list(range(first, first + length))
+    return {
+        "id": f"r{first}",
+        "input_ids": ids,
+        "greedy_ids": [-100] + [i + 1 for i in ids[:-1]],
+        "assistant_mask": [i % 2 == 1 for i in range(length)],
+    }
+
+
+def test_padding_is_on_the_right_and_carries_no_label():
+    batch = DraftCollator(pad_id=9, max_length=64)([row(100, 3), row(200, 2)])
+    assert batch["input_ids"].tolist() == [[100, 101, 102, 9, 9, 9, 9, 9], [200, 201, 9, 9, 9, 9, 9, 9]]
+    assert batch["greedy_ids"][0].tolist() == [-100, 101, 102, -100, -100, -100, -100, -100]
+    assert batch["mask"][0].tolist() == [False, True, False, False, False, False, False, False]
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert {key: value.dtype for key, value in batch.items()} == {
+        **dict.fromkeys(("input_ids", "greedy_ids", "segment_ids", "position_ids"), torch.long),
+        "mask": torch.bool,
+    }
+
+
+def test_packing_fills_the_first_row_with_room_and_restarts_positions():
+    batch = DraftCollator(pad_id=0, max_length=8, packing=True)([row(100, 5), row(200, 4), row(300, 3)])
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 0, 0, 0, 0]]
+    assert batch["input_ids"][0].tolist() == [100, 101, 102, 103, 104, 300, 301, 302]
+    assert batch["greedy_ids"][0].tolist() == [-100, 101, 102, 103, 104, -100, 301, 302]
+
+
+def test_packing_keeps_every_token_once():
+    generator = torch.Generator().manual_seed(0)
+    rows = [row(100 * i, int(n)) for i, n in enumerate(torch.randint(1, 30, (20,), generator=generator))]
+    batch = DraftCollator(pad_id=-1, max_length=32, packing=True)(rows)
+    kept = batch["input_ids"][batch["segment_ids"] > 0].tolist()
+    assert sorted(kept) == sorted(i for r in rows for i in r["input_ids"])
+    assert len(batch["input_ids"]) < len(rows)
+    assert batch["mask"].sum() == sum(sum(r["assistant_mask"]) for r in rows)
+
+
+def test_longer_conversation_is_cut_and_said_once(caplog):
+    collate = DraftCollator(pad_id=0, max_length=6)
+    for _ in range(2):
+        batch = collate([row(100, 10)])
+    assert batch["input_ids"].tolist() == [[100, 101, 102, 103, 104, 105]]
+    assert caplog.messages == ["--max_length 6 cuts conversations of up to 10 tokens; raise it to train on all of them"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cached_hidden_states_come_back_bit_for_bit_where_their_tokens_are(dtype):
+    hidden = [torch.randn(n, 3).to(dtype) for n in (5, 3)]
+    assert torch.equal(hidden_from_bytes(hidden_bytes(hidden[0]), 5, dtype), hidden[0])
+    rows = [row(100, 5) | {"hidden": hidden_bytes(hidden[0])}, row(200, 3) | {"hidden": hidden_bytes(hidden[1])}]
+    batch = DraftCollator(pad_id=0, max_length=16, packing=True, hidden_dtype=dtype)(rows)
+    assert batch["hidden"].shape == (1, 8, 3)
+    assert torch.equal(batch["hidden"][0], torch.cat(hidden))
+
+
+def test_disk_need_is_told_and_refused_when_it_does_not_fit(tmp_path):
+    line = check_disk(1000, True, 4096, torch.bfloat16, str(tmp_path / "new" / "out"))
+    assert line.startswith("H=4096 bfloat16: 8 KiB a token, 1,000 tokens -> 7.82 MiB, free ")
+    with pytest.raises(ValueError, match=r"--hidden_states does not fit .* at most 1,000,000,000,000 tokens"):
+        check_disk(10**12, False, 4096, torch.bfloat16, str(tmp_path))
+
+
+def ids_of(dataset):
+    return list(dataset["id"])
+
+
+def test_held_out_rows_do_not_depend_on_order():
+    dataset = datasets.Dataset.from_dict({"id": [f"c{i}" for i in range(100)]})
+    train, held = split_held_out(dataset, rows=10, seed=3)
+    _, shuffled_held = split_held_out(dataset.shuffle(seed=1), rows=10, seed=3)
+    assert (len(train), len(held)) == (90, 10)
+    assert set(ids_of(held)) == set(ids_of(shuffled_held))
+    assert not set(ids_of(train)) & set(ids_of(held))
+    assert set(ids_of(held)) != set(ids_of(split_held_out(dataset, rows=10, seed=4)[1]))
+
+
+def test_held_out_fraction_is_a_property_of_the_row():
+    dataset = datasets.Dataset.from_dict({"id": [f"c{i}" for i in range(1000)]})
+    _, held = split_held_out(dataset, fraction=0.1)
+    _, of_half = split_held_out(dataset.select(range(500)), fraction=0.1)
+    assert 70 < len(held) < 130
+    assert set(ids_of(of_half)) == {i for i in ids_of(held) if int(i[1:]) < 500}
+
+
+@pytest.mark.parametrize("wrong", [{}, {"rows": 1, "fraction": 0.1}, {"rows": 3}, {"fraction": 1.0}])
+def test_held_out_split_that_leaves_nothing_is_refused(wrong):
+    with pytest.raises(ValueError):
+        split_held_out(datasets.Dataset.from_dict({"id": ["a", "b", "c"]}), **wrong)

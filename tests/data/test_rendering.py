@@ -1,0 +1,156 @@
+"""The trained tokens of a conversation, exactly, for the three template styles."""
+
+import pytest
+from tiny_chat import CHATML, LLAMA2, STYLES, VICUNA, byte_tokenizer, template, trained_runs, word_tokenizer
+
+from data.rendering import (
+    ChatRenderer,
+    ConversationError,
+    end_token_ids,
+    render_conversation,
+    render_prompt,
+)
+
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hello there. 1 2"},
+    {"role": "assistant", "content": "I am fine, thank you."},
+    {"role": "user", "content": "Hello </s> again é😀"},
+    {"role": "assistant", "content": "12\n\n  34 é😀"},
+]
+TRAINED = {
+    "vicuna": [" I am fine, thank you.</s>", " 12\n\n  34 é😀</s>"],
+    "llama2": [" I am fine, thank you. </s>", " 12\n\n  34 é😀 </s>"],
+    "chatml": ["I am fine, thank you.<|im_end|>", "12\n\n  34 é😀<|im_end|>"],
+}
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "generation block"])
+@pytest.mark.parametrize("style", STYLES)
+def test_trained_tokens_are_the_answers_and_their_end_of_turn(style, marked):
+    tokenizer = byte_tokenizer(template(style, marked))
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert trained_runs(tokenizer, ids, mask) == TRAINED[style]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_answer_begins_where_the_prompt_before_it_ends(style):
+    tokenizer = byte_tokenizer(template(style))
+    ids, mask = render_conversation(tokenizer, CHAT)
+    starts = [i for i in range(1, len(ids)) if mask[i] and not mask[i - 1]]
+    assert len(starts) == 2
+    for start, turn in zip(starts, (2, 4)):
+        assert ids[:start] == render_prompt(tokenizer, CHAT[:turn])
+
+
+def test_words_of_chatml_token_by_token():
+    tokenizer = word_tokenizer(CHATML.replace("[GEN]", "").replace("[END]", ""), "user assistant Hi Hello you . ?")
+    chat = [
+        {"role": "user", "content": "Hi ?"},
+        {"role": "assistant", "content": "Hello you ."},
+        {"role": "user", "content": "you ?"},
+        {"role": "assistant", "content": "Hi ."},
+    ]
+    ids, mask = render_conversation(tokenizer, chat)
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    assert [token for token, trained in zip(tokens, mask) if trained] == [
+        *["Hello", "you", ".", "<|im_end|>"],
+        *["Hi", ".", "<|im_end|>"],
+    ]
+    assert tokens[mask.index(True) - 2 : mask.index(True)] == ["assistant", "\n"]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
+        "{% generation %}{{ m['content'] + '<|im_end|>\\n' }}{% endgeneration %}",
+        "{%- generation -%}{{ m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\\n' }}",
+    ],
+    ids=["end of turn left out", "line break enclosed", "trimmed tags"],
+)
+def test_generation_block_is_ended_at_the_end_of_turn(block):
+    chat_template = CHATML.replace("[GEN]{{ m['content'] | trim + '<|im_end|>' }}[END]{{ '\\n' }}", block)
+    assert block in chat_template
+    tokenizer = byte_tokenizer(chat_template)
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert trained_runs(tokenizer, ids, mask) == TRAINED["chatml"]
+
+
+@pytest.mark.parametrize("style", ["llama2", "chatml"])
+def test_template_that_strips_the_content_keeps_the_mask_exact(style):
+    tokenizer = byte_tokenizer(template(style))
+    padded = [m | {"content": f" \n{m['content']}\n "} if m["role"] == "assistant" else m for m in CHAT]
+    ids, mask = render_conversation(tokenizer, padded)
+    assert trained_runs(tokenizer, ids, mask) == TRAINED[style]
+
+
+def test_answer_equal_to_the_question_is_still_found():
+    tokenizer = byte_tokenizer(template("vicuna"))
+    same = [{"role": role, "content": "answer"} for role in ("user", "assistant", "user", "assistant")]
+    ids, mask = render_conversation(tokenizer, same)
+    assert trained_runs(tokenizer, ids, mask) == [" answer</s>"] * 2
+
+
+def test_trailing_user_turn_is_not_trained():
+    tokenizer = byte_tokenizer(template("chatml"))
+    ids, mask = render_conversation(tokenizer, CHAT[:4])
+    assert trained_runs(tokenizer, ids, mask) == TRAINED["chatml"][:1]
+
+
+def test_template_without_end_of_turn_trains_the_content_alone():
+    tokenizer = byte_tokenizer(VICUNA.replace(" + eos_token", " + '\\n'").replace("[GEN]", "").replace("[END]", ""))
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert trained_runs(tokenizer, ids, mask) == [" I am fine, thank you.", " 12\n\n  34 é😀"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_next_turn_continues_the_answers_own_tokens(style):
+    tokenizer = byte_tokenizer(template(style))
+    ids, mask = render_conversation(tokenizer, CHAT[:3])
+    end = len(mask) - mask[::-1].index(True)
+    assert ids[:end] + ChatRenderer(tokenizer).next_turn(CHAT[:4]) == render_prompt(tokenizer, CHAT[:4])
+
+
+def test_end_tokens_are_eos_template_and_config():
+    tokenizer = byte_tokenizer(template("chatml"))
+    assert end_token_ids(tokenizer, None) == [2, 4]
+    assert end_token_ids(tokenizer, [2, 77], 9) == [2, 4, 9, 77]
+    assert end_token_ids(byte_tokenizer(template("llama2")), None) == [2]
+
+
+def test_rewriting_template_is_refused_with_the_remedy():
+    tokenizer = byte_tokenizer(
+        template("chatml").replace("m['content'] | trim", "m['content'] | trim | length | string")
+    )
+    with pytest.raises(ConversationError, match=r"turn 2 \(assistant\).*\{% generation %\}"):
+        render_conversation(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "found"),
+    [
+        (
+            "{% generation %}{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}",
+            "every",
+        ),
+        ("{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}", "no"),
+    ],
+)
+def test_mask_of_all_or_nothing_is_an_error(chat_template, found):
+    with pytest.raises(ConversationError, match=f"^{found} token .* check that"):
+        render_conversation(byte_tokenizer(chat_template), CHAT)
+
+
+def test_template_that_refuses_a_role_is_reported():
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + LLAMA2
+    tokenizer = byte_tokenizer(refusing.replace("[GEN]", "").replace("[END]", ""))
+    with pytest.raises(ConversationError, match=r"refuses the conversation \(roles .*system.*no system"):
+        render_conversation(tokenizer, CHAT)
+
+
+def test_tokenizer_without_template_is_refused_with_the_remedy():
+    tokenizer = byte_tokenizer(template("chatml"))
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="--chat_template FILE"):
+        render_prompt(tokenizer, CHAT)
