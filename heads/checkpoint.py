@@ -42,9 +42,7 @@ def head_classes(kind: str) -> tuple[type[DraftHead], type[HeadConfig]]:
     return HEADS[kind].classes()
 
 
-def save_head(
-    head: DraftHead, folder: str | Path, provenance: dict[str, Any] | None = None, card: str = ""
-) -> None:
+def save_head(head: DraftHead, folder: str | Path, provenance: dict[str, Any] | None = None, card: str = "") -> None:
     """Write the checkpoint; each file appears complete or not at all (written beside, then renamed)."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -37,14 +37,13 @@ class CTCConfig(HeadConfig):
     labels: int = field(default=4, metadata={"help": "U, labels of a training window; frames >= 2*labels-1"})
     blocks: int = field(default=1, metadata={"help": "decoder blocks (1: the paper)"})
     context: str = field(
-        default="hidden+token", metadata={"help": "what a context state reads: hidden+token, or hidden (eq 9)"}
+        default="hidden+token",
+        metadata={"help": "what a context state reads: hidden+token, or hidden (eq 9)"},
     )
     labels_cut: str = field(
         default="agree", metadata={"help": "agree: a window ends where text and labels part; none: the paper"}
     )
-    anchors: int = field(
-        default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"}
-    )
+    anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
     open_windows: bool = field(
         default=False, metadata={"help": "score full windows too by what the collapse starts with"}
     )
@@ -146,9 +145,7 @@ class CTCHead(DraftHead):
         states = context.gather(1, anchors[:, :, None].expand(-1, -1, context.shape[-1]))
         return self.draft_frames(states, position_ids.gather(1, anchors) + 1, attends)
 
-    def windows(
-        self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int
-    ) -> Windows:
+    def windows(self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int) -> Windows:
         """The anchors this step trains on, with their labels."""
         config = self.config
         return select_windows(

@@ -46,9 +46,7 @@ def lattice_log_prob(emissions: Tensor, labels: Tensor, lengths: Tensor, closed:
 
     in_label = alpha.gather(1, last.clamp(min=0)[:, None])[:, 0]
     in_blank = alpha.gather(1, (2 * lengths)[:, None])[:, 0]
-    ends = torch.where(
-        closed, torch.where(lengths > 0, torch.logaddexp(in_label, in_blank), in_blank), in_label
-    )
+    ends = torch.where(closed, torch.where(lengths > 0, torch.logaddexp(in_label, in_blank), in_blank), in_label)
     return torch.where((lengths == 0) & ~closed, torch.zeros_like(ends), ends)
 
 
@@ -60,18 +58,14 @@ def interleave_blank(label_scores: Tensor, blank_scores: Tensor) -> Tensor:
     return out
 
 
-def ctc_loss_reference(
-    log_probs: Tensor, labels: Tensor, lengths: Tensor, closed: Tensor
-) -> tuple[Tensor, Tensor]:
+def ctc_loss_reference(log_probs: Tensor, labels: Tensor, lengths: Tensor, closed: Tensor) -> tuple[Tensor, Tensor]:
     """Readable version on full log-probabilities `[N, T, V+1]`: (sum of losses [], infeasible [N] bool).
 
     Closed windows go through `F.ctc_loss` (whose backward assumes a log-softmax as input), open ones through the
     lattice. Infeasible windows add nothing.
     """
     count, frames, classes = log_probs.shape
-    emissions = interleave_blank(
-        log_probs.gather(2, labels[:, None, :].expand(-1, frames, -1)), log_probs[:, :, -1]
-    )
+    emissions = interleave_blank(log_probs.gather(2, labels[:, None, :].expand(-1, frames, -1)), log_probs[:, :, -1])
     value = lattice_log_prob(emissions, labels, lengths, closed)
     infeasible = value < IMPOSSIBLE / 2
     closed_losses = F.ctc_loss(
@@ -158,9 +152,7 @@ class _FusedCTC(torch.autograd.Function):
             grad_bias += grad_blank.sum()
 
         if grad_frames is not None:
-            ctx.save_for_backward(
-                grad_frames, grad_weight.to(blank_weight_H.dtype), grad_bias.to(blank_bias.dtype)
-            )
+            ctx.save_for_backward(grad_frames, grad_weight.to(blank_weight_H.dtype), grad_bias.to(blank_bias.dtype))
         ctx.mark_non_differentiable(infeasible)
         return losses.sum(), infeasible
 

@@ -51,14 +51,10 @@ def child_scores(state: PrefixState, probs: Tensor, labels: Tensor) -> Tensor:
         return weights @ probs if probs.dim() == 2 else (weights[:, None] @ probs)[:, 0]
 
     scores = over_frames(state.in_label + state.in_blank)
-    return torch.where(
-        labels == state.last[:, None], scores - over_frames(state.in_label), scores
-    ).clamp_(min=0)
+    return torch.where(labels == state.last[:, None], scores - over_frames(state.in_label), scores).clamp_(min=0)
 
 
-def extend(
-    state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, blank: Tensor
-) -> PrefixState:
+def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, blank: Tensor) -> PrefixState:
     """The state of prefixes p·c: parent [M'] indexes `state`, label [M'] is c, label_probs [M', T] is p_t(c).
 
     blank `[T]`, or `[M', T]` where each prefix has its own frames.

@@ -116,9 +116,7 @@ def select_windows(
     seed: int = 0,
 ) -> Windows:
     """The windows of at most `anchors_per_row` anchors of each row (0: every valid anchor)."""
-    labels, lengths, closed, valid = label_windows(
-        input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree
-    )
+    labels, lengths, closed, valid = label_windows(input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree)
     per_row = int(valid.sum(-1).max())
     take = min(per_row, anchors_per_row) if anchors_per_row else per_row
     real = torch.where(segment_ids > 0, input_ids, -1)  # padding must not change a row's anchors

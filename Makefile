@@ -1,0 +1,45 @@
+# The two commands of a fresh machine: `make quickstart` and `make test`. Each makes .venv if it is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TARGET := data/tiny_target
+
+.PHONY: help install quickstart test lint lossless clean
+
+help:
+	@echo "make quickstart   distil, train a CTC head, decode, report: the whole job on the embedded target"
+	@echo "make test         the tests"
+	@echo "make lint         ruff and mypy"
+	@echo "make lossless     the full losslessness matrix (hours on two cores)"
+	@echo "make clean        remove runs/ and caches; .venv stays"
+
+install: $(READY)
+
+# torch first and alone: an open range would pull in the newest build with gigabytes of CUDA libraries.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel -c constraints.txt
+	$(BIN)/python -m pip install -q "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+quickstart: $(READY)
+	$(BIN)/python scripts/quickstart.py --output runs/quickstart
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# TARGETS adds folders of real targets to the matrix: make lossless TARGETS="path/to/model"
+lossless: $(READY)
+	$(BIN)/python scripts/lossless_matrix.py --prompts 200 --targets $(TARGET) $(TARGETS) --output runs/lossless
+
+clean:
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

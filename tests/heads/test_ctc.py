@@ -1,0 +1,223 @@
+"""The CTC head: who sees whom in training, one pass against anchors alone, packed rows, start values, checkpoints."""
+
+import json
+
+import pytest
+import torch
+
+from heads.base import TargetView
+from heads.block import grouped_attention
+from heads.checkpoint import load_head, save_head
+from heads.ctc import CTCConfig, CTCHead
+from heads.frame_attention import dense_attention, dense_frame_mask, flex_frame_attention
+
+SIZES = {
+    "hidden_size": 32,
+    "vocab_size": 61,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "end_token_ids": [0],
+}
+FINGERPRINT = {"vocab_size": 61, "hidden_size": 32, "tokenizer_hash": "t", "chat_template_hash": "c"}
+
+
+def make_head(**settings):
+    torch.manual_seed(3)
+    head = CTCHead(CTCConfig(**SIZES, target_fingerprint=FINGERPRINT, **settings))
+    for parameter in head.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return head
+
+
+@pytest.fixture(scope="module")
+def view():
+    torch.manual_seed(1)
+    return TargetView(torch.nn.Embedding(61, 32).requires_grad_(False), torch.randn(61, 32))
+
+
+def batch(rows=2, length=20, seed=0):
+    torch.manual_seed(seed)
+    ids = torch.randint(1, 61, (rows, length))
+    return {
+        "hidden": torch.randn(rows, length, 32),
+        "input_ids": ids,
+        "segment_ids": torch.ones_like(ids),
+        "position_ids": torch.arange(length).expand_as(ids),
+    }
+
+
+def frames_of(head, values, anchors, view):
+    return head.train_frames(
+        values["hidden"], values["input_ids"], values["segment_ids"], values["position_ids"], anchors, view
+    )
+
+
+def test_the_mask_of_the_worked_example():
+    mask = dense_frame_mask(torch.tensor([[1, 2]]), torch.ones(1, 4, dtype=torch.long), 2)[0].long()
+    assert mask.tolist() == [
+        [1, 1, 0, 0, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 1, 0, 0],
+        [1, 1, 1, 0, 0, 0, 1, 1],
+        [1, 1, 1, 0, 0, 0, 1, 1],
+    ]
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_all_anchors_in_one_pass_equal_each_anchor_alone(view, blocks):
+    head, values = make_head(blocks=blocks), batch()
+    anchors = torch.arange(20).expand(2, -1)
+    together = frames_of(head, values, anchors, view)
+    for anchor in (0, 7, 18):
+        upto = {name: value[:, : anchor + 2] for name, value in values.items()}
+        alone = frames_of(head, upto, torch.full((2, 1), anchor), view)
+        assert torch.allclose(together[:, anchor], alone[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_nothing_leaks_from_the_future_or_from_other_anchors(view, blocks):
+    head, values = make_head(blocks=blocks), batch(rows=1)
+    hidden = values["hidden"].clone().requires_grad_()
+    frames = frames_of(head, {**values, "hidden": hidden}, torch.tensor([[3, 9, 15]]), view)
+    frames[0, 1].sum().backward()
+    reached = hidden.grad[0].abs().sum(-1)
+    assert (reached[10:] == 0).all() and (reached[:10] > 0).all()
+
+
+def test_packed_conversations_do_not_see_each_other(view):
+    head, values = make_head(), batch(rows=2, length=12)
+    packed = {name: value.reshape(1, -1, *value.shape[2:]) for name, value in values.items()}
+    packed["segment_ids"] = torch.tensor([[1] * 12 + [2] * 12])
+    anchors = torch.tensor([[2, 8, 14, 20]])
+    together = frames_of(head, packed, anchors, view)[0]
+    apart = frames_of(head, values, torch.tensor([[2, 8], [2, 8]]), view).reshape(4, 8, 32)
+    assert torch.allclose(together, apart, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_both_attention_paths_equal_one_call_with_the_whole_mask(chunk):
+    torch.manual_seed(0)
+    frames, anchors = 4, torch.tensor([[1, 4, 5, 9, 11], [0, 2, 3, 7, 8]])
+    segments = torch.tensor([[1] * 5 + [2] * 7, [1] * 12])
+    context = [torch.randn(2, 2, 12, 8) for _ in range(2)]
+    queries, keys, values = torch.randn(2, 4, 20, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8)
+    expected = grouped_attention(
+        queries,
+        torch.cat([context[0], keys], 2),
+        torch.cat([context[1], values], 2),
+        dense_frame_mask(anchors, segments, frames)[:, None],
+    )
+    dense = dense_attention(*context, anchors, segments, frames, anchors_per_chunk=chunk)(queries, keys, values)
+    assert torch.allclose(dense, expected, atol=1e-6)
+    with torch.no_grad():  # FlexAttention has no backward on CPU
+        flex = flex_frame_attention(*context, anchors, segments, frames)(queries, keys, values)
+    assert torch.allclose(flex, expected, atol=1e-5)
+
+
+def test_training_starts_from_the_hidden_state_and_a_blank_of_one_half(view):
+    torch.manual_seed(0)
+    head = CTCHead(CTCConfig(**SIZES))
+    values = batch()
+    head.calibrate(values["hidden"], view)
+    frames = frames_of(head, values, torch.tensor([[5, 9], [5, 9]]), view)
+    blank = head.frame_log_probs(frames, view)[..., -1].exp()
+    assert 0.3 < float(blank.mean()) < 0.7
+    direction = torch.cosine_similarity(frames[0, 0, 0], values["hidden"][0, 5], dim=0)
+    assert float(direction) > 0.98
+
+
+def test_the_lent_target_is_no_part_of_the_head(view):
+    head = make_head()
+    values = batch()
+    loss = head(**values, greedy_ids=values["input_ids"], mask=torch.ones(2, 20).bool(), target=view)
+    loss.total.backward()
+    assert not any(tensor.shape[0] == 61 for tensor in head.state_dict().values() if tensor.dim())
+    assert view.lm_head_weight.grad is None
+    assert all(parameter.grad is not None for parameter in head.parameters())
+
+
+def test_windows_are_counted_as_the_forward_uses_them(view):
+    head, values = make_head(anchors=4), batch()
+    extra = {"greedy_ids": values["input_ids"], "mask": torch.ones(2, 20).bool()}
+    counted = head.count_windows(
+        values["input_ids"], **extra, segment_ids=values["segment_ids"], position_ids=values["position_ids"], seed=7
+    )
+    assert int(counted) == int(head(**values, **extra, target=view, seed=7).windows) == 8
+
+
+def test_a_batch_without_a_single_window_has_no_loss_and_zero_gradients(view):
+    head, values = make_head(), batch()
+    loss = head(**values, greedy_ids=values["input_ids"], mask=torch.zeros(2, 20).bool(), target=view)
+    loss.total.backward()
+    assert int(loss.windows) == 0 and float(loss.total) == 0
+    assert all(float(parameter.grad.abs().max()) == 0 for parameter in head.parameters())
+
+
+def test_evaluation_counts_the_hits_of_every_offset(view):
+    head, values = make_head(labels=3), batch()
+    loss = head.eval()(**values, greedy_ids=values["input_ids"], mask=torch.ones(2, 20).bool(), target=view)
+    assert loss.counted.tolist() == [36, 34, 32] and loss.correct.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "settings,told",
+    [
+        ({"frames": 6, "labels": 4}, "--frames must be at least 2\\*labels-1 = 7"),
+        ({"labels": 0}, "--labels"),
+        ({"blocks": 0}, "--blocks"),
+        ({"context": "words"}, "hidden\\+token, hidden"),
+        ({"labels_cut": "maybe"}, "agree, none"),
+        ({"anchors": -1}, "--anchors"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
+        CTCConfig(**SIZES, **settings)
+
+
+def test_a_saved_head_comes_back_equal(tmp_path, view):
+    head, values = make_head(blocks=2, labels=3), batch()
+    save_head(head, tmp_path / "head", {"steps": 1}, "# card")
+    again = load_head(tmp_path / "head", FINGERPRINT)
+    anchors = torch.tensor([[5], [6]])
+    assert torch.equal(frames_of(head.eval(), values, anchors, view), frames_of(again, values, anchors, view))
+    assert again.config == head.config
+    assert sorted(path.name for path in (tmp_path / "head").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+    ]
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "tokenizer_hash", "chat_template_hash"])
+def test_a_head_of_another_target_is_refused_with_the_difference_named(tmp_path, field):
+    save_head(make_head(), tmp_path)
+    with pytest.raises(ValueError, match=field):
+        load_head(tmp_path, {**FINGERPRINT, field: "other"})
+
+
+def test_broken_checkpoints_say_what_is_wrong(tmp_path):
+    save_head(make_head(), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="cut short"):
+        load_head(tmp_path)
+    weights.unlink()
+    with pytest.raises(ValueError, match="has none"):
+        load_head(tmp_path)
+    weights.write_bytes(whole)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "blocks": 2}))
+    with pytest.raises(ValueError, match=r"missing blocks\.1"):
+        load_head(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "kind": "other"}))
+    with pytest.raises(ValueError, match="known kinds are ctc"):
+        load_head(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="must be JSON"):
+        load_head(tmp_path)
+    with pytest.raises(ValueError, match="neither"):
+        load_head(tmp_path / "nowhere")

@@ -1,0 +1,134 @@
+"""The fused CTC loss against the float64 reference and against enumeration of every alignment."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from heads.losses import ctc_loss_fused, ctc_loss_reference, interleave_blank, lattice_log_prob
+from inference.ctc_search import collapsed
+
+
+def problem(count=48, frames=8, size=4, vocabulary=60, hidden=16, seed=0):
+    """Windows cut to 0…U labels, closed and open, with repeats."""
+    torch.manual_seed(seed)
+    labels = torch.randint(0, vocabulary, (count, size))
+    labels[: count // 4, 1] = labels[: count // 4, 0]
+    labels[: count // 8, 2] = labels[: count // 8, 0]
+    return {
+        "frames": torch.randn(count, frames, hidden),
+        "blank_weight": 0.1 * torch.randn(hidden),
+        "blank_bias": torch.tensor(1.0),
+        "lm_head": torch.randn(vocabulary, hidden),
+        "labels": labels,
+        "lengths": torch.arange(count) % (size + 1),
+        "closed": torch.arange(count) % 3 != 0,
+    }
+
+
+def fused(values, **options):
+    leaves = [values[name].clone().requires_grad_() for name in ("frames", "blank_weight", "blank_bias")]
+    loss, infeasible = ctc_loss_fused(
+        *leaves, values["lm_head"], values["labels"], values["lengths"], values["closed"], **options
+    )
+    loss.backward()
+    return loss.detach(), infeasible, [leaf.grad for leaf in leaves]
+
+
+def reference(values, lm_bias=None):
+    leaves = [values[name].double().requires_grad_() for name in ("frames", "blank_weight", "blank_bias")]
+    logits = leaves[0] @ values["lm_head"].double().T + (0 if lm_bias is None else lm_bias.double())
+    blank = leaves[0] @ leaves[1] + leaves[2]
+    log_probs = torch.cat([logits, blank[..., None]], -1).log_softmax(-1)
+    loss, infeasible = ctc_loss_reference(log_probs, values["labels"], values["lengths"], values["closed"])
+    loss.backward()
+    return loss.detach(), infeasible, [leaf.grad for leaf in leaves]
+
+
+def relative(a, b):
+    return float((a.double() - b).abs().max() / b.abs().max())
+
+
+def assert_same(values, **options):
+    loss, infeasible, grads = fused(values, **options)
+    expected, expected_infeasible, expected_grads = reference(values, options.get("lm_bias"))
+    assert relative(loss, expected) <= 1e-5
+    assert torch.equal(infeasible, expected_infeasible)
+    for got, want in zip(grads, expected_grads):
+        assert relative(got, want) <= 1e-5
+    return infeasible
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fused_loss_and_gradients_equal_the_float64_reference(seed):
+    assert_same(problem(seed=seed))
+
+
+def test_the_chunk_size_changes_nothing():
+    values = problem()
+    whole = fused(values)
+    pieces = fused(values, chunk_bytes=5 * 8 * 60 * 4)  # five windows at a time, the last chunk smaller
+    assert torch.allclose(whole[0], pieces[0])
+    for got, want in zip(pieces[2], whole[2]):
+        assert torch.allclose(got, want, atol=1e-5)
+
+
+def test_an_lm_head_with_a_bias_is_read_with_it():
+    values = problem()
+    assert_same(values, lm_bias=torch.randn(60))
+
+
+def test_infeasible_windows_add_no_loss_and_no_gradient():
+    values = problem(frames=4)
+    values["labels"][:8] = 7  # 7 7 7 7 needs seven frames
+    values["lengths"][:8] = 4
+    values["closed"][:8] = True
+    infeasible = assert_same(values)
+    assert infeasible[:8].all() and not infeasible[8:].all()
+    assert fused(values)[2][0][:8].abs().max() == 0
+
+
+def test_losses_scale_with_the_upstream_gradient():
+    values = problem()
+    leaf = values["frames"].clone().requires_grad_()
+    loss, _ = ctc_loss_fused(
+        leaf, *(values[n] for n in ("blank_weight", "blank_bias", "lm_head", "labels", "lengths", "closed"))
+    )
+    (3 * loss).backward()
+    assert torch.allclose(leaf.grad, 3 * fused(values)[2][0], atol=1e-5)
+
+
+def enumerate_probability(log_probs, wanted, prefix):
+    """Σ over every alignment whose collapse is (or starts with) `wanted`."""
+    frames, classes = log_probs.shape
+    total = 0.0
+    for alignment in itertools.product(range(classes), repeat=frames):
+        text = collapsed(list(alignment), classes - 1)
+        if text[: len(wanted)] == wanted if prefix else text == wanted:
+            total += math.exp(sum(float(log_probs[t, c]) for t, c in enumerate(alignment)))
+    return total
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4])
+@pytest.mark.parametrize("vocabulary", [1, 2, 4])
+@pytest.mark.parametrize("prefix", [False, True], ids=["closed", "open"])
+def test_the_lattice_equals_enumeration_of_all_alignments(frames, vocabulary, prefix):
+    torch.manual_seed(frames * 10 + vocabulary)
+    log_probs = torch.randn(frames, vocabulary + 1, dtype=torch.float64).mul(2).log_softmax(-1)
+    for wanted in itertools.chain.from_iterable(
+        itertools.product(range(vocabulary), repeat=length) for length in range(4)
+    ):
+        labels = torch.zeros(1, 3, dtype=torch.long)
+        labels[0, : len(wanted)] = torch.tensor(wanted, dtype=torch.long)
+        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1])
+        got = lattice_log_prob(emissions, labels, torch.tensor([len(wanted)]), torch.tensor([not prefix]))
+        assert float(got.exp()) == pytest.approx(enumerate_probability(log_probs, list(wanted), prefix), abs=1e-12)
+
+
+def test_labels_beyond_the_length_do_not_matter():
+    values = problem()
+    changed = {**values, "labels": values["labels"].clone()}
+    for row, length in enumerate(values["lengths"].tolist()):
+        changed["labels"][row, length:] = 59
+    assert torch.allclose(fused(values)[0], fused(changed)[0])

@@ -1,0 +1,93 @@
+"""Which labels an anchor drafts: the worked example, cuts, turns, packed rows, and stable sampling."""
+
+import torch
+
+from heads.windows import IGNORED, label_windows, select_windows
+
+P, A, B, C, D, Q, E = 9, 1, 2, 3, 4, 5, 0  # E ends a turn
+
+
+def row(text, greedy, mask=None, segments=None):
+    text, greedy = torch.tensor([text]), torch.tensor([greedy])
+    mask = torch.tensor([mask]).bool() if mask else (text != P)
+    segments = torch.tensor([segments]) if segments else torch.ones_like(text)
+    return text, greedy, mask, segments
+
+
+def windows_of(arguments, size=3, agree=True):
+    labels, lengths, closed, valid = label_windows(*arguments, size, [E], agree)
+    return {
+        index: (labels[0, index, : lengths[0, index]].tolist(), bool(closed[0, index]))
+        for index in valid[0].nonzero()[:, 0].tolist()
+    }
+
+
+EXAMPLE = ([P, A, B, C, D, E], [IGNORED, A, B, C, Q, E])
+
+
+def test_the_worked_example_of_the_docstring():
+    assert windows_of(row(*EXAMPLE)) == {
+        0: ([B, C, Q], True),
+        1: ([C, Q], False),
+        2: ([Q], False),
+        3: ([E], True),
+    }
+
+
+def test_without_the_cut_labels_go_on_after_a_disagreement():
+    assert windows_of(row(*EXAMPLE), agree=False) == {
+        0: ([B, C, Q], True),
+        1: ([C, Q, E], True),
+        2: ([Q, E], True),
+        3: ([E], True),
+    }
+
+
+def test_windows_end_behind_the_end_of_turn_token_and_keep_it():
+    text = [P, A, B, E, P, C, D, E]
+    found = windows_of(row(text, [IGNORED, A, B, E, P, C, D, E]), size=4)
+    assert found == {0: ([B, E], True), 1: ([E], True), 4: ([D, E], True), 5: ([E], True)}
+
+
+def test_a_turn_cut_by_the_length_leaves_open_windows():
+    found = windows_of(row([P, A, B, C], [IGNORED, A, B, C]), size=4)
+    assert found == {0: ([B, C], False), 1: ([C], False)}
+
+
+def test_packed_conversations_do_not_reach_into_each_other():
+    text = [P, A, B, A, B, C]
+    found = windows_of(row(text, [IGNORED, A, B, A, B, C], [0, 1, 1, 1, 1, 1], [1, 1, 1, 2, 2, 2]), size=4)
+    assert found == {0: ([B], False), 3: ([C], False)}
+
+
+def batch(rows=4, length=40, seed=0):
+    torch.manual_seed(seed)
+    text = torch.randint(1, 9, (rows, length))
+    return text, text.clone(), torch.ones_like(text).bool(), torch.ones_like(text)
+
+
+def test_sampled_anchors_are_the_same_however_rows_are_batched():
+    text, greedy, mask, segments = batch()
+    together = select_windows(text, greedy, mask, segments, 3, [E], anchors_per_row=6, seed=5)
+    padded = [
+        torch.nn.functional.pad(part[2:3], (0, 9)) for part in (text, greedy, mask, segments)
+    ]  # alone, in a longer row
+    alone = select_windows(*padded, 3, [E], anchors_per_row=6, seed=5)
+    assert together.anchors[2].tolist() == alone.anchors[0].tolist()
+    assert len(set(together.anchors[2].tolist())) == 6
+    assert together.anchors.tolist() == together.anchors.sort(-1).values.tolist()
+
+
+def test_another_seed_samples_other_anchors():
+    text, greedy, mask, segments = batch()
+    picks = {
+        tuple(select_windows(text, greedy, mask, segments, 3, [E], anchors_per_row=6, seed=s).anchors[0].tolist())
+        for s in range(8)
+    }
+    assert len(picks) > 4
+
+
+def test_every_anchor_is_used_when_none_are_sampled():
+    text, greedy, mask, segments = batch()
+    windows = select_windows(text, greedy, mask, segments, 3, [E])
+    assert windows.valid.all() and windows.anchors.shape == (4, 38)

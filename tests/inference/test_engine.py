@@ -1,0 +1,213 @@
+"""The engine: exact stops, exact contexts, and the drafter's tensors inside it against the training forward."""
+
+import pytest
+import torch
+
+from inference.drafters.ctc import CTCDrafter
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import ContextError, DecodingEngine, GenerationSettings
+from inference.lossless import Oracle
+from inference.target import Target
+from inference.tree import DraftTree
+from tests.inference.models import load_target, make_head, make_prompts
+
+PROMPT = list(range(3, 40))
+
+
+class ScriptedDrafter:
+    """Drafts the continuation it was given: every draft accepted, `depth` tokens a step."""
+
+    def __init__(self, answer, depth):
+        self.answer, self.max_nodes, self.max_depth = answer, depth, depth
+
+    def begin(self, prompt, capacity):
+        self.position = -len(prompt)
+
+    def observe(self, step):
+        self.position += step.tokens.numel()
+
+    def propose(self):
+        tokens = self.answer[self.position + 1 :][: self.max_depth]
+        tokens = torch.tensor(tokens + [0] * (self.max_depth - len(tokens)))
+        return DraftTree.build(tokens, torch.arange(len(tokens)) - 1)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target("llama", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def answer(target):
+    return Oracle(target, GenerationSettings(max_new_tokens=60)).answer(PROMPT)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+def test_accepted_drafts_make_whole_steps_of_depth_plus_one(target, answer, depth):
+    result = DecodingEngine(target, ScriptedDrafter(answer, depth)).generate(PROMPT, GenerationSettings(60))
+    assert result.tokens == answer
+    assert result.accept_lengths[0] == 1
+    assert set(result.accept_lengths[1:-1]) == {depth + 1}
+    assert sum(result.accept_lengths) == 60 and result.finish_reason == "length"
+
+
+def test_a_drafter_that_is_always_wrong_costs_one_step_a_token(target, answer):
+    wrong = [(token + 1) % 211 for token in answer]
+    result = DecodingEngine(target, ScriptedDrafter(wrong, 4)).generate(PROMPT, GenerationSettings(60))
+    assert result.tokens == answer and result.accept_lengths == [1] * 60
+
+
+@pytest.mark.parametrize("length", range(1, 12))
+def test_max_new_tokens_is_exact_at_every_place_inside_an_accepted_path(target, answer, length):
+    engine = DecodingEngine(target, ScriptedDrafter(answer, 4))
+    result = engine.generate(PROMPT, GenerationSettings(max_new_tokens=length))
+    assert result.tokens == answer[:length]
+    assert sum(result.accept_lengths) == length
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_eos_ends_the_answer_wherever_it_falls_in_an_accepted_path(target, answer, place):
+    eos = answer[place]
+    expected = answer[: answer.index(eos) + 1]
+    engine = DecodingEngine(target, ScriptedDrafter(answer, 4))
+    result = engine.generate(PROMPT, GenerationSettings(max_new_tokens=60, eos_token_ids=(eos, 210)))
+    assert result.tokens == expected and result.finish_reason == "eos"
+
+
+def test_a_stop_rule_cuts_inside_an_accepted_path(target, answer):
+    settings = GenerationSettings(60, stop=lambda tokens: 8 if len(tokens) >= 8 else None)
+    result = DecodingEngine(target, ScriptedDrafter(answer, 5)).generate(PROMPT, settings)
+    assert result.tokens == answer[:8] and result.finish_reason == "stop"
+
+
+def test_streaming_yields_the_steps_of_generate(target, answer):
+    engine = DecodingEngine(target, ScriptedDrafter(answer, 3))
+    steps = list(engine.stream(PROMPT, GenerationSettings(30)))
+    assert [len(step) for step in steps] == engine.generate(PROMPT, GenerationSettings(30)).accept_lengths
+    assert [token for step in steps for token in step] == answer[:30]
+
+
+def test_decoding_goes_to_the_last_position_of_the_context_and_no_further(target):
+    prompt = make_prompts(target, 1)[0] * 10
+    prompt = prompt[:230]
+    settings = GenerationSettings(max_new_tokens=100)
+    expected = Oracle(target, settings).answer(prompt)
+    for drafter in (
+        VanillaDrafter(),
+        ScriptedDrafter(expected + [7] * 20, 6),
+        CTCDrafter(make_head(target), target, 16),
+    ):
+        result = DecodingEngine(target, drafter).generate(prompt, settings)
+        assert result.tokens == expected and len(result.tokens) == 26
+        assert result.finish_reason == "context"
+
+
+@pytest.mark.parametrize("length", [0, 256, 300])
+def test_prompts_without_room_are_refused_before_any_work(target, length):
+    with pytest.raises(ContextError, match="prompt"):
+        DecodingEngine(target, VanillaDrafter()).generate([5] * length)
+
+
+def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
+    engine = DecodingEngine(target, CTCDrafter(make_head(target), target, 8))
+    oracle = Oracle(target, GenerationSettings(40))
+    caches = set()
+    for prompt in make_prompts(target, 6):
+        assert engine.generate(prompt, GenerationSettings(40)).tokens == oracle.answer(prompt)
+        caches.add(id(engine._cache))
+    assert len(caches) == 1
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("context", ["hidden+token", "hidden"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, context, blocks):
+    """After 20 steps with partial acceptances: context keys and values, and the frames drafted from them."""
+    target = load_target(name, torch.float32)
+    head = make_head(target, context=context, blocks=blocks).eval()
+    drafter = CTCDrafter(head, target, 16)
+    engine = DecodingEngine(target, drafter)
+    answer = Oracle(target, GenerationSettings(100)).answer(PROMPT)
+
+    hints = ScriptedDrafter(answer, 3)  # drafts of which one, two or none are right
+    step_number = 0
+    original_begin, original_observe = drafter.begin, drafter.observe
+
+    def propose():
+        nonlocal step_number
+        step_number += 1
+        tree = hints.propose()
+        wrong_from = step_number % 4
+        tokens = torch.where(torch.arange(3) < wrong_from, tree.tokens, (tree.tokens + 1) % 211)
+        return DraftTree.build(tokens, tree.parents)
+
+    drafter.begin = lambda *a: (original_begin(*a), hints.begin(*a))
+    drafter.observe = lambda step: (original_observe(step), hints.observe(step))
+    drafter.propose = propose
+    result = engine.generate(PROMPT, GenerationSettings(60))
+    assert len(result.accept_lengths) > 20 and set(result.accept_lengths) == {1, 2, 3, 4}
+
+    text = torch.tensor([PROMPT + result.tokens])
+    committed = drafter.length
+    positions = torch.arange(text.shape[1])[None]
+    segments = torch.ones_like(text)
+    hidden = target.forward_rows(text, segments, positions)
+    with torch.inference_mode():
+        states = head.context_states(hidden, torch.nn.functional.pad(text[:, 1:], (0, 1)), target.view())
+        for block, (keys, values) in zip(head.blocks, drafter._cache):
+            expected = block.context_keys_values(states[:, :committed], positions[:, :committed] + 1)
+            assert torch.allclose(keys[:, :, :committed], expected[0], atol=1e-5)
+            assert torch.allclose(values[:, :, :committed], expected[1], atol=1e-5)
+        anchor = torch.tensor([[committed - 1]])
+        frames = head.train_frames(hidden, text, segments, positions, anchor, target.view())[0, 0]
+        assert torch.allclose(drafter.frames(), frames, atol=1e-5)
+
+
+def test_stop_strings_end_where_transformers_ends(tiny_target):
+    prompt = tiny_target.tokenizer("The")["input_ids"]
+    free = Oracle(tiny_target, GenerationSettings(24)).answer(prompt)
+    text = tiny_target.tokenizer.decode(free)
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    settings = GenerationSettings(24, stop_strings=(stop,))
+    result = DecodingEngine(tiny_target, ScriptedDrafter(free, 5)).generate(prompt, settings)
+    ids = torch.tensor([prompt])
+    expected = tiny_target.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=24,
+        eos_token_id=None,
+        stop_strings=[stop],
+        tokenizer=tiny_target.tokenizer,
+    )[0, len(prompt) :].tolist()
+    assert result.tokens == expected and result.finish_reason == "stop"
+
+
+@pytest.fixture(scope="module")
+def tiny_target():
+    return Target.from_pretrained("data/tiny_target", device="cpu")
+
+
+def test_an_encoder_decoder_target_is_refused_with_a_sentence(tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="decoder-only causal LM"):
+        Target.from_pretrained(str(tmp_path), device="cpu")
+
+
+def test_a_scaled_lm_head_is_refused_with_a_sentence():
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    config = GraniteConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        logits_scaling=4.0,
+    )
+    with pytest.raises(ValueError, match="scaled or capped LM head"):
+        Target(GraniteForCausalLM(config), name="granite")

@@ -1,0 +1,17 @@
+"""Ten prompts of every configuration of `make lossless`: targets × heads × trees × node budgets × precisions."""
+
+import pytest
+
+from scripts.lossless_matrix import DTYPES, RANDOM_TARGETS, check
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*RANDOM_TARGETS, "data/tiny_target"])
+def test_decoding_is_lossless(name, dtype):
+    rows = check(name, dtype, 10)
+    assert len(rows) == 6 and all(row["turns"] == 10 and row["tokens"] == 640 for row in rows)
+    if dtype == "float64":
+        assert all(row["identical_turns"] == 10 for row in rows), rows
+    assert all(row["unexplained"] == 0 for row in rows), rows
+    trained = {row["tree"]: row["beta"] for row in rows if row["head"] == "trained"}
+    assert trained["prefix"] > 1.3  # acceptances happened, so the trees were really walked

@@ -1,0 +1,165 @@
+"""Options of every trainer: dataclasses read from a YAML recipe and the command line, checked where they are declared.
+
+A recipe gives defaults, the command line overrides them; without `--config` the recipe that fits the target's size is
+taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoConfig, HfArgumentParser, TrainingArguments
+
+from heads.base import HeadConfig
+
+RECIPES = Path(__file__).resolve().parent.parent / "configs"
+_SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf"), "vicuna-33b"))
+
+
+@dataclass
+class RunOptions:
+    """What to train on."""
+
+    target: str = field(default="", metadata={"help": "the frozen target: a folder or a hub id"})
+    dataset: str = field(default="", metadata={"help": "what scripts/distill.py wrote with this target"})
+    target_adapter: str | None = field(default=None, metadata={"help": "PEFT adapter merged into the target"})
+    target_dtype: str = field(
+        default="auto",
+        metadata={"help": "auto (float32 on CPU, the checkpoint's on GPU), float32, bfloat16, …"},
+    )
+    max_length: int = field(
+        default=0, metadata={"help": "tokens of a row; longer ones are cut; 0: the dataset's longest"}
+    )
+    packing: bool = field(default=False, metadata={"help": "put several conversations into one row"})
+    held_out: int = field(default=64, metadata={"help": "rows kept for evaluation, never trained on"})
+    simulate_rows: int = field(
+        default=32, metadata={"help": "held-out rows that simulated beta walks along; 0 turns it off"}
+    )
+    simulate_nodes: int = field(default=32, metadata={"help": "node budget of simulated beta"})
+    threads: int = field(default=0, metadata={"help": "torch threads per process; 0 leaves them alone"})
+
+    def __post_init__(self) -> None:
+        if self.held_out < 1:
+            raise ValueError(f"--held_out must be at least 1 row; got {self.held_out}")
+        if self.max_length < 0 or 0 < self.max_length < 8:
+            raise ValueError(f"--max_length must be 0 (the dataset's own) or at least 8; got {self.max_length}")
+        if self.simulate_nodes < 1:
+            raise ValueError(f"--simulate_nodes must be at least 1; got {self.simulate_nodes}")
+        if self.target_dtype not in ("auto", "float32", "float64", "bfloat16", "float16"):
+            raise ValueError(
+                f"--target_dtype must be auto, float32, float64, bfloat16 or float16; got {self.target_dtype!r}"
+            )
+
+
+@dataclass
+class HeadTrainingArguments(TrainingArguments):
+    """transformers' TrainingArguments with the few things a head's training adds."""
+
+    max_minutes: float = field(
+        default=0.0,
+        metadata={"help": "wall minutes at which the schedule ends, learning rate included; 0: by epochs or steps"},
+    )
+    clip: str = field(default="norm", metadata={"help": "norm (max_grad_norm bounds the norm) or value (every entry)"})
+    overwrite: bool = field(default=False, metadata={"help": "delete what an earlier run left in --output_dir"})
+
+    def __post_init__(self) -> None:
+        if self.clip not in ("norm", "value"):
+            raise ValueError(f"--clip must be norm or value; got {self.clip!r}")
+        if self.clip == "value" and self.deepspeed:
+            raise ValueError(
+                "--clip value cannot be used with --deepspeed, which clips by norm only; drop one of the two"
+            )
+        if self.max_minutes < 0:
+            raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
+        self.remove_unused_columns = False
+        self.label_names = []
+        super().__post_init__()
+
+
+def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:
+    """(RunOptions, head settings, HeadTrainingArguments) from the command line and a recipe.
+
+    Raises SystemExit with a sentence for anything invalid. Head settings are the fields that `head_config` adds to
+    `HeadConfig`; sizes come from the target and are not options.
+    """
+    parser = HfArgumentParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
+    group = parser.add_argument_group(f"{head_config.kind} head")
+    settings = head_settings(head_config)
+    for option in settings:
+        group.add_argument(
+            f"--{option.name}",
+            type=_switch if isinstance(option.default, bool) else type(option.default),
+            default=option.default,
+            help=f"{option.metadata.get('help', '')} (default: {option.default})",
+        )
+    parser.add_argument("--config", default=None, help="recipe of defaults; without it the one that fits the target")
+    try:
+        known, _ = parser.parse_known_args(arguments)
+        if not known.target:
+            raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
+        recipe = Path(known.config) if known.config else recipe_for(head_config.kind, known.target)
+        parser.set_defaults(**read_recipe(recipe, parser))
+        run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        if not run.dataset:
+            raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
+        head = {option.name: getattr(rest, option.name) for option in settings}
+        head_config(**head)  # validated here, before anything is loaded
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    return run, head, training
+
+
+def head_settings(head_config: type[HeadConfig]) -> list[Any]:
+    """The dataclass fields a head's configuration adds to the common sizes."""
+    common = {f.name for f in fields(HeadConfig)}
+    return [f for f in fields(head_config) if f.name not in common]
+
+
+def read_recipe(path: Path, parser: HfArgumentParser) -> dict[str, Any]:
+    """A YAML mapping of option names to values; unknown names are refused with the nearest valid ones."""
+    if not path.is_file():
+        raise ValueError(f"--config must be a YAML file; there is none at {path}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} must be YAML; {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--config {path} must map option names to values; got a {type(values).__name__}")
+    valid = {action.dest for action in parser._actions}
+    unknown = sorted(set(values) - valid)
+    if unknown:
+        raise ValueError(
+            f"--config {path}: unknown option {', '.join(unknown)}; see --help for the {len(valid)} valid ones"
+        )
+    return values
+
+
+def recipe_for(kind: str, target: str) -> Path:
+    """The recipe of a head for a target of this size, from its config alone."""
+    parameters = estimated_parameters(AutoConfig.from_pretrained(target))
+    size = next(name for bound, name in _SIZES if parameters < bound)
+    if "llama-2" in target.lower() and size != "tiny":
+        size = "llama2-chat-7b" if size == "vicuna-7b" else "llama2-chat-13b"
+    return RECIPES / kind / f"{size}.yaml"
+
+
+def estimated_parameters(config: Any) -> float:
+    """Parameters of a decoder from its sizes: embeddings, attention and MLP of every layer."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"--target must be a decoder-only causal LM; got an encoder-decoder model ({config.model_type}); pick "
+            "another target"
+        )
+    config = config.get_text_config(decoder=True)
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return 2 * config.vocab_size * hidden + config.num_hidden_layers * (4 * hidden**2 + 3 * hidden * inner)
+
+
+def _switch(text: str) -> bool:
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError(f"must be true or false; got {text!r}")
+    return words[text.lower()]

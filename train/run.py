@@ -1,0 +1,185 @@
+"""What every training run does around its trainer: folder, data, target, resume, export."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from data.collate import DraftCollator, split_held_out
+from data.fingerprint import check_fingerprint
+from data.shards import DistilledDataset, load_distilled
+from heads.base import DraftHead, HeadConfig, target_sizes
+from heads.checkpoint import CONFIG, save_head, write_text
+from inference.target import Target
+from train.options import HeadTrainingArguments, RunOptions
+from train.trainer import DraftHeadTrainer
+from train.wall_clock import newest_complete_checkpoint
+
+SETTINGS = "run.json"
+# May differ between a run and its resumption: they change where and how often, not what is learned.
+_FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
+
+
+def prepare_folder(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> Path | None:
+    """Check RUN against these settings; returns the checkpoint to resume from, None for a fresh start.
+
+    Raises ValueError, naming `--overwrite`, for a finished run, other settings, or a folder of something else.
+    """
+    folder = Path(args.output_dir)
+    settings = run_settings(run, head, args)
+    with args.main_process_first(desc="preparing the run's folder"):
+        if args.process_index == 0:
+            _prepare(folder, settings, args.overwrite)
+    return newest_complete_checkpoint(folder)
+
+
+def _prepare(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
+    if overwrite and folder.exists():
+        shutil.rmtree(folder)
+    if (folder / "head" / CONFIG).is_file():
+        raise ValueError(
+            f"--output_dir {folder} holds a finished run (its head is in {folder / 'head'}); pick another folder or "
+            "add --overwrite to delete it"
+        )
+    if (folder / SETTINGS).is_file():
+        before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
+        if changed:
+            told = "; ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
+            raise ValueError(
+                f"--output_dir {folder} was begun with other settings ({told}); repeat those, pick another folder or "
+                "add --overwrite to delete it"
+            )
+        return
+    if folder.exists() and any(path.name != "runs" for path in folder.iterdir()):
+        raise ValueError(
+            f"--output_dir {folder} is not empty and holds no run of this program; pick another folder or add "
+            "--overwrite to delete it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:
+    """Everything that decides what is learned, as JSON values."""
+    training = {
+        key: value
+        for key, value in args.to_sanitized_dict().items()
+        if isinstance(value, (int, float, str, bool, type(None)))
+    }
+    settings = {**vars(run), **head, **training}
+    return {key: value for key, value in settings.items() if key not in _FREE}
+
+
+def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
+    """The frozen target on this process's device."""
+    dtype = None if run.target_dtype == "auto" else getattr(torch, run.target_dtype)
+    return Target.from_pretrained(run.target, dtype=dtype, device=args.device, adapter=run.target_adapter)
+
+
+def load_data(run: RunOptions, target: Target) -> tuple[Any, Any, DistilledDataset, DraftCollator]:
+    """(rows to train on, held-out rows, the dataset they come from, their collator)."""
+    distilled = load_distilled(run.dataset)
+    check_fingerprint(distilled.manifest["target"]["fingerprint"], target.fingerprint(), f"--dataset {run.dataset}")
+    rows = len(distilled.dataset)
+    if rows <= run.held_out:
+        raise ValueError(
+            f"--held_out {run.held_out} must leave rows to train on; --dataset {run.dataset} has {rows}; lower it or "
+            "distil more conversations"
+        )
+    training, held_out = split_held_out(distilled.dataset, rows=run.held_out)
+    longest = run.max_length or int(distilled.manifest["settings"]["max_length"])
+    hidden = getattr(torch, distilled.hidden_dtype) if distilled.hidden_dtype else None
+    collator = DraftCollator(target.tokenizer.pad_token_id or 0, longest, run.packing, hidden)
+    return training, held_out, distilled, collator
+
+
+def head_config(
+    kind: type[HeadConfig], settings: dict[str, Any], run: RunOptions, target: Target, data: DistilledDataset
+) -> HeadConfig:
+    """The head's configuration: its settings, the target's sizes and identity, the tokens that end a turn."""
+    return kind(
+        **target_sizes(target.config),
+        **settings,
+        end_token_ids=list(data.manifest["end_token_ids"]),
+        target=run.target,
+        target_fingerprint=target.fingerprint(),
+    )
+
+
+def begin(run: RunOptions, args: HeadTrainingArguments) -> None:
+    """Seeds and threads, before anything random is made."""
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    set_seed(args.seed)
+
+
+def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
+    """Train, from the checkpoint if there is one, then evaluate once more."""
+    if resume is not None:
+        trainer.clock.resume(resume)
+        print(f"resuming {resume} ({trainer.clock.elapsed:.1f} minutes in)", flush=True)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    trainer.final_metrics = trainer.evaluate()
+
+
+def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: DistilledDataset) -> Path:
+    """Write RUN/head: weights, configuration, provenance and model card. Called on every process."""
+    folder = Path(trainer.args.output_dir) / "head"
+    if trainer.args.process_index != 0:
+        return folder
+    head: DraftHead = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    metrics = {key: round(float(value), 5) for key, value in trainer.final_metrics.items()}
+    provenance = {
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
+        "options": run_settings(run, settings, trainer.args),
+        "data": {"fingerprint": data.manifest["data"]["fingerprint"], "counts": data.manifest["counts"]},
+        "steps": trainer.state.global_step,
+        "minutes": round(trainer.clock.elapsed, 2),
+        "metrics": metrics,
+    }
+    save_head(head, folder, provenance, model_card(head, provenance))
+    return folder
+
+
+def model_card(head: DraftHead, provenance: dict[str, Any]) -> str:
+    """README.md of a head: what it is for, how it was trained, what was measured at the end."""
+    rows = "\n".join(f"| {name} | {value} |" for name, value in sorted(provenance["metrics"].items()))
+    return f"""# A {head.config.kind} draft head for {head.config.target}
+
+{sum(p.numel() for p in head.parameters()):,} parameters, for lossless speculative decoding with the target named
+above; another target is refused when the head is loaded.
+
+Trained with
+
+    {provenance["command"]}
+
+for {provenance["steps"]} steps. Measured on held-out rows at the end:
+
+| metric | value |
+| --- | --- |
+{rows}
+"""
+
+
+def _git_commit() -> str:
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()

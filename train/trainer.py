@@ -1,0 +1,200 @@
+"""DraftHeadTrainer: transformers' Trainer around a frozen target that stays outside of model and optimizer.
+
+The target turns a batch into hidden states, the head turns those into a sum of losses over windows, and the sum is
+divided by the number of windows of the whole global batch: one process or many, with or without gradient
+accumulation, the loss is the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer
+
+from data.collate import DraftCollator
+from heads.base import DraftHead, HeadLoss
+from inference.target import Target
+from train.options import HeadTrainingArguments
+from train.simulate import answers, simulated_beta, walk
+from train.wall_clock import WallClock, wall_time_scheduler
+
+
+class DraftHeadTrainer(Trainer):
+    """Trains a `DraftHead`; metrics are per window and per label offset, and simulated β.
+
+    propose_from(head, hidden, batch, view) → propose_at(anchor): how drafts are made along one held-out row (see
+    `train.simulate`); None leaves simulated β out.
+    """
+
+    model: DraftHead
+    args: HeadTrainingArguments
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: Target,
+        args: HeadTrainingArguments,
+        collator: DraftCollator,
+        train_dataset: Any,
+        eval_dataset: Any,
+        simulate_dataset: Any = None,
+        propose_from: Any = None,
+    ) -> None:
+        self.target = target
+        self.view = target.view()
+        self.clock = WallClock(args.max_minutes)
+        self.simulate_dataset = simulate_dataset
+        self.propose_from = propose_from
+        self._logged_parts: dict[str, float] = {}
+        super().__init__(
+            model=head,
+            args=args,
+            data_collator=collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            callbacks=[self.clock],
+        )
+        self.loss_is_scaled_for_ga = True  # divided by the windows of the whole accumulated batch
+
+    # --- loss -------------------------------------------------------------------------------------------------------
+
+    def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
+        """[B, L, H], cached with the labels or computed by the frozen target now."""
+        if "hidden" in batch:
+            return batch["hidden"]
+        return self.target.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+
+    def head_loss(self, model: nn.Module, batch: dict[str, Tensor], seed: int = 0) -> HeadLoss:
+        """The head's loss on a batch of the collator, hidden states taken from the batch or from the target."""
+        hidden = self.hidden_states(batch)
+        inputs = {name: value for name, value in batch.items() if name != "hidden"}
+        return model(hidden=hidden, target=self.view, seed=seed, **inputs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        loss = self.head_loss(model, inputs, seed=self.state.global_step)
+        for name, value in loss.parts.items():
+            if name.endswith("_count") and int(value):
+                self._logged_parts[name] = self._logged_parts.get(name, 0) + int(value)
+        windows = loss.windows if num_items_in_batch is None else num_items_in_batch
+        mean = loss.total * self.args.world_size / max(float(windows), 1.0)  # DDP averages over processes
+        return (mean, loss) if return_outputs else mean
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
+        """Windows of the global batch: all micro-batches of the step, all processes."""
+        head = self.accelerator.unwrap_model(self.model_wrapped)
+        count = torch.zeros((), dtype=torch.long, device=device)
+        for batch in batch_samples:
+            inputs = {name: value.to(device) for name, value in batch.items() if name != "hidden"}
+            count += head.count_windows(seed=self.state.global_step, **inputs)
+        return self.accelerator.gather(count[None]).sum() if self.args.world_size > 1 else count
+
+    # --- optimisation -----------------------------------------------------------------------------------------------
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if not self.args.max_minutes:
+            return super().create_scheduler(num_training_steps, optimizer)
+        if self.lr_scheduler is None:
+            self.lr_scheduler = wall_time_scheduler(
+                str(self.args.lr_scheduler_type.value),
+                optimizer or self.optimizer,
+                self.args.get_warmup_steps(num_training_steps),
+                self.clock,
+            )
+        return self.lr_scheduler
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        if self.args.clip == "value":
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+            nn.utils.clip_grad_value_(model.parameters(), self.args.max_grad_norm)
+            return norm
+        return super()._clip_grad_norm(model)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds what the loss counted since the last log, such as infeasible windows, and the minutes used."""
+        if "loss" in logs:
+            logs = {**logs, **self._logged_parts, "minutes": round(self.clock.elapsed, 3)}
+            self._logged_parts = {}
+        super().log(logs, start_time)
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset[Any] | dict[str, Dataset[Any]] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Loss, accuracy per offset and simulated β on held-out rows; every process takes its share of them."""
+        start = time.perf_counter()
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        head = self.accelerator.unwrap_model(self.model_wrapped)
+        was_training = head.training
+        head.eval()
+        metrics = {
+            **self._loss_metrics(head, self._share(dataset)),
+            **self._simulation_metrics(head),
+        }
+        head.train(was_training)
+        named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        named[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - start, 2)
+        self.log(dict(named))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        return named
+
+    def _share(self, dataset: Any) -> Any:
+        return dataset.select(range(self.args.process_index, len(dataset), self.args.world_size))
+
+    def _sum_over_processes(self, values: Tensor) -> Tensor:
+        return self.accelerator.reduce(values, reduction="sum") if self.args.world_size > 1 else values
+
+    @torch.no_grad()
+    def _loss_metrics(self, head: DraftHead, dataset: Any) -> dict[str, float]:
+        offsets = getattr(head.config, "labels", 0)
+        sums = torch.zeros(2 + 2 * offsets, dtype=torch.float64, device=self.args.device)
+        loader = DataLoader(dataset, batch_size=self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
+        for batch in loader:
+            with self.compute_loss_context_manager():
+                loss = self.head_loss(head, self._prepare_inputs(batch))
+            row = [loss.total.double().reshape(1), loss.windows.double().reshape(1)]
+            if loss.correct is not None and loss.counted is not None:
+                row += [loss.correct.double(), loss.counted.double()]
+                sums += torch.cat(row).to(sums.device)
+        total, windows, *rest = self._sum_over_processes(sums).tolist()
+        metrics = {"loss": total / windows if windows else math.nan, "windows": windows}
+        for offset in range(offsets):
+            counted = rest[offsets + offset]
+            metrics[f"accuracy_{offset + 1}"] = rest[offset] / counted if counted else math.nan
+        return metrics
+
+    @torch.no_grad()
+    def _simulation_metrics(self, head: DraftHead) -> dict[str, float]:
+        if self.propose_from is None or not self.simulate_dataset:
+            return {}
+        runs = []
+        for row in self._share(self.simulate_dataset):
+            batch = self._prepare_inputs(self.data_collator([row]))
+            spans = list(answers(batch["mask"][0], batch["input_ids"][0], batch["greedy_ids"][0]))
+            if not spans:
+                continue
+            with self.compute_loss_context_manager():
+                propose_at = self.propose_from(head, self.hidden_states(batch), batch, self.view)
+                for start, end in spans:
+                    runs.append(
+                        walk(
+                            batch["input_ids"][0, start:end],
+                            lambda index, at=start - 1, propose=propose_at: propose(at + index),
+                        )
+                    )
+        totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
+        return {"simulated_beta": simulated_beta([self._sum_over_processes(totals).tolist()])}

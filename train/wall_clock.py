@@ -1,0 +1,87 @@
+"""A schedule that ends at a wall time: elapsed minutes agreed on by all processes, kept across a resume."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, get_scheduler
+
+MARKER = "complete.json"
+_RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
+
+
+class WallClock(TrainerCallback):
+    """Counts training minutes, stops at `max_minutes` (0: never), and marks checkpoints that are whole.
+
+    The first process's clock is everyone's: ranks with clocks of their own would use different learning rates.
+    """
+
+    def __init__(self, max_minutes: float) -> None:
+        self.max_minutes = max_minutes
+        self.elapsed = 0.0  # minutes, agreed on at the end of each step
+        self._before = 0.0  # minutes of the runs this one resumes
+        self._start = time.monotonic()
+
+    @property
+    def progress(self) -> float:
+        """0…1, the share of the schedule that is over."""
+        return min(1.0, self.elapsed / self.max_minutes) if self.max_minutes else 0.0
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from the minutes a checkpoint has used."""
+        self._before = self.elapsed = float(json.loads((checkpoint / MARKER).read_text())["minutes"])
+
+    def _agree(self, device: torch.device) -> None:
+        now = torch.tensor(self._before + (time.monotonic() - self._start) / 60, device=device)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.broadcast(now, src=0)
+        self.elapsed = float(now)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.max_minutes:
+            return
+        self._agree(args.device)
+        if self.elapsed >= self.max_minutes:
+            control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called when every file of the checkpoint has been written."""
+        minutes = self._before + (time.monotonic() - self._start) / 60
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            partial = folder / f".{MARKER}"
+            partial.write_text(json.dumps({"minutes": minutes, "step": state.global_step}))
+            partial.replace(folder / MARKER)
+
+
+def newest_complete_checkpoint(run: Path) -> Path | None:
+    """The last checkpoint whose writing was finished; a folder cut short by a kill is passed over."""
+    whole = [path for path in run.glob("checkpoint-*") if (path / MARKER).is_file()]
+    return max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+
+
+def wall_time_scheduler(name: str, optimizer: Any, warmup_steps: int, clock: WallClock) -> LambdaLR:
+    """transformers' schedule `name`, driven by the clock's progress; warm-up is still counted in steps."""
+    shape = get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION)
+    if not isinstance(shape, LambdaLR):
+        raise ValueError(
+            f"--max_minutes needs a schedule given by a factor of time, such as cosine or linear; got {name}; drop "
+            "--max_minutes or pick another --lr_scheduler_type"
+        )
+    factor = shape.lr_lambdas[0]
+
+    def at(step: int) -> float:
+        warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+        return warm * factor(int(clock.progress * _RESOLUTION))
+
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"]
+    return LambdaLR(optimizer, at)
