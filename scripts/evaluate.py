@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from data.benchmarks import gsm8k_answer, load_benchmark
 from rich.console import Console
 
+from data.benchmarks import gsm8k_answer, load_benchmark
 from data.loops import LoopDetector
 from data.rendering import render_prompt
 from inference.answers import AnswerFiles
@@ -39,9 +39,9 @@ from inference.terminal import progress_bar, summary_table
 
 
 def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
-    """The first --limit questions of every file; answers to word problems are scored."""
+    """The first --limit questions of every file; GSM8K answers are scored by their number."""
     return [
-        Benchmark(name, load_benchmark(name, path)[: options.limit], same_number)
+        Benchmark(name, load_benchmark(name, path)[: options.limit], same_number if name == "gsm8k" else None)
         for name, path in named_files(options.benchmarks).items()
     ]
 

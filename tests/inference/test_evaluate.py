@@ -1,5 +1,7 @@
 """Who answers what, in which order, and the rows of a report, on an engine that costs a fixed time."""
 
+from dataclasses import replace
+
 import pytest
 
 from inference.engine import GenerationSettings
@@ -100,6 +102,25 @@ def test_accuracy_is_of_questions_with_a_reference():
     assert table[None, "vanilla"]["score"] == {"accuracy": 0.5}
     assert table["math", "vanilla"]["score"] == {"accuracy": 0.5}
     assert table["writing", "vanilla"]["score"] is None
+
+
+def test_a_reference_belongs_to_the_last_turn():
+    asked = question(1, None, "ab", "cd", reference="dc")
+    table = rows(run({"vanilla": StubEngine()}, [benchmark([asked])]))
+    assert table[None, "vanilla"]["score"] == {"accuracy": 1.0}
+
+
+def test_gamma_is_per_token_not_per_answer():
+    class Brief(StubEngine):
+        """Stops after two tokens."""
+
+        def generate(self, prompt_ids, settings):
+            whole = super().generate(prompt_ids, settings)
+            seconds = {part: 2 * self.seconds_per_token * (part in ("verify", "total")) for part in whole.seconds}
+            return replace(whole, tokens=whole.tokens[:2], accept_lengths=[1, 1], seconds=seconds)
+
+    table = rows(run({"vanilla": StubEngine(), "brief": Brief()}))
+    assert table[None, "brief"]["gamma"] == pytest.approx(1.0)
 
 
 def test_a_turn_that_does_not_fit_ends_its_question_and_is_counted():

@@ -51,7 +51,7 @@ def command(target, tmp_path):
     """The arguments that both scripts need."""
     two_turns = [
         {"question_id": 5, "category": "writing", "turns": ["Write.", "Shorter!"]},
-        {"question_id": 6, "category": "math", "turns": ["1 + 1?", "And 2 + 2?"]},
+        {"question_id": 6, "category": "math", "turns": ["1 + 1?", "And 2 + 2?"], "reference": ["2", "4"]},
         {"question_id": 7, "category": "math", "turns": ["long " * 30]},
     ]
     problems = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i} #### {2 * i}"} for i in range(4)]
@@ -80,7 +80,7 @@ def test_evaluate_writes_the_report_and_says_where(command, tmp_path, capsys):
     assert (row["questions"], row["turns"], row["skipped"]) == (3, 4, 1)
     assert row["beta"] == 1.0
     assert row["lossless"] == {"identical_turns": 4, "turns": 4, "near_ties": 0, "unexplained": 0}
-    assert row["score"] is None
+    assert row["score"] is None  # references that no rule scores
     assert rows["gsm8k", None, "plain"]["score"] == {"accuracy": 0.0}
     assert len((out / "answers" / "plain.jsonl").read_text().splitlines()) == 2 + 4
 
