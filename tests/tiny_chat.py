@@ -125,7 +125,7 @@ def write_sharegpt(path: Path, conversations: int = 10, turns: int = 2) -> str:
         {
             "id": f"c{c}",
             "conversations": [
-                {"from": names[t % 2], "value": f"Turn {t} of {c}: " + "Hello there. " * (1 + (c * 7 + t) % 4)}
+                {"from": names[t % 2], "value": f"Turn {t} of {c}: " + "Hello there. " * (1 + (c + t * (c % 3)) % 4)}
                 for t in range(2 * turns)
             ],
         }

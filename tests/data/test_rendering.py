@@ -1,7 +1,6 @@
 """The trained tokens of a conversation, exactly, for the three template styles."""
 
 import pytest
-from tiny_chat import CHATML, LLAMA2, STYLES, VICUNA, byte_tokenizer, template, trained_runs, word_tokenizer
 
 from data.rendering import (
     ChatRenderer,
@@ -10,6 +9,7 @@ from data.rendering import (
     render_conversation,
     render_prompt,
 )
+from tests.tiny_chat import CHATML, LLAMA2, STYLES, VICUNA, byte_tokenizer, template, trained_runs, word_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be kind."},

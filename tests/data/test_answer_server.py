@@ -1,0 +1,106 @@
+"""Answers from a /v1/completions server: a stub on 127.0.0.1 that serves a tiny target, and stubs that misbehave."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from data.answer_server import AnswerServer
+from data.answers import answer_prompts
+from data.distill import distill
+from data.frozen_target import load_target
+from data.shards import load_distilled
+from tests.tiny_chat import save_target, write_sharegpt
+
+
+@contextmanager
+def serving(complete):
+    """The base URL of a server that answers completions with `complete(request) -> choice`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply({"data": [{"id": "stub"}]})
+
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert (self.path, request["model"]) == ("/v1/completions", "stub")
+            self.reply({"choices": [complete(request)]})
+
+        def reply(self, body):
+            payload = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"), extra_end=138)
+
+
+def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
+    target, lock = load_target(folder), threading.Lock()
+
+    def complete(request):
+        assert (request["temperature"], request["return_token_ids"]) == (0, True)
+        assert request["stop_token_ids"] == target.end_ids
+        with lock:
+            (answer,) = answer_prompts(target, [request["prompt"]], [request["max_tokens"]], 1)
+        return {
+            "text": "",
+            "token_ids": answer.tokens,
+            "finish_reason": "stop" if answer.finish == "end" else "length",
+        }
+
+    source = write_sharegpt(tmp_path / "chat.json", conversations=4)
+    options = {"labels": "generate", "max_new_tokens": 40, "cut_loops": True, "show_progress": False}
+    local = distill(folder, source, str(tmp_path / "local"), **options)
+    with serving(complete) as url:
+        served = distill(folder, source, str(tmp_path / "served"), engine="openai", base_url=url, **options)
+    rows = [load_distilled(str(tmp_path / name)).dataset.to_list() for name in ("local", "served")]
+    assert rows[0] == rows[1]
+    assert served["counts"] == local["counts"]
+    assert served["settings"]["engine"] == "openai"
+
+
+def test_loop_in_a_served_answer_is_cut():
+    with serving(lambda request: {"token_ids": [9] + [7] * 30, "finish_reason": "length"}) as url:
+        plain = AnswerServer(url, [2], None, 2, cut_loops=False).answers([[1]], [31])
+        cut = AnswerServer(url, [2], None, 2, cut_loops=True).answers([[1]], [31])
+    assert (plain[0].finish, len(plain[0].tokens)) == ("limit", 31)
+    assert (cut[0].finish, cut[0].tokens) == ("loop", [9] + [7] * 12)
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"text": "Hello", "finish_reason": "stop"}, "returns text but no token ids"),
+        ({"token_ids": [5, 6], "finish_reason": "stop"}, r"none of the end-of-turn tokens \[2\]"),
+    ],
+)
+def test_server_that_would_change_the_tokens_is_refused(choice, reason):
+    with serving(lambda request: choice) as url, pytest.raises(ValueError, match=reason):
+        AnswerServer(url, [2], None, 2, cut_loops=False).answers([[1]], [8])
+
+
+def test_server_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"--base_url http://127.0.0.1:9/v1/models cannot be used"):
+        AnswerServer("http://127.0.0.1:9/v1/", [2], None, 2, cut_loops=False)
+    with pytest.raises(ValueError, match="is no http"):
+        AnswerServer("127.0.0.1:8000", [2], None, 2, cut_loops=False)

@@ -1,0 +1,271 @@
+"""From a conversation file to labelled shards: what the rows hold, what is counted, what survives a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.conversations import ConversationError, load_conversations
+from data.distill import distill
+from data.rendering import ChatRenderer, render_conversation, render_prompt
+from data.shards import load_distilled
+from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs, write_sharegpt
+
+QUIET = {"show_progress": False, "batch_size": 4, "shard_rows": 4}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A target that ends some answers: token 138 is among its end tokens."""
+    return save_target(tmp_path_factory.mktemp("target"), extra_end=138)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_sharegpt(tmp_path_factory.mktemp("source") / "chat.json")
+
+
+def rows_of(output):
+    return load_distilled(str(output)).dataset.to_list()
+
+
+def greedy_ids(model, ids):
+    return [-100] + model(torch.tensor([ids])).logits[0, :-1].argmax(-1).tolist()
+
+
+def test_argmax_keeps_the_text_and_adds_the_targets_choices(target, source, tmp_path):
+    manifest = distill(target, source, str(tmp_path / "out"), **QUIET)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
+    rows = rows_of(tmp_path / "out")
+    assert [row["id"] for row in rows] == [f"c{i}" for i in range(10)]
+    agreeing = 0
+    for row, conversation in zip(rows, load_conversations(source)):
+        assert (row["input_ids"], row["assistant_mask"]) == render_conversation(tokenizer, conversation["messages"])
+        assert row["greedy_ids"] == greedy_ids(model, row["input_ids"])
+        agreeing += sum(
+            m and x == y for m, x, y in zip(*(row[k] for k in ("assistant_mask", "input_ids", "greedy_ids")))
+        )
+    counts = manifest["counts"]
+    trained = sum(sum(row["assistant_mask"]) for row in rows)
+    assert (counts["rows"], counts["trained_tokens"]) == (10, trained)
+    assert counts["tokens"] == sum(len(row["input_ids"]) for row in rows)
+    assert counts["agreement"] == pytest.approx(agreeing / trained, abs=1e-6)
+    assert [shard["rows"] for shard in manifest["shards"]] == [4, 4, 2]
+    assert manifest["complete"] and manifest["end_token_ids"] == [2, 4, 138]
+
+
+def test_generate_answers_every_turn_and_keeps_the_targets_own_tokens(target, source, tmp_path):
+    manifest = distill(target, source, str(tmp_path / "out"), labels="generate", max_new_tokens=20, **QUIET)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
+    ends, renderer, turns = {2, 4, 138}, ChatRenderer(tokenizer), []
+    for row, conversation in zip(rows_of(tmp_path / "out"), load_conversations(source)):
+        messages = conversation["messages"]
+        ids, mask = render_prompt(tokenizer, messages[:1]), []
+        mask = [False] * len(ids)
+        turns.append(0)
+        for turn in (1, 3):
+            if turn == 3:
+                tail = renderer.next_turn(messages[:3])
+                ids, mask = ids + tail, mask + [False] * len(tail)
+            turns[-1] += 1
+            for _ in range(20):
+                ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+                mask.append(True)
+                if ids[-1] in ends:
+                    break
+            if ids[-1] not in ends:
+                break
+        assert (row["input_ids"], row["assistant_mask"]) == (ids, mask)
+        assert all(x == y for m, x, y in zip(mask, ids, row["greedy_ids"]) if m)
+    assert set(turns) == {1, 2}  # some conversations ended at max_new_tokens, some went on
+    assert manifest["counts"]["agreement"] == 1.0
+    assert 0 < manifest["counts"]["unfinished"] < 10
+    assert manifest["counts"]["cut"] == 0
+
+
+def test_long_rows_are_cut_or_skipped_and_listed(target, source, tmp_path):
+    whole = distill(target, source, str(tmp_path / "whole"), **QUIET)
+    lengths = [len(row["input_ids"]) for row in rows_of(tmp_path / "whole")]
+    limit = sorted(lengths)[5]
+    manifest = distill(target, source, str(tmp_path / "cut"), max_length=limit, **QUIET)
+    rows = rows_of(tmp_path / "cut")
+    assert [len(row["input_ids"]) for row in rows] == [min(length, limit) for length in lengths]
+    assert manifest["counts"]["cut"] == sum(length > limit for length in lengths) > 0
+    assert [i for shard in manifest["shards"] for i in shard["cut"]] == [
+        f"c{i}" for i, length in enumerate(lengths) if length > limit
+    ]
+    assert whole["counts"]["cut"] == 0
+
+    prompts = [
+        len(render_prompt(AutoTokenizer.from_pretrained(target), c["messages"][:1])) for c in load_conversations(source)
+    ]
+    limit = sorted(prompts)[5]
+    for labels in ("argmax", "generate"):
+        manifest = distill(target, source, str(tmp_path / labels), labels=labels, max_length=limit, **QUIET)
+        skipped = [row for shard in manifest["shards"] for row in shard["skipped"]]
+        too_long = [i for i, length in enumerate(prompts) if length >= limit]
+        assert [row["row"] for row in skipped] == too_long
+        assert {row["id"] for row in rows_of(tmp_path / labels)} == {f"c{i}" for i in range(10) if i not in too_long}
+        assert "begins beyond max_length" in skipped[0]["reason"]
+        assert all(len(row["input_ids"]) <= limit for row in rows_of(tmp_path / labels))
+
+
+def test_second_turn_without_room_ends_the_conversation_as_cut(target, tmp_path):
+    long = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}, {"from": "human", "value": "word " * 60}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"id": "long", "conversations": long}))
+    target = save_target(
+        tmp_path / "talker", extra_end=None, hidden_size=8, num_attention_heads=2, num_key_value_heads=1
+    )
+    model = AutoModelForCausalLM.from_pretrained(target)
+    ids = render_prompt(AutoTokenizer.from_pretrained(target), [{"role": "user", "content": "Hi"}])
+    first = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+    target = save_target(
+        tmp_path / "brief", extra_end=first, hidden_size=8, num_attention_heads=2, num_key_value_heads=1
+    )
+    manifest = distill(
+        target, str(tmp_path / "chat.jsonl"), str(tmp_path / "out"), labels="generate", max_length=64, **QUIET
+    )
+    assert rows_of(tmp_path / "out")[0]["input_ids"] == ids + [first]
+    assert manifest["shards"][0]["cut"] == ["long"]
+
+
+def test_loops_are_cut_and_counted(tmp_path, source):
+    target = save_target(tmp_path / "target", hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
+    options = {"labels": "generate", "max_new_tokens": 80, **QUIET}
+    whole = distill(target, source, str(tmp_path / "whole"), **options)
+    cut = distill(target, source, str(tmp_path / "cut"), cut_loops=True, **options)
+    assert whole["counts"]["loops"] == 0 < cut["counts"]["loops"]
+    assert cut["counts"]["trained_tokens"] < whole["counts"]["trained_tokens"]
+
+
+def test_row_the_template_cannot_render_stops_or_is_listed(tmp_path, target):
+    refusing = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('refused') }}{% endif %}" + template("vicuna")
+    (tmp_path / "t.jinja").write_text(refusing)
+    rows = [
+        {"id": i, "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
+        for i, text in enumerate(["yes", "no"])
+    ]
+    source = tmp_path / "chat.json"
+    source.write_text(json.dumps(rows))
+    options = {"chat_template": str(tmp_path / "t.jinja"), **QUIET}
+    with pytest.raises(ConversationError, match=r"row 1 \(id 1\).*refused.*--skip_bad_rows"):
+        distill(target, str(source), str(tmp_path / "out"), **options)
+    manifest = distill(target, str(source), str(tmp_path / "out"), skip_bad_rows=True, **options)
+    assert [row["id"] for row in manifest["shards"][0]["skipped"]] == ["1"]
+    assert manifest["counts"]["skipped"] == 1
+
+
+def test_hidden_states_are_what_the_lm_head_reads(target, source, tmp_path, capsys):
+    distill(target, source, str(tmp_path / "out"), hidden_states="target", **QUIET)
+    assert capsys.readouterr().out.startswith("H=32 float32: 0.125 KiB a token, ")
+    loaded = load_distilled(str(tmp_path / "out"))
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert loaded.hidden_dtype == "float32"
+    assert sorted(loaded.dataset["id"]) == sorted(f"c{i}" for i in range(10))
+    for row in loaded.dataset:
+        hidden = torch.frombuffer(bytearray(row["hidden"]), dtype=torch.float32).view(-1, 32)
+        assert [-100] + model.lm_head(hidden[:-1]).argmax(-1).tolist() == row["greedy_ids"]
+
+
+def test_finished_output_and_other_settings_name_overwrite(target, source, tmp_path):
+    out = str(tmp_path / "out")
+    distill(target, source, out, limit=4, **QUIET)
+    with pytest.raises(ValueError, match="already complete; pass --overwrite"):
+        distill(target, source, out, limit=4, **QUIET)
+    with pytest.raises(
+        ValueError, match=r"data.rows is 4 there, 3 here; .*settings.limit is 4 there, 3 here; .*--overwrite"
+    ):
+        distill(target, source, out, limit=3, **QUIET)
+    with pytest.raises(ValueError, match=r"target\.fingerprint\.chat_template_hash is '\w+' there"):
+        other = save_target(tmp_path / "other", style="vicuna", extra_end=138)
+        distill(other, source, out, limit=4, **QUIET)
+    distill(target, source, out, overwrite=True, limit=3, **QUIET)
+    assert len(rows_of(out)) == 3
+
+
+def test_folder_with_other_files_is_left_alone(target, source, tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"holds other files \(thesis.tex\)"):
+            distill(target, source, str(tmp_path), overwrite=overwrite, **QUIET)
+
+
+def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tmp_path):
+    with pytest.raises(ValueError, match=r"has no manifest.json; pass the --output folder"):
+        load_distilled(str(tmp_path))
+    out = tmp_path / "out"
+    distill(target, source, str(out), **QUIET)
+    shard = out / "shard-00001.arrow"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"shard-00001.arrow has \d+ bytes instead of \d+; .*--overwrite"):
+        load_distilled(str(out))
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
+    with pytest.raises(ValueError, match="is not complete"):
+        load_distilled(str(out))
+    (out / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        load_distilled(str(out))
+
+
+def test_max_length_beyond_the_targets_positions_is_refused(target, source, tmp_path):
+    with pytest.raises(ValueError, match="--max_length 300 exceeds the target's 256 positions; lower it"):
+        distill(target, source, str(tmp_path / "out"), max_length=300, **QUIET)
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from data import shards
+moment, target, source, output = sys.argv[1:]
+writes = 0
+def replace(self, other, real=pathlib.Path.replace):
+    global writes
+    writes += 1
+    if writes == 3 and moment == "before":    # the second shard is written but not renamed
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self, other)
+    if writes == 3 and moment == "after":     # renamed, but not in the manifest
+        os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.replace = replace
+from data.distill import distill
+distill(target, source, output, labels="generate", max_new_tokens=12, show_progress=False, batch_size=4, shard_rows=4)
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_killed_run_goes_on_where_it_stopped(target, source, tmp_path, moment):
+    out = tmp_path / "out"
+    root = str(Path(__file__).parents[2])
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, moment, target, source, str(out)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": root},
+    )
+    assert killed.returncode == -signal.SIGKILL
+    left = json.loads((out / "manifest.json").read_text())
+    assert (len(left["shards"]), left["complete"]) == (1, False)
+    first = (out / "shard-00000.arrow").stat().st_mtime_ns
+    options = {"labels": "generate", "max_new_tokens": 12, **QUIET}
+    resumed = distill(target, source, str(out), **options)
+    uninterrupted = distill(target, source, str(tmp_path / "whole"), **options)
+    assert rows_of(out) == rows_of(tmp_path / "whole")
+    assert resumed == uninterrupted
+    assert (out / "shard-00000.arrow").stat().st_mtime_ns == first
+    assert sorted(path.name for path in out.iterdir()) == [
+        *["manifest.json", "shard-00000.arrow", "shard-00001.arrow", "shard-00002.arrow"]
+    ]
+
+
+def test_vicuna_style_target_trains_on_its_answers_alone(tmp_path, source):
+    target = save_target(tmp_path / "target", style="vicuna")
+    distill(target, source, str(tmp_path / "out"), limit=1, **QUIET)
+    row = rows_of(tmp_path / "out")[0]
+    runs = trained_runs(byte_tokenizer(template("vicuna")), row["input_ids"], row["assistant_mask"])
+    assert [run[:12] for run in runs] == [" Turn 1 of 0", " Turn 3 of 0"]
+    assert all(run.endswith("</s>") for run in runs)

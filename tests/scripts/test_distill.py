@@ -1,0 +1,109 @@
+"""The command line of scripts/distill.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data.preview import coloured
+from data.shards import load_distilled
+from scripts import distill
+from tests.tiny_chat import byte_tokenizer, save_target, template, write_sharegpt
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """--target and --dataset of a tiny target and eight conversations."""
+    folder = tmp_path_factory.mktemp("given")
+    source = write_sharegpt(folder / "chat.json", conversations=8)
+    return ["--target", save_target(folder / "target"), "--dataset", source]
+
+
+def test_command_writes_the_dataset_and_ends_with_a_summary(given, tmp_path):
+    out = str(tmp_path / "out")
+    command = [sys.executable, "scripts/distill.py", *given, "--output", out, "--limit", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"writes {out}/shard-*.arrow and {out}/manifest.json" in done.stdout
+    assert "text and label agree" in done.stdout
+    assert len(load_distilled(out).dataset) == 5
+
+
+def test_config_gives_defaults_that_flags_override(given, tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("labels: generate\nmax_new_tokens: 9\nlimit: 3\ncut_loops: true\nbatch_size: 2\n")
+    args = distill.parse([*given, "--output", "o", "--config", str(config), "--limit", "2"])
+    assert (args.labels, args.max_new_tokens, args.limit, args.cut_loops) == ("generate", 9, 2, True)
+    assert distill.main([*given, "--output", str(tmp_path / "o"), "--config", str(config), "--limit", "2"]) == 0
+    assert len(load_distilled(str(tmp_path / "o")).dataset) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("max_new_token: 5\nlimits: 3", "unknown keys: limits, max_new_token; the valid ones: base_url, batch_size"),
+        ("- a", "no mapping"),
+    ],
+)
+def test_bad_config_lists_the_valid_keys(given, tmp_path, capsys, text, reason):
+    config = tmp_path / "c.yaml"
+    config.write_text(text)
+    assert distill.main([*given, "--output", str(tmp_path / "o"), "--config", str(config)]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_preview_prints_conversations_and_writes_nothing(given, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert distill.main([*given, "--preview", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "c1: " in printed and "c2: " not in printed
+    assert "Turn 0 of 1" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_preview_colours_exactly_the_trained_tokens():
+    tokenizer = byte_tokenizer(template("chatml"))
+    ids = tokenizer("Hello there. I am fine", add_special_tokens=False)["input_ids"]
+    split = len(tokenizer("Hello there.", add_special_tokens=False)["input_ids"])
+    text = coloured(tokenizer, ids, [i >= split for i in range(len(ids))])
+    assert text.plain == "Hello there. I am fine"
+    assert [(text.plain[span.start : span.end], str(span.style)) for span in text.spans] == [
+        (" I am fine", "black on green")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--max_length", "999"], "--max_length 999 exceeds the target's 256 positions"),
+        (["--batch_size", "0"], "--batch_size must be at least 1, received 0"),
+        (["--engine", "openai"], "--engine openai and --base_url URL go together"),
+        (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
+        (["--hidden_states", "int8"], "--hidden_states int8 is unknown; pass target or one of"),
+    ],
+)
+def test_wrong_flags_end_in_a_sentence(given, tmp_path, capsys, flags, reason):
+    assert distill.main([*given, "--output", str(tmp_path / "o"), *flags]) == 1
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_missing_flags_are_named(capsys):
+    with pytest.raises(SystemExit):
+        distill.parse(["--target", "x"])
+    assert "--dataset, --output needed" in capsys.readouterr().err
+
+
+def test_left_out_rows_are_listed_in_the_summary(given, tmp_path, capsys):
+    source = tmp_path / "chat.jsonl"
+    rows = json.loads(Path(given[3]).read_text())[:2]
+    source.write_text("\n".join(["{", *map(json.dumps, rows)]))
+    flags = ["--target", given[1], "--dataset", str(source), "--output", str(tmp_path / "o"), "--skip_bad_rows"]
+    assert distill.main([*flags, "--max_length", "36"]) == 0
+    printed = capsys.readouterr().out.replace("\n", "")
+    assert "line 1, row 0: malformed JSON" in printed
+    assert "row 1 (id c1): its first answer begins beyond max_length 36" in printed
