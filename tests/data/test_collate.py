@@ -32,7 +32,8 @@ def test_padding_is_on_the_right_and_carries_no_label():
 
 
 def test_packing_fills_the_first_row_with_room_and_restarts_positions():
-    batch = DraftCollator(pad_id=0, max_length=8, packing=True)([row(100, 5), row(200, 4), row(300, 3)])
+    last = row(300, 3) | {"greedy_ids": [55, 301, 302]}  # a label at its start would be read as row 100's next token
+    batch = DraftCollator(pad_id=0, max_length=8, packing=True)([row(100, 5), row(200, 4), last])
     assert batch["segment_ids"].tolist() == [[1, 1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 0, 0, 0, 0]]
     assert batch["input_ids"][0].tolist() == [100, 101, 102, 103, 104, 300, 301, 302]

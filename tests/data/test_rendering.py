@@ -1,5 +1,7 @@
 """The trained tokens of a conversation, exactly, for the three template styles."""
 
+from pathlib import Path
+
 import pytest
 
 from data.rendering import (
@@ -147,6 +149,20 @@ def test_template_that_refuses_a_role_is_reported():
     tokenizer = byte_tokenizer(refusing.replace("[GEN]", "").replace("[END]", ""))
     with pytest.raises(ConversationError, match=r"refuses the conversation \(roles .*system.*no system"):
         render_conversation(tokenizer, CHAT)
+
+
+def test_vicuna_template_for_checkpoints_without_one():
+    file = Path(__file__).parents[2] / "configs" / "chat_templates" / "vicuna.jinja"
+    tokenizer = byte_tokenizer(file.read_text())
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<s>Be kind. USER: Hello there. 1 2 ASSISTANT: I am fine, thank you.</s>"
+        "USER: Hello </s> again é😀 ASSISTANT: 12\n\n  34 é😀</s>"
+    )
+    assert trained_runs(tokenizer, ids, mask) == TRAINED["vicuna"]
+    default = tokenizer.decode(render_prompt(tokenizer, CHAT[1:2]), skip_special_tokens=False)
+    assert default.startswith("<s>A chat between a curious user and an artificial intelligence assistant. ")
+    assert default.endswith("answers to the user's questions. USER: Hello there. 1 2 ASSISTANT:")
 
 
 def test_tokenizer_without_template_is_refused_with_the_remedy():
