@@ -95,14 +95,15 @@ def teacher_forced_hits(
 
 def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
     """[U] hits of windows with their own frames: probs [n, T, V+1], blank last; labels [n, U]; lengths [n]."""
-    count, frames, classes = probs.shape
-    blank, classes = probs[:, :, -1], torch.arange(classes, device=probs.device)[:-1]
+    count, frames, _ = probs.shape
+    blank = probs[:, :, -1]
+    vocabulary = torch.arange(probs.shape[2] - 1, device=probs.device)
     everyone = torch.arange(count, device=probs.device)
     state = empty_prefix(blank)
     hits = []
     for offset in range(labels.shape[1]):
         label = labels[:, offset]
-        best = child_scores(state, probs[:, :, :-1], classes).argmax(-1)
+        best = child_scores(state, probs[:, :, :-1], vocabulary).argmax(-1)
         hits.append(((best == label) & (lengths > offset)).sum())
         own = probs.gather(2, label[:, None, None].expand(-1, frames, 1))[:, :, 0]
         state = extend(state, everyone, label, own, blank)

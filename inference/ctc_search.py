@@ -22,9 +22,7 @@ from inference.tree import DraftTree
 TREE_MODES = ("prefix", "raw", "plain")
 
 
-def build_tree(
-    log_probs: Tensor, max_nodes: int, mode: str = "prefix", max_depth: int | None = None
-) -> DraftTree:
+def build_tree(log_probs: Tensor, max_nodes: int, mode: str = "prefix", max_depth: int | None = None) -> DraftTree:
     """The draft tree of one anchor's frames `[T, V+1]` (blank last): at most `max_nodes` nodes.
 
     Raises ValueError for an unknown mode or a budget below one node.

@@ -96,9 +96,7 @@ class DecodingEngine:
             pass
         return result
 
-    def stream(
-        self, prompt_ids: list[int], settings: GenerationSettings | None = None
-    ) -> Iterator[list[int]]:
+    def stream(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Iterator[list[int]]:
         """The answer step by step: the new tokens of each target step as they are verified."""
         yield from self._run(prompt_ids, settings or GenerationSettings(), Generation())
 
@@ -114,9 +112,7 @@ class DecodingEngine:
             )
         return min(left, max_new_tokens)
 
-    def _run(
-        self, prompt_ids: list[int], settings: GenerationSettings, result: Generation
-    ) -> Iterator[list[int]]:
+    def _run(self, prompt_ids: list[int], settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
         limit = self.room(len(prompt_ids), settings.max_new_tokens)
         stopper = _Stopper(settings, self.target.tokenizer, limit)
         clock = _Clock()
@@ -157,9 +153,7 @@ class DecodingEngine:
         return base
 
     @torch.inference_mode()
-    def _step(
-        self, base: Tensor, cache: KVCache, remaining: int, clock: _Clock
-    ) -> tuple[Tensor, list[int]]:
+    def _step(self, base: Tensor, cache: KVCache, remaining: int, clock: _Clock) -> tuple[Tensor, list[int]]:
         """One target step: the next base token (on the device) and the new tokens, drafts accepted and base."""
         tree = self.drafter.propose()
         if remaining < self.drafter.max_depth:  # nodes beyond the last token wanted, or beyond the context

@@ -33,9 +33,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write R rows behind the committed ones (without committing them) and lend all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -69,25 +67,26 @@ class KVCache(Cache):
     """The cache of every layer of a target, with room for `capacity` rows (committed text plus one forward)."""
 
     def __init__(self, layers: int, capacity: int) -> None:
-        super().__init__(layers=[PreallocatedLayer(capacity) for _ in range(layers)])
+        self._own = [PreallocatedLayer(capacity) for _ in range(layers)]
+        super().__init__(layers=list(self._own))
         self.capacity = capacity
         self.length = 0
 
     def keep(self, rows: Tensor) -> None:
         """Commit `rows [A]` of the last forward in every layer; the other rows of that forward are forgotten."""
-        for layer in self.layers:
+        for layer in self._own:
             layer.keep(rows)
         self.length += rows.numel()
 
     def keep_first(self, count: int) -> None:
         """Commit the first `count` rows of the last forward: nothing has to move (prefill, plain steps)."""
-        for layer in self.layers:
+        for layer in self._own:
             layer.length += count
         self.length += count
 
     def clear(self) -> None:
         """Forget the text, keep the memory."""
-        for layer in self.layers:
+        for layer in self._own:
             layer.length = 0
         self.length = 0
 

@@ -76,7 +76,8 @@ class Target:
 
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
         tokenizer = AutoTokenizer.from_pretrained(path)
-        return cls(model.to(device), tokenizer, name=path)
+        model.to(device)  # type: ignore[arg-type]
+        return cls(model, tokenizer, name=path)
 
     @property
     def device(self) -> torch.device:
@@ -130,9 +131,7 @@ class Target:
             return {"full_attention": full, "sliding_attention": windowed}
         return windowed
 
-    def forward_tree(
-        self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache
-    ) -> tuple[Tensor, Tensor]:
+    def forward_tree(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One forward over R rows behind the cached text: hidden `[R, H]` and the target's choice `[R]` at each row.
 
         token_ids [R] int64; depths [R] int64, distance from the first row in the text; sees [R, R] bool, which rows
@@ -151,9 +150,7 @@ class Target:
         ).last_hidden_state[0]
         return hidden, self.lm_head(hidden).argmax(-1)
 
-    def prefill(
-        self, prompt: Tensor, cache: KVCache, rows_per_forward: int = 2048
-    ) -> tuple[Tensor, Tensor]:
+    def prefill(self, prompt: Tensor, cache: KVCache, rows_per_forward: int = 2048) -> tuple[Tensor, Tensor]:
         """Commit a prompt `[n]`: its hidden states `[n, H]` and the target's next token `[]`."""
         pieces = []
         for start in range(0, prompt.numel(), rows_per_forward):
@@ -202,13 +199,7 @@ class Target:
             hidden = self.forward_rows(ids, torch.ones_like(ids), positions)
             ours = self.lm_head(hidden).float()
         except Exception as error:
-            raise ValueError(
-                f"{rule} failed a trial forward ({error}); pick another --target"
-            ) from error
+            raise ValueError(f"{rule} failed a trial forward ({error}); pick another --target") from error
         gap = (own - ours).abs().max()
         if gap > (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * own.abs().max().clamp(min=1):
-            raise ValueError(
-                f"{rule} differs by {gap:.2g} (a scaled or capped LM head?); pick another --target"
-            )
-
-
+            raise ValueError(f"{rule} differs by {gap:.2g} (a scaled or capped LM head?); pick another --target")

@@ -64,9 +64,7 @@ class DraftTree:
         renumber = keep.long().cumsum(0) - 1
         parents = self.parents[keep]
         parents = torch.where(parents >= 0, renumber[parents.clamp(min=0)], parents)
-        return DraftTree(
-            self.tokens[keep], parents, self.log_probs[keep], self.source[keep], self.candidate[keep]
-        )
+        return DraftTree(self.tokens[keep], parents, self.log_probs[keep], self.source[keep], self.candidate[keep])
 
 
 def ancestor_rows(parents: Tensor, levels: int) -> Tensor:

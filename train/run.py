@@ -34,7 +34,7 @@ def prepare_folder(run: RunOptions, head: dict[str, Any], args: HeadTrainingArgu
 
     Raises ValueError, naming `--overwrite`, for a finished run, other settings, or a folder of something else.
     """
-    folder = Path(args.output_dir)
+    folder = Path(args.output_dir or "")
     settings = run_settings(run, head, args)
     with args.main_process_first(desc="preparing the run's folder"):
         if args.process_index == 0:
@@ -134,7 +134,7 @@ def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
 
 def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: DistilledDataset) -> Path:
     """Write RUN/head: weights, configuration, provenance and model card. Called on every process."""
-    folder = Path(trainer.args.output_dir) / "head"
+    folder = Path(trainer.args.output_dir or "") / "head"
     if trainer.args.process_index != 0:
         return folder
     head: DraftHead = trainer.accelerator.unwrap_model(trainer.model_wrapped)

@@ -7,9 +7,8 @@ behind d: E → the step gives E, the end. Three steps for five tokens: β = 1.6
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,18 +18,21 @@ from inference.verify import greedy_path
 ProposeAt = Callable[[int], DraftTree]
 
 
-def walk(answer: Tensor, propose_at: ProposeAt) -> tuple[int, int]:
-    """(new tokens, target steps) of decoding `answer [n]`; `propose_at(i)` drafts what follows answer token i."""
-    count = answer.numel()
-    steps, done = 1, 1
-    while done < count:
-        tree = propose_at(done - 1)
+def walk(row: Tensor, start: int, end: int, propose_at: ProposeAt) -> tuple[int, int]:
+    """(new tokens, target steps) of decoding the answer `row[start:end]` of a conversation `[L]`.
+
+    `propose_at(n)` drafts at anchor n: behind the base token n+1.
+    """
+    answer = row[start:end]
+    steps, done = 1, 1  # the prefill gives the first token
+    while done < end - start:
+        tree = propose_at(start + done - 2)
         sees = ancestor_rows(tree.parents, len(tree))
         ahead = F.pad(answer[done:], (0, len(tree) + 1), value=-1)
         on_path, _ = greedy_path(tree, ahead[depths(sees)], sees)
         done += int(on_path.sum())  # the drafts accepted and the token the target adds
         steps += 1
-    return count, steps
+    return end - start, steps
 
 
 def answers(mask: Tensor, input_ids: Tensor, greedy_ids: Tensor) -> Iterator[tuple[int, int]]:
@@ -39,9 +41,3 @@ def answers(mask: Tensor, input_ids: Tensor, greedy_ids: Tensor) -> Iterator[tup
     for start, end in zip((edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()):
         if start > 0 and bool((input_ids[start:end] == greedy_ids[start:end]).all()):
             yield start, end
-
-
-def simulated_beta(runs: Iterable[tuple[int, int]]) -> float:
-    """β of (tokens, steps) pairs; NaN when there were none."""
-    totals = torch.tensor(list(runs), dtype=torch.float64).reshape(-1, 2).sum(0)
-    return float(totals[0] / totals[1])

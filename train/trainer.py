@@ -20,7 +20,7 @@ from data.collate import DraftCollator
 from heads.base import DraftHead, HeadLoss
 from inference.target import Target
 from train.options import HeadTrainingArguments
-from train.simulate import answers, simulated_beta, walk
+from train.simulate import answers, walk
 from train.wall_clock import WallClock, wall_time_scheduler
 
 
@@ -51,6 +51,7 @@ class DraftHeadTrainer(Trainer):
         self.simulate_dataset = simulate_dataset
         self.propose_from = propose_from
         self._logged_parts: dict[str, float] = {}
+        self.final_metrics: dict[str, float] = {}
         super().__init__(
             model=head,
             args=args,
@@ -106,7 +107,7 @@ class DraftHeadTrainer(Trainer):
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is None:
             self.lr_scheduler = wall_time_scheduler(
-                str(self.args.lr_scheduler_type.value),
+                self.args.lr_scheduler_type,
                 optimizer or self.optimizer,
                 self.args.get_warmup_steps(num_training_steps),
                 self.clock,
@@ -189,12 +190,7 @@ class DraftHeadTrainer(Trainer):
                 continue
             with self.compute_loss_context_manager():
                 propose_at = self.propose_from(head, self.hidden_states(batch), batch, self.view)
-                for start, end in spans:
-                    runs.append(
-                        walk(
-                            batch["input_ids"][0, start:end],
-                            lambda index, at=start - 1, propose=propose_at: propose(at + index),
-                        )
-                    )
+                runs += [walk(batch["input_ids"][0], start, end, propose_at) for start, end in spans]
         totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
-        return {"simulated_beta": simulated_beta([self._sum_over_processes(totals).tolist()])}
+        tokens, steps = self._sum_over_processes(totals).tolist()
+        return {"simulated_beta": tokens / steps if steps else math.nan}

@@ -68,7 +68,7 @@ def newest_complete_checkpoint(run: Path) -> Path | None:
     return max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
 
 
-def wall_time_scheduler(name: str, optimizer: Any, warmup_steps: int, clock: WallClock) -> LambdaLR:
+def wall_time_scheduler(name: Any, optimizer: Any, warmup_steps: int, clock: WallClock) -> LambdaLR:
     """transformers' schedule `name`, driven by the clock's progress; warm-up is still counted in steps."""
     shape = get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION)
     if not isinstance(shape, LambdaLR):

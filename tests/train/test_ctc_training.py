@@ -1,0 +1,142 @@
+"""`train/ctc.py` as users run it: resume, several processes, ZeRO stages, refusals."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from data.synthetic import conversations
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = str(ROOT / "data" / "tiny_target")
+SMALL = shlex.split(
+    "--frames 4 --labels 2 --anchors 6 --max_steps 6 --max_minutes 0 --logging_steps 1 --save_steps 2 "
+    "--eval_strategy no --held_out 8 --simulate_rows 2 --per_device_eval_batch_size 4 --warmup_steps 2 --threads 1"
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distilled")
+    source = folder / "conversations.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in conversations(48, 5, "heldout")))
+    command = [sys.executable, "scripts/distill.py", "--target", TARGET, "--dataset", str(source)]
+    subprocess.run([*command, "--output", str(folder / "out"), "--labels", "argmax"], cwd=ROOT, check=True)
+    return str(folder / "out")
+
+
+def command(dataset, output, *extra, launcher=(sys.executable,), batch=4):
+    return [
+        *launcher, "train/ctc.py", "--target", TARGET, "--dataset", dataset, "--output_dir", str(output),
+        *SMALL, "--per_device_train_batch_size", str(batch), *extra,
+    ]  # fmt: skip
+
+
+def run(*arguments, **options):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(*arguments, **options), cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def losses(output):
+    newest = max(Path(output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(dataset, tmp_path_factory):
+    output = tmp_path_factory.mktemp("run") / "whole"
+    status, told = run(dataset, output)
+    assert status == 0, told
+    return output
+
+
+def test_a_run_leaves_a_head_with_its_history(uninterrupted):
+    head = uninterrupted / "head"
+    provenance = json.loads((head / "provenance.json").read_text())
+    assert provenance["steps"] == 6 and provenance["options"]["labels"] == 2
+    assert {"eval_loss", "eval_accuracy_1", "eval_accuracy_2"} <= set(provenance["metrics"])
+    assert "train/ctc.py" in (head / "README.md").read_text()
+    assert len(losses(uninterrupted)) == 6
+    assert list(uninterrupted.rglob("events.out.tfevents*"))
+
+
+def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
+    status, told = run(dataset, uninterrupted)
+    assert status != 0 and "finished run" in told and "--overwrite" in told and "Traceback" not in told
+
+
+def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, uninterrupted, tmp_path):
+    output = tmp_path / "killed"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command(dataset, output), cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (output / "checkpoint-2" / "complete.json").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    shutil.rmtree(output / "head", ignore_errors=True)  # should the kill have come too late
+    (output / "checkpoint-99").mkdir()  # a checkpoint whose writing was cut short is passed over
+
+    status, told = run(dataset, output, "--learning_rate", "0.5")
+    assert status != 0 and "other settings" in told and "learning_rate" in told
+    status, told = run(dataset, output)
+    assert status == 0, told
+    (output / "checkpoint-99").rmdir()
+    assert losses(output) == pytest.approx(losses(uninterrupted), abs=1e-6)
+    whole, resumed = (load_file(folder / "head" / "model.safetensors") for folder in (uninterrupted, output))
+    assert all((whole[name] - resumed[name]).abs().max() < 1e-6 for name in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, uninterrupted, tmp_path, stage):
+    output = tmp_path / "two"
+    launcher = (
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        f"295{stage:02d}",
+    )
+    extra = ("--deepspeed", f"configs/deepspeed/zero{stage}.json")
+    status, told = run(dataset, output, *extra, launcher=launcher, batch=2)
+    assert status == 0, told
+    assert losses(output) == pytest.approx(losses(uninterrupted), abs=1e-4)
+    assert (output / "head" / "model.safetensors").is_file()
+
+
+def test_gradient_accumulation_has_the_losses_of_one_large_batch(dataset, uninterrupted, tmp_path):
+    status, told = run(dataset, tmp_path / "run", "--gradient_accumulation_steps", "2", batch=2)
+    assert status == 0, told
+    assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-4)
+
+
+def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
+    other = tmp_path / "dataset"
+    shutil.copytree(dataset, other)
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["target"]["fingerprint"]["tokenizer_hash"] = "another"
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    status, told = run(str(other), tmp_path / "run")
+    assert status != 0 and "tokenizer_hash" in told and "Traceback" not in told
+
+
+def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    status, told = run(dataset, tmp_path)
+    assert status != 0 and "--overwrite" in told and (tmp_path / "thesis.txt").exists()

@@ -1,0 +1,96 @@
+"""Options: recipes by target size, unknown names, and settings refused where they are declared."""
+
+import pytest
+import yaml
+
+from heads.ctc import CTCConfig
+from train.options import RECIPES, parse_options, recipe_for
+
+TARGET = "data/tiny_target"
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", *arguments])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
+    run, head, training = parse_options(
+        CTCConfig,
+        ["--target", TARGET, "--dataset", "d", "--labels", "3", "--learning_rate", "5e-4", "--use_cpu", "true"],
+    )
+    recipe = yaml.safe_load((RECIPES / "ctc" / "tiny.yaml").read_text())
+    assert head["frames"] == recipe["frames"] and head["labels"] == 3
+    assert training.learning_rate == 5e-4 and training.max_minutes == recipe["max_minutes"]
+    assert run.held_out == recipe["held_out"]
+
+
+def test_every_recipe_parses(tmp_path):
+    recipes = sorted((RECIPES / "ctc").glob("*.yaml"))
+    assert {path.stem for path in recipes} == {
+        "tiny",
+        "vicuna-7b",
+        "vicuna-13b",
+        "vicuna-33b",
+        "llama2-chat-7b",
+        "llama2-chat-13b",
+    }
+    for recipe in recipes:
+        arguments = [
+            "--target",
+            TARGET,
+            "--dataset",
+            "d",
+            "--config",
+            str(recipe),
+            "--bf16",
+            "false",
+            "--use_cpu",
+            "true",
+        ]
+        _, head, training = parse_options(CTCConfig, [*arguments, "--output_dir", str(tmp_path)])
+        CTCConfig(**head)
+        assert training.max_grad_norm == 0.5
+
+
+def test_large_targets_get_the_papers_recipes(monkeypatch):
+    from transformers import LlamaConfig
+
+    sizes = {
+        "lmsys/vicuna-7b-v1.3": LlamaConfig(),
+        "lmsys/vicuna-13b-v1.3": LlamaConfig(hidden_size=5120, intermediate_size=13824, num_hidden_layers=40),
+        "lmsys/vicuna-33b-v1.3": LlamaConfig(hidden_size=6656, intermediate_size=17920, num_hidden_layers=60),
+        "meta-llama/Llama-2-7b-chat-hf": LlamaConfig(),
+    }
+    monkeypatch.setattr("train.options.AutoConfig.from_pretrained", sizes.__getitem__)
+    names = [recipe_for("ctc", target).stem for target in sizes]
+    assert names == ["vicuna-7b", "vicuna-13b", "vicuna-33b", "llama2-chat-7b"]
+
+
+def test_an_unknown_name_in_a_recipe_is_refused(tmp_path, capsys):
+    (tmp_path / "r.yaml").write_text("framez: 3\n")
+    assert "unknown option framez" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
+
+
+def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
+    (tmp_path / "r.yaml").write_text("- 1\n")
+    assert "must map option names" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
+    assert "there is none" in refused(capsys, "--config", str(tmp_path / "missing.yaml"))
+
+
+@pytest.mark.parametrize(
+    "arguments,told",
+    [
+        (["--frames", "3", "--labels", "4"], "2*labels-1"),
+        (["--clip", "both"], "--clip must be norm or value"),
+        (["--max_minutes", "-1"], "--max_minutes"),
+        (["--held_out", "0"], "--held_out"),
+        (["--max_length", "3"], "--max_length"),
+        (["--target_dtype", "int8"], "--target_dtype"),
+        (["--simulate_nodes", "0"], "--simulate_nodes"),
+    ],
+)
+def test_values_out_of_range_name_their_flag(capsys, arguments, told):
+    assert told in refused(capsys, *arguments)
