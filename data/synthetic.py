@@ -87,9 +87,7 @@ def _draw(rng: random.Random) -> tuple[str, tuple, str, str, list[tuple[str, str
     return kind, *draw_dialogue(rng, kind)
 
 
-def _collect(
-    count: int, seed: int, split: str, draw: Callable[[random.Random], tuple[tuple, str, dict]]
-) -> list[dict]:
+def _collect(count: int, seed: int, split: str, draw: Callable[[random.Random], tuple[tuple, str, dict]]) -> list[dict]:
     """`count` rows of a split with different first questions; `draw` gives (content, first question, row)."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
@@ -102,9 +100,7 @@ def _collect(
             rows.setdefault(question, row)
         draws_left -= 1
         if not draws_left:
-            raise ValueError(
-                f"count must leave room for new questions; found {len(rows)} of {count}, lower it"
-            )
+            raise ValueError(f"count must leave room for new questions; found {len(rows)} of {count}, lower it")
     return list(rows.values())
 
 
@@ -121,6 +117,18 @@ def conversations(count: int, seed: int, split: str) -> list[dict]:
 
     rows = _collect(count, seed, split, draw)
     return [{"id": f"synthetic-{split}-{seed}-{i}", **row} for i, row in enumerate(rows)]
+
+
+def drills(count: int, seed: int, split: str) -> list[dict]:
+    """ShareGPT rows of one turn with two to four bare sums: dense practice before the word problems."""
+
+    def draw(rng: random.Random) -> tuple[tuple, str, dict]:
+        content, question, answer = draw_drill(rng)
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        return content, question, {"conversations": turns}
+
+    rows = _collect(count, seed, split, draw)
+    return [{"id": f"drill-{split}-{seed}-{i}", **row} for i, row in enumerate(rows)]
 
 
 def word_problems(count: int, seed: int, split: str, steps: int | None = None) -> list[dict]:

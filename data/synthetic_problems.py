@@ -210,12 +210,16 @@ def apply(a: int, operation: str, b: int) -> int:
 
 
 def working(a: int, operation: str, b: int) -> str:
-    """One step written out; two-digit sums go by tens, then ones: `27 + 45 = 67 + 5 = 72`."""
+    """One step written out; sums go by tens and ones, so that nothing is carried unseen.
+
+    `27 + 45 = 60 + 12 = 72`, `72 - 18 = 60 - 6 = 54`, `78 - 12 = 60 + 6 = 66`, `6 * 8 = 48`.
+    """
     result = apply(a, operation, b)
-    tens = b - b % 10
-    if operation == "*" or tens == 0 or b == tens:
+    if operation == "*" or max(a, b) < 10:
         return f"{a} {operation} {b} = {result}"
-    return f"{a} {operation} {b} = {apply(a, operation, tens)} {operation} {b % 10} = {result}"
+    tens = apply(a - a % 10, operation, b - b % 10)
+    ones = apply(a % 10, operation, b % 10)
+    return f"{a} {operation} {b} = {tens} {'-' if ones < 0 else '+'} {abs(ones)} = {result}"
 
 
 def operands(rng: random.Random, operations: str) -> tuple[int, ...]:

@@ -38,9 +38,10 @@ from transformers import (
 from data.bpe import train_tokenizer
 from data.conversations import load_conversations, parse_record
 from data.loops import loop_start
-from data.rendering import ChatRenderer, ConversationError
-from data.synthetic import conversations, questions, word_problems
+from data.rendering import ChatRenderer, ConversationError, end_token_ids
+from data.synthetic import conversations, drills, questions, word_problems
 
+PRACTICE = 0.3  # share of the time in which the synthetic corpus is sums only: tables are learnt by repetition
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
 
 
@@ -48,31 +49,19 @@ Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wro
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, help="folder to write; must be empty or absent")
-    parser.add_argument(
-        "--dataset", help="ShareGPT or messages JSON(L), or a hub id; default: the synthetic corpus"
-    )
+    parser.add_argument("--dataset", help="ShareGPT or messages JSON(L), or a hub id; default: the synthetic corpus")
     parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
     parser.add_argument("--vocab_size", type=int, default=1024, help="size of a trained tokenizer (1024)")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 32 (128)")
     parser.add_argument("--layers", type=int, default=4, help="decoder blocks (4)")
-    parser.add_argument(
-        "--max_length", type=int, default=512, help="longer conversations are cut (512 tokens)"
-    )
-    parser.add_argument(
-        "--max_minutes", type=float, default=12, help="training time, the schedule's length (12)"
-    )
-    parser.add_argument("--batch_tokens", type=int, default=2048, help="tokens per optimizer step (2048)")
-    parser.add_argument("--learning_rate", type=float, default=4e-3, help="peak learning rate (0.004)")
-    parser.add_argument(
-        "--conversations", type=int, default=30000, help="size of the synthetic corpus (30000)"
-    )
-    parser.add_argument(
-        "--questions", type=int, default=250, help="unseen prompts to measure on, each kind (250)"
-    )
+    parser.add_argument("--max_length", type=int, default=512, help="longer conversations are cut (512 tokens)")
+    parser.add_argument("--max_minutes", type=float, default=12, help="training time, the schedule's length (12)")
+    parser.add_argument("--batch_tokens", type=int, default=1024, help="tokens per optimizer step (1024)")
+    parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate (0.003)")
+    parser.add_argument("--conversations", type=int, default=30000, help="size of the synthetic corpus (30000)")
+    parser.add_argument("--questions", type=int, default=250, help="unseen prompts to measure on, each kind (250)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
@@ -120,7 +109,9 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[list[dict]], max_l
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> LlamaForCausalLM:
+    """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
     heads = options.hidden // 32
+    ends = end_token_ids(tokenizer)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=options.hidden,
@@ -129,6 +120,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
         num_attention_heads=heads,
         num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
         max_position_embeddings=2 * options.max_length,
+        initializer_range=options.hidden**-0.5,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -138,7 +130,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
     model.generation_config = GenerationConfig(
         do_sample=False,
         bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=ends if len(ends) > 1 else ends[0],
         pad_token_id=tokenizer.pad_token_id,
     )
     return model
@@ -176,24 +168,31 @@ def build_optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torc
     taken = set(map(id, blocks))
     others = [p for p in model.parameters() if id(p) not in taken]
     muon = torch.optim.Muon([{"params": blocks, "peak_lr": 5 * learning_rate}], weight_decay=0.01)
-    adam = torch.optim.AdamW(
-        [{"params": others, "peak_lr": learning_rate}], betas=(0.9, 0.97), weight_decay=0.0
-    )
+    adam = torch.optim.AdamW([{"params": others, "peak_lr": learning_rate}], betas=(0.9, 0.97), weight_decay=0.0)
     return [muon, adam]
 
 
-def train(model: LlamaForCausalLM, rows: list[Row], options: argparse.Namespace, console: Console) -> dict:
-    """Train for `--max_minutes`: 50 steps warm-up, then constant, the last half a linear decay to zero."""
+def train(
+    model: LlamaForCausalLM,
+    practice: list[Row],
+    rows: list[Row],
+    options: argparse.Namespace,
+    console: Console,
+) -> dict:
+    """Train for `--max_minutes`: 50 steps warm-up, then constant, the last half a linear decay to zero.
+
+    The first 30 % of the time goes to `practice` where there is any.
+    """
     optimizers = build_optimizers(model, options.learning_rate)
     columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
     start, steps, tokens, average = time.monotonic(), 0, 0, math.nan
     model.train()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=1.0, note="")
-        for ids, mask in batches(rows, options.batch_tokens, options.seed):
-            done = (time.monotonic() - start) / (60 * options.max_minutes)
-            if done >= 1:
-                break
+        stream = batches(rows, options.batch_tokens, options.seed)
+        practising = batches(practice, options.batch_tokens, options.seed) if practice else stream
+        while (done := (time.monotonic() - start) / (60 * options.max_minutes)) < 1:
+            ids, mask = next(practising if done < PRACTICE else stream)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group["peak_lr"] * min((steps + 1) / 50, 1.0, 2 * (1 - done))
             loss = loss_of(model, ids, mask)
@@ -207,9 +206,7 @@ def train(model: LlamaForCausalLM, rows: list[Row], options: argparse.Namespace,
                 value = loss.item()
                 average = value if math.isnan(average) else 0.8 * average + 0.2 * value
                 rate = tokens / (time.monotonic() - start)
-                progress.update(
-                    task, completed=done, note=f"loss {average:.3f}  {steps} steps  {rate:,.0f} tokens/s"
-                )
+                progress.update(task, completed=done, note=f"loss {average:.3f}  {steps} steps  {rate:,.0f} tokens/s")
         progress.update(task, completed=1.0)
     model.eval()
     return {"steps": steps, "training_tokens": tokens, "training_loss": round(average, 4)}
@@ -226,7 +223,7 @@ def answer(
     max_new_tokens: int = 256,
 ) -> list[list[int]]:
     """Greedy answers to prompts (messages that end with the user's); the tokens up to EOS, EOS included."""
-    renderer, answers = ChatRenderer(tokenizer), []
+    renderer, ends, answers = ChatRenderer(tokenizer), set(end_token_ids(tokenizer)), []
     for start in range(0, len(prompts), 50):
         ids = [renderer.prompt(prompt) for prompt in prompts[start : start + 50]]
         length = max(map(len, ids))
@@ -239,7 +236,7 @@ def answer(
             do_sample=False,
         )
         for row in made[:, length:].tolist():
-            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+            end = next((i for i, token in enumerate(row, start=1) if token in ends), len(row))
             answers.append(row[:end])
     return answers
 
@@ -284,9 +281,10 @@ def measure(
             share, worked = solved(model, tokenizer, problems)
             figures |= {f"solved_{steps}_step": round(share, 4)}
             answers += worked
+    ends = set(end_token_ids(tokenizer))
     figures |= {
         "answers": len(answers),
-        "ended": round(sum(row[-1] == tokenizer.eos_token_id for row in answers) / len(answers), 4),
+        "ended": round(sum(row[-1] in ends for row in answers) / len(answers), 4),
         "looped": round(sum(loop_start(row) is not None for row in answers) / len(answers), 4),
         "mean_answer_tokens": round(sum(map(len, answers)) / len(answers), 1),
     }
@@ -305,9 +303,7 @@ def write_card(output: Path, facts: dict, figures: dict) -> None:
         "unseen_loss": "cross entropy per answer token, unseen conversations",
     }
     table = "\n".join(f"| {text} | {figures[key]} |" for key, text in named.items() if key in figures)
-    made = "\n".join(
-        f"| {key.replace('_', ' ')} | {value} |" for key, value in facts.items() if key != "command"
-    )
+    made = "\n".join(f"| {key.replace('_', ' ')} | {value} |" for key, value in facts.items() if key != "command")
     (output / "README.md").write_text(
         "# A small target\n\n"
         "A Llama-style language model trained from scratch, with a byte-level BPE tokenizer. It exists to\n"
@@ -331,9 +327,13 @@ def main(argv: list[str] | None = None) -> dict:
         messages, unseen = load_messages(options)
         if options.tokenizer:
             tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
         else:
             tokenizer = train_tokenizer(messages[:8000], options.vocab_size, 2 * options.max_length)
         rows = render(tokenizer, messages, options.max_length)
+        bare = [] if options.dataset else drills(options.conversations // 2, options.seed, "train")
+        practice = render(tokenizer, [parse_record(row)[1] for row in bare], options.max_length) if bare else []
 
     model = build_model(tokenizer, options)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -341,16 +341,14 @@ def main(argv: list[str] | None = None) -> dict:
     console.print(
         f"{len(rows):,} conversations, {sum(len(ids) for ids, _ in rows):,} tokens, {parameters:,} parameters"
     )
-    trained = train(model, rows, options, console)
+    trained = train(model, practice, rows, options, console)
 
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     with console.status("measuring on unseen prompts"):
         figures = measure(model, tokenizer, unseen, options)
     facts = {
-        "command": shlex.join(
-            ["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)]
-        ),
+        "command": shlex.join(["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)]),
         "parameters": parameters,
         "conversations": len(rows),
         **trained,

@@ -18,10 +18,12 @@ def human_texts(rows: list[dict]) -> list[str]:
     return [turn["value"] for row in rows for turn in row["conversations"] if turn["from"] == "human"]
 
 
-def test_working_splits_a_sum_by_tens_then_ones():
-    assert working(27, "+", 45) == "27 + 45 = 67 + 5 = 72"
-    assert working(72, "-", 18) == "72 - 18 = 62 - 8 = 54"
-    assert working(72, "-", 20) == "72 - 20 = 52"
+def test_working_adds_tens_and_ones_and_carries_nothing_unseen():
+    assert working(27, "+", 45) == "27 + 45 = 60 + 12 = 72"
+    assert working(72, "-", 18) == "72 - 18 = 60 - 6 = 54"
+    assert working(78, "-", 12) == "78 - 12 = 60 + 6 = 66"
+    assert working(72, "-", 20) == "72 - 20 = 50 + 2 = 52"
+    assert working(7, "+", 8) == "7 + 8 = 15"
     assert working(6, "*", 8) == "6 * 8 = 48"
 
 

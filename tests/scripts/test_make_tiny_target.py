@@ -1,0 +1,155 @@
+"""The script that makes targets, and the target it made: the committed folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.loops import loop_start
+from data.rendering import render_conversation, render_prompt
+from data.synthetic import conversations, questions, word_problems
+from scripts.make_tiny_target import answer, batches, final_number, main, parse_options, solved
+
+EMBEDDED = Path(__file__).parents[2] / "data" / "tiny_target"
+TINY = ["--max_minutes", "0.03", "--hidden", "32", "--layers", "1", "--questions", "4", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return AutoModelForCausalLM.from_pretrained(EMBEDDED), AutoTokenizer.from_pretrained(EMBEDDED)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A target made with a budget of two seconds: (folder, what the script printed last)."""
+    folder = tmp_path_factory.mktemp("made") / "target"
+    figures = main(["--output", str(folder), "--conversations", "300", "--vocab_size", "400", *TINY])
+    return folder, figures
+
+
+# ---- the committed target -------------------------------------------------------------------------------
+
+
+def test_embedded_target_is_small_and_loads_as_float32(embedded):
+    model, tokenizer = embedded
+    assert sum(file.stat().st_size for file in EMBEDDED.iterdir()) <= 4_000_000
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert model.dtype == torch.float32
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    assert model.get_input_embeddings().weight is not model.get_output_embeddings().weight
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_embedded_template_marks_answers_and_their_end(embedded):
+    tokenizer = embedded[1]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 12 + 30?"},
+        {"role": "assistant", "content": "12 + 30 = 42"},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "You are welcome."},
+    ]
+    ids, mask = render_conversation(tokenizer, messages)
+    written = tokenizer.decode([i for i, m in zip(ids, mask) if m])
+    assert written == "12 + 30 = 42</s>You are welcome.</s>"
+    assert tokenizer.decode(ids) == (
+        "<s><|system|>Be brief.<|user|>What is 12 + 30?<|assistant|>12 + 30 = 42</s>"
+        "<|user|>Thanks<|assistant|>You are welcome.</s>"
+    )
+    assert render_prompt(tokenizer, messages[:2]) == ids[: mask.index(True)]
+
+
+def test_embedded_tokenizer_keeps_digits_apart_and_round_trips(embedded):
+    tokenizer = embedded[1]
+    assert [tokenizer.decode([i]) for i in tokenizer("87 + 5").input_ids] == ["8", "7", " + ", "5"]
+    for text in ("def f(x):\n    return x * 2\n", "naïve Ärger ✓ 漢字", "  two  spaces \n\n- list"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+def test_embedded_target_solves_unseen_problems_and_stops(embedded):
+    model, tokenizer = embedded
+    share, answers = solved(model, tokenizer, word_problems(24, 123, "heldout", steps=2))
+    assert share >= 0.75
+    assert all(tokens[-1] == tokenizer.eos_token_id for tokens in answers)
+
+
+def test_embedded_target_answers_unseen_questions_without_loops(embedded):
+    model, tokenizer = embedded
+    asked = questions(24, 123, "heldout")
+    answers = answer(model, tokenizer, [[{"role": "user", "content": row["turns"][0]}] for row in asked])
+    assert all(tokens[-1] == tokenizer.eos_token_id for tokens in answers)
+    assert not any(loop_start(tokens) for tokens in answers)
+    assert 40 <= sum(map(len, answers)) / len(answers) <= 150
+
+
+# ---- the script -----------------------------------------------------------------------------------------
+
+
+def test_made_folder_loads_and_its_card_has_command_and_figures(made):
+    folder, figures = made
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.hidden_size == 32 and len(tokenizer) == 400
+    card = (folder / "README.md").read_text()
+    assert f"python scripts/make_tiny_target.py --output {folder}" in card
+    assert f"| unseen two-step word problems solved | {figures['solved_2_step']} |" in card
+    assert {"ended", "looped", "solved_1_step", "unseen_loss"} <= set(figures)
+
+
+def test_dataset_and_tokenizer_make_a_draft_model_for_a_target(made, tmp_path, capsys):
+    rows = conversations(60, 5, "train")
+    (tmp_path / "chats.json").write_text(json.dumps(rows))
+    arguments = ["--dataset", str(tmp_path / "chats.json"), "--tokenizer", str(made[0])]
+    figures = main([*arguments, "--output", str(tmp_path / "draft"), *TINY])
+    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert draft.config.vocab_size == 400
+    assert AutoTokenizer.from_pretrained(tmp_path / "draft").get_vocab() == (
+        AutoTokenizer.from_pretrained(made[0]).get_vocab()
+    )
+    assert "solved_2_step" not in figures
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["conversations"] == 58  # every 50th of 60 rows is kept unseen
+    assert printed["unseen_loss"] == figures["unseen_loss"]
+
+
+def test_batches_are_padded_right_and_keep_to_the_budget():
+    rows = [([7] * n, [False] * (n - 1) + [True]) for n in (5, 9, 30, 31, 12, 40)]
+    stream = batches(rows, 128, seed=0)
+    seen = []
+    for ids, mask in (next(stream) for _ in range(3)):
+        assert ids.shape == mask.shape and ids.numel() <= 128
+        for row, marks in zip(ids, mask):
+            length = int((row == 7).sum())
+            assert row[:length].eq(7).all() and row[length:].eq(0).all()
+            assert marks.nonzero().tolist() == [[length - 1]]
+            seen.append(length)
+    assert len(seen) >= 4
+
+
+def test_final_number_reads_the_last_mark():
+    assert final_number("3 + 4 = 7\n#### 7") == 7
+    assert final_number("#### 1\n#### -12") == -12
+    assert final_number("7") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hidden", "40"], "--hidden must be a multiple of 32"),
+        (["--max_minutes", "0"], "--max_minutes must be positive"),
+        (["--vocab_size", "100"], "--vocab_size must be at least 300"),
+    ],
+)
+def test_wrong_options_name_the_flag(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        parse_options(["--output", "nowhere", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_output_that_is_not_empty_is_refused(tmp_path, capsys):
+    (tmp_path / "keep.txt").write_text("mine")
+    with pytest.raises(SystemExit):
+        parse_options(["--output", str(tmp_path)])
+    assert "is not empty" in capsys.readouterr().err
