@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import yaml
 
+from inference.config_file import read_config
 from inference.drafters.base import Drafter
 from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.engine import GenerationSettings
@@ -26,6 +26,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     add("--target", help="folder or hub id of the target")
     add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
+    add("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
     add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="vanilla always runs")
     add(
         "--benchmarks",
@@ -68,40 +69,6 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
     return options
 
 
-def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Defaults from a YAML mapping; unknown keys are an error that lists the valid ones."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise ValueError(f"--config {path} cannot be read ({error.strerror}); give a YAML file") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path} is not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path} must map flags to values, got {type(content).__name__}")
-    flags = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
-    if unknown := [str(key) for key in content if key not in flags]:
-        raise ValueError(f"--config {path}: unknown {', '.join(unknown)}; valid keys: {', '.join(flags)}")
-    return {key: _config_value(path, flags[key], value) for key, value in content.items()}
-
-
-def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
-    """`value` as the flag would have been parsed."""
-    if value is None:
-        return None
-    if flag.nargs == "+":
-        return [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    if flag.nargs == 0:
-        if not isinstance(value, bool):
-            raise ValueError(f"--config {path}: {flag.dest} must be true or false, got {value!r}")
-        return value
-    kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
-    try:
-        return kind(str(value))
-    except ValueError:
-        name = getattr(kind, "__name__", str(kind))
-        raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None
-
-
 # ----------------------------------------------------------------------------------------------------
 # What the options describe
 
@@ -111,7 +78,7 @@ def load_target(options: argparse.Namespace) -> Target:
     if options.threads:
         torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return Target.from_pretrained(options.target, dtype, options.device, options.target_adapter)
+    return Target.from_pretrained(options.target, dtype, options.device, options.target_adapter, options.chat_template)
 
 
 def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:

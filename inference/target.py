@@ -5,6 +5,7 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,10 +58,12 @@ class Target:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         adapter: str | None = None,
+        chat_template: str | None = None,
     ) -> Target:
-        """Load a local folder or hub id; `adapter` names a PEFT adapter that is merged into it.
+        """Load a local folder or hub id.
 
-        dtype defaults to float32 on CPU and to the checkpoint's own on GPU.
+        dtype defaults to float32 on CPU and to the checkpoint's own on GPU; `adapter` names a PEFT adapter that is
+        merged into the target; `chat_template` a .jinja file laid over the tokenizer (older Vicunas have none).
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         config = AutoConfig.from_pretrained(path)
@@ -76,6 +79,8 @@ class Target:
 
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
         tokenizer = AutoTokenizer.from_pretrained(path)
+        if chat_template:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         model.to(device)  # type: ignore[arg-type]
         return cls(model, tokenizer, name=path)
 

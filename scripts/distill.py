@@ -15,12 +15,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from data.distill import DistillOptions, distill
 from data.preview import preview
+from inference.config_file import read_config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,23 +63,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p = parser()
     config = p.parse_known_args(argv)[0].config
     if config is not None:
-        given = read_config(config, p)
-        p.set_defaults(**given)
+        p.set_defaults(**read_config(Path(config), p))
     args = p.parse_args(argv)
     needed = ["target", "dataset"] + ([] if args.preview else ["output"])
     if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
         p.error(f"{', '.join(missing)} needed")
     return args
-
-
-def read_config(path: str, p: argparse.ArgumentParser) -> dict[str, Any]:
-    """The keys of a YAML file; ValueError listing the valid ones for a key no flag has."""
-    given = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    valid = sorted(action.dest for action in p._actions if action.dest not in {"help", "config"})
-    if not isinstance(given, dict) or (unknown := sorted(set(map(str, given)) - set(valid))):
-        found = f"unknown keys: {', '.join(unknown)}" if isinstance(given, dict) else "no mapping"
-        raise ValueError(f"--config {path}: {found}; the valid ones: {', '.join(valid)}")
-    return given
 
 
 def main(argv: list[str]) -> int:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 
 from heads.base import HeadConfig
+from inference.config_file import read_config
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 _SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf"), "vicuna-33b"))
@@ -26,6 +26,9 @@ class RunOptions:
     target: str = field(default="", metadata={"help": "the frozen target: a folder or a hub id"})
     dataset: str = field(default="", metadata={"help": "what scripts/distill.py wrote with this target"})
     target_adapter: str | None = field(default=None, metadata={"help": "PEFT adapter merged into the target"})
+    chat_template: str | None = field(
+        default=None, metadata={"help": ".jinja file for a tokenizer without a chat template"}
+    )
     target_dtype: str = field(
         default="auto",
         metadata={"help": "auto (float32 on CPU, the checkpoint's on GPU), float32, bfloat16, …"},
@@ -101,7 +104,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         if not known.target:
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
         recipe = Path(known.config) if known.config else recipe_for(head_config.kind, known.target)
-        parser.set_defaults(**read_recipe(recipe, parser))
+        parser.set_defaults(**read_config(recipe, parser))
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if not run.dataset:
             raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
@@ -116,25 +119,6 @@ def head_settings(head_config: type[HeadConfig]) -> list[Any]:
     """The dataclass fields a head's configuration adds to the common sizes."""
     common = {f.name for f in fields(HeadConfig)}
     return [f for f in fields(head_config) if f.name not in common]
-
-
-def read_recipe(path: Path, parser: HfArgumentParser) -> dict[str, Any]:
-    """A YAML mapping of option names to values; unknown names are refused with the nearest valid ones."""
-    if not path.is_file():
-        raise ValueError(f"--config must be a YAML file; there is none at {path}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {path} must be YAML; {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"--config {path} must map option names to values; got a {type(values).__name__}")
-    valid = {action.dest for action in parser._actions}
-    unknown = sorted(set(values) - valid)
-    if unknown:
-        raise ValueError(
-            f"--config {path}: unknown option {', '.join(unknown)}; see --help for the {len(valid)} valid ones"
-        )
-    return values
 
 
 def recipe_for(kind: str, target: str) -> Path:

@@ -45,8 +45,8 @@ def test_config_gives_defaults_that_flags_override(given, tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("max_new_token: 5\nlimits: 3", "unknown keys: limits, max_new_token; the valid ones: base_url, batch_size"),
-        ("- a", "no mapping"),
+        ("max_new_token: 5\nlimits: 3", "unknown limits, max_new_token; valid keys: target, dataset"),
+        ("- a", "must map flags to values"),
     ],
 )
 def test_bad_config_lists_the_valid_keys(given, tmp_path, capsys, text, reason):

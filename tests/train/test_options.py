@@ -71,13 +71,13 @@ def test_large_targets_get_the_papers_recipes(monkeypatch):
 
 def test_an_unknown_name_in_a_recipe_is_refused(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text("framez: 3\n")
-    assert "unknown option framez" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
+    assert "unknown framez" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
 
 
 def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text("- 1\n")
-    assert "must map option names" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
-    assert "there is none" in refused(capsys, "--config", str(tmp_path / "missing.yaml"))
+    assert "must map flags" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
+    assert "cannot be read" in refused(capsys, "--config", str(tmp_path / "missing.yaml"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""`--config FILE.yaml` of every command line: defaults for its flags, checked as the flags themselves are."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Defaults from a YAML mapping; unknown keys are an error that lists the valid ones."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read ({error.strerror}); give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path} must map flags to values, got {type(content).__name__}")
+    flags = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+    if unknown := sorted(str(key) for key in content if key not in flags):
+        raise ValueError(f"--config {path}: unknown {', '.join(unknown)}; valid keys: {', '.join(flags)}")
+    return {key: _config_value(path, flags[key], value) for key, value in content.items()}
+
+
+def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
+    """`value` as the flag would have been parsed."""
+    if value is None:
+        return None
+    if flag.nargs == "+":
+        return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    if flag.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"--config {path}: {flag.dest} must be true or false, got {value!r}")
+        return value
+    kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
+    try:
+        return kind(str(value))
+    except ValueError:
+        name = getattr(kind, "__name__", str(kind))
+        raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None
