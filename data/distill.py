@@ -60,7 +60,7 @@ def distill(
     next shard. ValueError for a finished output or one made otherwise, unless `overwrite`.
     """
     settings = DistillOptions(labels=labels, **options)
-    target = load_target(target_path, settings.dtype, settings.device, settings.chat_template)
+    target = load_target(target_path, settings.dtype, settings.device, settings.chat_template, settings.target_adapter)
     distiller = Distiller(target, settings, server_answerer(target, settings))
     loaded = select_conversations(source, settings)
     folder = ShardFolder.open(output, _header(target_path, source, distiller, loaded), overwrite)

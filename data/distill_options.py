@@ -23,6 +23,7 @@ class DistillOptions:
     skip_bad_rows   * list unusable rows instead of stopping
     dtype           * the target's precision, None for float32 on CPU and the checkpoint's on GPU
     chat_template   * a .jinja file for a tokenizer that has none
+    target_adapter  * a PEFT adapter merged into the target, None for the target as it is
     engine          * who generates: local, or openai (a /v1/completions server that returns token ids)
     batch_size        rows generated together and labelled together
     device            cpu, cuda, …; None takes a GPU where there is one
@@ -42,6 +43,7 @@ class DistillOptions:
     skip_bad_rows: bool = False
     dtype: str | None = None
     chat_template: str | None = None
+    target_adapter: str | None = None
     engine: str = "local"
     batch_size: int = 32
     device: str | None = None

@@ -86,9 +86,14 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
 
 
 def load_target(
-    path: str, dtype: str | None = None, device: str | None = None, chat_template: str | None = None
+    path: str,
+    dtype: str | None = None,
+    device: str | None = None,
+    chat_template: str | None = None,
+    adapter: str | None = None,
 ) -> FrozenTarget:
-    """Load and check a target: float32 on the CPU and the checkpoint's own dtype on a GPU unless `dtype` says.
+    """Load and check a target: float32 on the CPU and the checkpoint's own dtype on a GPU unless `dtype` says;
+    `adapter` names a PEFT adapter that is merged into it.
 
     ValueError, in a sentence, for an encoder-decoder model, for one that is no causal LM, and for one whose logits
     are not plainly `lm_head(last hidden state)`.
@@ -108,6 +113,10 @@ def load_target(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=precision)
     except ValueError as error:
         raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     model = model.to(place)  # type: ignore[arg-type]
     model.eval().requires_grad_(False)
     generation = getattr(model, "generation_config", None)

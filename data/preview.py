@@ -19,7 +19,7 @@ TRAINED = "black on green"
 def preview(target_path: str, source: str, count: int, options: dict[str, Any]) -> None:
     """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
     settings = DistillOptions(**options)
-    target = load_target(target_path, settings.dtype, settings.device, settings.chat_template)
+    target = load_target(target_path, settings.dtype, settings.device, settings.chat_template, settings.target_adapter)
     conversations = select_conversations(source, settings).dataset
     chosen = conversations.select(range(min(count, len(conversations))))
     console = Console()

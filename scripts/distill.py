@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", help="float32, float16, bfloat16 (float32 on CPU, the checkpoint's on GPU)")
     p.add_argument("--device", help="cpu, cuda, … (a GPU where there is one)")
     p.add_argument("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    p.add_argument("--target_adapter", metavar="DIR", help="PEFT adapter merged into the target")
     p.add_argument("--engine", choices=("local", "openai"), help="who generates the answers (local)")
     p.add_argument("--base_url", help="of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
     p.add_argument("--model_name", help="the model's name there (the first it lists)")

@@ -90,6 +90,12 @@ def load_data(run: RunOptions, target: Target) -> tuple[Any, Any, DistilledDatas
     """(rows to train on, held-out rows, the dataset they come from, their collator)."""
     distilled = load_distilled(run.dataset)
     check_fingerprint(distilled.manifest["target"]["fingerprint"], target.fingerprint(), f"--dataset {run.dataset}")
+    labelled_by = distilled.manifest["settings"].get("target_adapter")
+    if labelled_by != run.target_adapter:
+        raise ValueError(
+            f"labels and head must be made with the same adapter; --dataset {run.dataset} was distilled with "
+            f"{labelled_by or 'none'}, --target_adapter is {run.target_adapter or 'none'}; pass the same to both"
+        )
     rows = len(distilled.dataset)
     if rows <= run.held_out:
         raise ValueError(

@@ -51,6 +51,7 @@ class WallClock(TrainerCallback):
         self._agree(args.device)
         if self.elapsed >= self.max_minutes:
             control.should_training_stop = True
+            control.should_save = True  # a kill between here and the export costs nothing
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when every file of the checkpoint has been written."""

@@ -1,0 +1,94 @@
+"""Drafters from the words of a command line, and a target with an adapter laid on it."""
+
+import pytest
+import torch
+
+from heads.checkpoint import save_head
+from inference.drafters.ctc import CTCDrafter
+from inference.drafters.registry import DrafterSpec, build_drafter
+from inference.drafters.vanilla import VanillaDrafter
+from inference.target import Target
+from tests.inference.models import make_head
+
+TINY = "data/tiny_target"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.from_pretrained(TINY, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(target, tmp_path_factory):
+    head = make_head(target)
+    head.config.target_fingerprint = target.fingerprint()
+    folder = tmp_path_factory.mktemp("run") / "head"
+    save_head(head, folder)
+    return folder
+
+
+def test_the_kind_comes_from_the_checkpoint_and_options_from_the_words(target, checkpoint):
+    spec = DrafterSpec.parse(f"mine={checkpoint},tree=raw,max_nodes=5")
+    drafter = build_drafter(spec, target, 32)
+    assert spec.name == "mine" and isinstance(drafter, CTCDrafter)
+    assert (drafter.tree, drafter.max_nodes) == ("raw", 5)
+    again = build_drafter(DrafterSpec.parse(f"ctc=ctc:{checkpoint}"), target, 32)
+    assert isinstance(again, CTCDrafter) and (again.tree, again.max_nodes) == ("prefix", 32)
+
+
+def test_a_name_alone_is_a_drafter_that_loads_nothing(target):
+    assert isinstance(build_drafter(DrafterSpec.parse("vanilla"), target), VanillaDrafter)
+
+
+@pytest.mark.parametrize(
+    "text,told",
+    [
+        ("", "NAME"),
+        ("=x", "NAME"),
+        ("ctc=", "NAME"),
+        ("magic", "ctc, vanilla"),
+        ("ctc=somewhere/missing/head", "neither"),
+        ("v=vanilla,tree", "key=value"),
+    ],
+)
+def test_malformed_words_are_refused(text, told):
+    with pytest.raises(ValueError, match=told):
+        DrafterSpec.parse(text)
+
+
+@pytest.mark.parametrize(
+    "options,told",
+    [("tree=beam", "prefix, raw, plain"), ("size=3", "unknown option size"), ("max_nodes=many", "whole number")],
+)
+def test_options_that_make_no_sense_are_refused(target, checkpoint, options, told):
+    with pytest.raises(ValueError, match=told):
+        build_drafter(DrafterSpec.parse(f"ctc={checkpoint},{options}"), target)
+
+
+def test_unknown_kinds_and_missing_heads_are_refused(target):
+    with pytest.raises(ValueError, match="known kinds are ctc, vanilla"):
+        build_drafter(DrafterSpec.parse("x=magic:some/path"), target)
+    with pytest.raises(ValueError, match="needs a trained head"):
+        build_drafter(DrafterSpec.parse("ctc"), target)
+    with pytest.raises(ValueError, match="composes 2 sources"):
+        build_drafter(DrafterSpec.parse("both=vanilla+vanilla"), target)
+
+
+def test_an_adapter_is_merged_into_the_target(target, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32),
+        LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    ).eval()
+    adapted.save_pretrained(tmp_path)
+    merged = Target.from_pretrained(TINY, device="cpu", adapter=str(tmp_path))
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected = adapted(input_ids=ids).logits
+        plain = target.model(input_ids=ids).logits
+        got = merged.model(input_ids=ids).logits
+    assert torch.allclose(got, expected, atol=1e-4)
+    assert not torch.allclose(got, plain, atol=1e-2)
