@@ -22,7 +22,7 @@ from heads.checkpoint import CONFIG, save_head, write_text
 from inference.target import Target
 from train.options import HeadTrainingArguments, RunOptions
 from train.trainer import DraftHeadTrainer
-from train.wall_clock import newest_complete_checkpoint
+from train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
 
 SETTINGS = "run.json"
 # May differ between a run and its resumption: they change where and how often, not what is learned.
@@ -59,6 +59,9 @@ def _prepare(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
                 f"--output_dir {folder} was begun with other settings ({told}); repeat those, pick another folder or "
                 "add --overwrite to delete it"
             )
+        for cut_short in incomplete_checkpoints(folder):
+            print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
+            shutil.rmtree(cut_short)
         return
     if folder.exists() and any(path.name != "runs" for path in folder.iterdir()):
         raise ValueError(

@@ -63,8 +63,13 @@ class WallClock(TrainerCallback):
             partial.replace(folder / MARKER)
 
 
+def incomplete_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints whose writing never finished."""
+    return sorted(path for path in run.glob("checkpoint-*") if not (path / MARKER).is_file())
+
+
 def newest_complete_checkpoint(run: Path) -> Path | None:
-    """The last checkpoint whose writing was finished; a folder cut short by a kill is passed over."""
+    """The last checkpoint whose writing was finished."""
     whole = [path for path in run.glob("checkpoint-*") if (path / MARKER).is_file()]
     return max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
 

@@ -11,9 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from data.collate import DraftCollator
+from data.shards import load_distilled
 from data.synthetic import conversations
+from inference.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "data" / "tiny_target")
@@ -24,13 +28,21 @@ SMALL = shlex.split(
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("distilled")
-    source = folder / "conversations.jsonl"
+def distil(tmp_path_factory):
+    source = tmp_path_factory.mktemp("source") / "conversations.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in conversations(48, 5, "heldout")))
-    command = [sys.executable, "scripts/distill.py", "--target", TARGET, "--dataset", str(source)]
-    subprocess.run([*command, "--output", str(folder / "out"), "--labels", "argmax"], cwd=ROOT, check=True)
-    return str(folder / "out")
+    command = [sys.executable, "scripts/distill.py", "--target", TARGET, "--dataset", str(source), "--labels", "argmax"]
+
+    def into(folder, *flags):
+        subprocess.run([*command, "--output", str(folder), *flags], cwd=ROOT, check=True)
+        return str(folder)
+
+    return into
+
+
+@pytest.fixture(scope="module")
+def dataset(distil, tmp_path_factory):
+    return distil(tmp_path_factory.mktemp("distilled") / "out")
 
 
 def command(dataset, output, *extra, launcher=(sys.executable,), batch=4):
@@ -90,13 +102,13 @@ def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, un
     process.send_signal(signal.SIGKILL)
     process.wait()
     shutil.rmtree(output / "head", ignore_errors=True)  # should the kill have come too late
-    (output / "checkpoint-99").mkdir()  # a checkpoint whose writing was cut short is passed over
+    (output / "checkpoint-99").mkdir()  # as a kill in the middle of writing leaves it
 
     status, told = run(dataset, output, "--learning_rate", "0.5")
     assert status != 0 and "other settings" in told and "learning_rate" in told
     status, told = run(dataset, output)
     assert status == 0, told
-    (output / "checkpoint-99").rmdir()
+    assert "checkpoint-99 was cut short" in told and not (output / "checkpoint-99").exists()
     assert losses(output) == pytest.approx(losses(uninterrupted), abs=1e-6)
     whole, resumed = (load_file(folder / "head" / "model.safetensors") for folder in (uninterrupted, output))
     assert all((whole[name] - resumed[name]).abs().max() < 1e-6 for name in whole)
@@ -124,6 +136,19 @@ def test_gradient_accumulation_has_the_losses_of_one_large_batch(dataset, uninte
     status, told = run(dataset, tmp_path / "run", "--gradient_accumulation_steps", "2", batch=2)
     assert status == 0, told
     assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-4)
+
+
+def test_a_dataset_with_cached_hidden_states_is_trained_on_without_the_targets_forward(distil, tmp_path):
+    cached = distil(tmp_path / "cached", "--hidden_states", "float32")
+    rows = load_distilled(cached).dataset.select(range(4))
+    batch = DraftCollator(0, 512, hidden_dtype=torch.float32)(list(rows))
+    target = Target.from_pretrained(TARGET, device="cpu")
+    recomputed = target.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+    real = batch["segment_ids"] > 0
+    assert torch.allclose(batch["hidden"][real], recomputed[real], atol=1e-4)
+    status, told = run(cached, tmp_path / "run")
+    assert status == 0, told
+    assert len(losses(tmp_path / "run")) == 6
 
 
 def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
