@@ -82,7 +82,7 @@ class CTCHead(DraftHead):
         self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.blocks))
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
-        self.blank_bias = nn.Parameter(torch.zeros(()))
+        self.blank_bias = nn.Parameter(torch.zeros(1))  # DeepSpeed broadcasts no 0-dimensional parameters
 
     @torch.no_grad()
     def calibrate(self, hidden: Tensor, target: TargetView) -> None:

@@ -177,7 +177,7 @@ def ctc_loss_fused(
     """Sum of the CTC losses [] and which windows are infeasible [N] bool (zero loss, zero gradient).
 
     frames        [N, T, H], what the LM head reads
-    blank_weight  [H], blank_bias []: the learned extra row that gives the blank logit
+    blank_weight  [H], blank_bias [1]: the learned extra row that gives the blank logit
     lm_head       [V, H] frozen; lm_bias [V] or None
     labels        [N, U] int64; lengths [N] int64 (0…U); closed [N] bool (see the module's head)
     chunk_bytes   bound on the one logits buffer, float32

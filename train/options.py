@@ -6,10 +6,13 @@ taken.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 
 from heads.base import HeadConfig
@@ -79,7 +82,19 @@ class HeadTrainingArguments(TrainingArguments):
             raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
         self.remove_unused_columns = False
         self.label_names = []
+        if not torch.accelerator.is_available():
+            self._prepare_cpu_processes()
         super().__post_init__()
+
+    def _prepare_cpu_processes(self) -> None:
+        """Several processes on CPU: accelerate picks no backend by itself when DeepSpeed is asked for, so name gloo."""
+        if not self.deepspeed:
+            self.use_cpu = True
+        elif "LOCAL_RANK" in os.environ:
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            PartialState(backend="gloo")
+            del os.environ["ACCELERATE_USE_DEEPSPEED"]
+            self.accelerator_config = {"use_configured_state": True}  # type: ignore[assignment]
 
 
 def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer
 
 from data.collate import DraftCollator
@@ -22,6 +23,23 @@ from inference.target import Target
 from train.options import HeadTrainingArguments
 from train.simulate import answers, walk
 from train.wall_clock import WallClock, wall_time_scheduler
+
+
+class EpochSampler(Sampler[int]):
+    """Row numbers in an order that depends on seed and epoch only: the same on one process and on many."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self.rows, self.seed, self.epoch = rows, seed, 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        yield from torch.randperm(self.rows, generator=generator).tolist()
 
 
 class DraftHeadTrainer(Trainer):
@@ -99,6 +117,10 @@ class DraftHeadTrainer(Trainer):
             inputs = {name: value.to(device) for name, value in batch.items() if name != "hidden"}
             count += head.count_windows(seed=self.state.global_step, **inputs)
         return self.accelerator.gather(count[None]).sum() if self.args.world_size > 1 else count
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        return EpochSampler(len(rows), self.args.seed if self.args.data_seed is None else self.args.data_seed)
 
     # --- optimisation -----------------------------------------------------------------------------------------------
 
