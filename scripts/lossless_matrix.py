@@ -195,7 +195,7 @@ def main() -> int:
     for folder in args.targets:
         AutoConfig.from_pretrained(folder)  # a wrong path fails here, not after an hour
     args.output.mkdir(parents=True, exist_ok=True)
-    cells = [(name, dtype, args.prompts) for name in [*args.targets, *RANDOM_TARGETS] for dtype in DTYPES]
+    cells = [(name, dtype, args.prompts) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
     rows: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         for found in track(pool.imap_unordered(_check, cells), "lossless", len(cells), console=Console()):

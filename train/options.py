@@ -94,7 +94,7 @@ class HeadTrainingArguments(TrainingArguments):
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
-            self.accelerator_config = {"use_configured_state": True}  # type: ignore[assignment]
+            self.accelerator_config = {"use_configured_state": True}
 
 
 def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 
 from data.collate import DraftCollator
 from heads.base import DraftHead, HeadLoss
 from inference.target import Target
 from train.options import HeadTrainingArguments
 from train.simulate import answers, walk
-from train.wall_clock import WallClock, wall_time_scheduler
+from train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
 
 
 class EpochSampler(Sampler[int]):
@@ -78,6 +78,9 @@ class DraftHeadTrainer(Trainer):
             eval_dataset=eval_dataset,
             callbacks=[self.clock],
         )
+        if args.max_minutes and not args.disable_tqdm:
+            self.remove_callback(ProgressCallback)
+            self.add_callback(MinutesBar(self.clock))
         self.loss_is_scaled_for_ga = True  # divided by the windows of the whole accumulated batch
 
     # --- loss -------------------------------------------------------------------------------------------------------
@@ -119,7 +122,7 @@ class DraftHeadTrainer(Trainer):
         return self.accelerator.gather(count[None]).sum() if self.args.world_size > 1 else count
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        rows = self.train_dataset if train_dataset is None else train_dataset
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
         return EpochSampler(len(rows), self.args.seed if self.args.data_seed is None else self.args.data_seed)
 
     # --- optimisation -----------------------------------------------------------------------------------------------

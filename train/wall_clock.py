@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback, get_scheduler
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainerCallback, get_scheduler
 
 MARKER = "complete.json"
 _RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
@@ -61,6 +62,24 @@ class WallClock(TrainerCallback):
             partial = folder / f".{MARKER}"
             partial.write_text(json.dumps({"minutes": minutes, "step": state.global_step}))
             partial.replace(folder / MARKER)
+
+
+class MinutesBar(ProgressCallback):
+    """The progress bar of a run that ends at a wall time: minutes, since the number of steps is not known."""
+
+    def __init__(self, clock: WallClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            shape = "training {percentage:3.0f}% |{bar}| {n:.1f} of {total:g} minutes{postfix}"
+            self.training_bar = tqdm(total=self.clock.max_minutes, bar_format=shape, dynamic_ncols=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.set_postfix(steps=state.global_step, refresh=False)
+            self.training_bar.update(min(self.clock.elapsed, self.clock.max_minutes) - self.training_bar.n)
 
 
 def incomplete_checkpoints(run: Path) -> list[Path]:
