@@ -59,10 +59,10 @@ def run(console: Console, title: str, *command: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--conversations", type=int, default=600, help="conversations to distil")
+    parser.add_argument("--conversations", type=int, default=2000, help="conversations to distil")
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
     parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
-    parser.add_argument("--max_minutes", type=float, default=3.5, help="training time")
+    parser.add_argument("--max_minutes", type=float, default=4.0, help="training time")
     args = parser.parse_args()
     output = args.output.resolve()
     console = Console()
@@ -78,12 +78,12 @@ def main() -> None:
     run(
         console, "1/3 distil: the target answers, its tokens are the labels",
         "scripts/distill.py", "--target", target, "--dataset", str(inputs["conversations"]), "--output", distilled,
-        "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "64",
+        "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128",
     )  # fmt: skip
     run(
         console, f"2/3 train a CTC head for {args.max_minutes:g} minutes",
         "train/ctc.py", "--target", target, "--dataset", distilled, "--output_dir", training,
-        "--max_minutes", str(args.max_minutes),
+        "--max_minutes", str(args.max_minutes), "--head_optimizer", "muon", "--learning_rate", "1e-2",
     )  # fmt: skip
     head = f"{training}/head"
     run(

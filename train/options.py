@@ -69,6 +69,10 @@ class HeadTrainingArguments(TrainingArguments):
         metadata={"help": "wall minutes at which the schedule ends, learning rate included; 0: by epochs or steps"},
     )
     clip: str = field(default="norm", metadata={"help": "norm (max_grad_norm bounds the norm) or value (every entry)"})
+    head_optimizer: str = field(
+        default="adamw",
+        metadata={"help": "adamw (--optim of transformers) or muon (for weight matrices; not with --deepspeed)"},
+    )
     overwrite: bool = field(default=False, metadata={"help": "delete what an earlier run left in --output_dir"})
 
     def __post_init__(self) -> None:
@@ -77,6 +81,13 @@ class HeadTrainingArguments(TrainingArguments):
         if self.clip == "value" and self.deepspeed:
             raise ValueError(
                 "--clip value cannot be used with --deepspeed, which clips by norm only; drop one of the two"
+            )
+        if self.head_optimizer not in ("adamw", "muon"):
+            raise ValueError(f"--head_optimizer must be adamw or muon; got {self.head_optimizer!r}")
+        if self.head_optimizer == "muon" and self.deepspeed:
+            raise ValueError(
+                "--head_optimizer muon cannot be used with --deepspeed, whose ZeRO stages flatten the matrices it "
+                "needs; add --head_optimizer adamw, with a learning rate for it"
             )
         if self.max_minutes < 0:
             raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")

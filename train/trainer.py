@@ -20,6 +20,7 @@ from transformers import ProgressCallback, Trainer
 from data.collate import DraftCollator
 from heads.base import DraftHead, HeadLoss
 from inference.target import Target
+from train.optimizer import MuonWithAdamW
 from train.options import HeadTrainingArguments
 from train.simulate import answers, walk
 from train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
@@ -126,6 +127,17 @@ class DraftHeadTrainer(Trainer):
         return EpochSampler(len(rows), self.args.seed if self.args.data_seed is None else self.args.data_seed)
 
     # --- optimisation -----------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None and self.args.head_optimizer == "muon":
+            self.optimizer = MuonWithAdamW(
+                (model or self.model).named_parameters(),
+                lambda name: "frame_queries" not in name,  # rows of a table, not a map between spaces
+                self.args.learning_rate,
+                self.args.weight_decay,
+                (self.args.adam_beta1, self.args.adam_beta2),
+            )
+        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if not self.args.max_minutes:

@@ -1,0 +1,55 @@
+"""Muon and AdamW as one optimizer: who updates what, schedules, and a resume in the middle."""
+
+import copy
+
+import torch
+from torch import nn
+
+from train.optimizer import MuonWithAdamW
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3, bias=False))
+    return model, MuonWithAdamW(model.named_parameters(), lambda name: name != "1.weight", 0.01, 0.1, (0.9, 0.999))
+
+
+def step(model, optimizer, seed):
+    torch.manual_seed(seed)
+    model(torch.randn(8, 6)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_muon_gets_the_matrices_asked_for_and_adamw_the_rest():
+    model, optimizer = make()
+    muon, adamw = optimizer.parts
+    assert [p.shape for p in muon.param_groups[0]["params"]] == [(4, 6)]
+    assert {tuple(p.shape) for p in adamw.param_groups[0]["params"]} == {(4,), (3, 4)}
+    before = copy.deepcopy(model.state_dict())
+    step(model, optimizer, 1)
+    assert all(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_schedule_reaches_both_parts():
+    _, optimizer = make()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for part in optimizer.parts for group in part.param_groups] == [0.005, 0.005]
+
+
+def test_saved_and_loaded_it_goes_on_as_if_never_stopped():
+    whole, optimizer = make()
+    for seed in range(3):
+        step(whole, optimizer, seed)
+    model, half = make()
+    step(model, half, 0)
+    again, loaded = make(seed=9)
+    again.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(half.state_dict()))
+    for seed in (1, 2):
+        step(again, loaded, seed)
+    for got, want in zip(again.parameters(), whole.parameters()):
+        assert torch.allclose(got, want, atol=1e-7)
