@@ -54,18 +54,29 @@ def child_scores(state: PrefixState, probs: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels == state.last[:, None], scores - over_frames(state.in_label), scores).clamp_(min=0)
 
 
-def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, blank: Tensor) -> PrefixState:
+def runs(probs: Tensor) -> Tensor:
+    """[..., T, T] probability of one class at every frame from s to j−1: `out[s, j] = Π_{s≤r<j} p_r`, 0 for j < s.
+
+    Worked example: p = (.5, .4, .2) gives (1, .5, .2), (0, 1, .4), (0, 0, 1).
+    """
+    frames = probs.shape[-1]
+    from_start = torch.ones(frames, frames, dtype=torch.bool, device=probs.device).triu()
+    products = torch.where(from_start, probs[..., None, :], 1.0).cumprod(-1)
+    return torch.nn.functional.pad(products[..., :-1], (1, 0), value=1.0).triu()
+
+
+def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, blank_runs: Tensor) -> PrefixState:
     """The state of prefixes p·c: parent [M'] indexes `state`, label [M'] is c, label_probs [M', T] is p_t(c).
 
-    blank `[T]`, or `[M', T]` where each prefix has its own frames.
+    blank_runs: `runs` of the blank's probabilities, `[T, T]`, or `[M', T, T]` where each prefix has its own frames.
+    The recursions over frames are written out as sums over the frame s at which c, or the blank behind it, begins:
+    γⁿ_j = Σ_{s<j} gain_s·Π_{s<r<j} p_r(c) and γᵇ_j = Σ_{s<j} γⁿ_s·Π_{s≤r<j} p_r(blank).
     """
     same = (label == state.last[parent])[:, None]
     gain = (state.in_blank[parent] + torch.where(same, 0.0, state.in_label[parent])) * label_probs
-    in_label, in_blank = [torch.zeros_like(gain[:, 0])], [torch.zeros_like(gain[:, 0])]
-    for t in range(blank.shape[-1] - 1):
-        in_blank.append((in_blank[-1] + in_label[-1]) * blank[..., t])
-        in_label.append(in_label[-1] * label_probs[:, t] + gain[:, t])
-    return PrefixState(torch.stack(in_label, 1), torch.stack(in_blank, 1), label)
+    in_label = (gain[:, None, :-1] @ runs(label_probs)[:, 1:])[:, 0]
+    in_blank = (in_label[:, None] @ blank_runs.triu(1))[:, 0]
+    return PrefixState(in_label, in_blank, label)
 
 
 def teacher_forced_hits(
@@ -99,12 +110,12 @@ def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
     blank = probs[:, :, -1]
     vocabulary = torch.arange(probs.shape[2] - 1, device=probs.device)
     everyone = torch.arange(count, device=probs.device)
-    state = empty_prefix(blank)
+    state, blank_runs = empty_prefix(blank), runs(blank)
     hits = []
     for offset in range(labels.shape[1]):
         label = labels[:, offset]
         best = child_scores(state, probs[:, :, :-1], vocabulary).argmax(-1)
         hits.append(((best == label) & (lengths > offset)).sum())
         own = probs.gather(2, label[:, None, None].expand(-1, frames, 1))[:, :, 0]
-        state = extend(state, everyone, label, own, blank)
+        state = extend(state, everyone, label, own, blank_runs)
     return torch.stack(hits).float()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heads.prefix_scores import child_scores, empty_prefix, extend
+from heads.prefix_scores import child_scores, empty_prefix, extend, runs
 from inference.tree import DraftTree
 
 TREE_MODES = ("prefix", "raw", "plain")
@@ -59,22 +59,26 @@ def prefix_tree(
     else:
         labels = torch.arange(vocabulary, device=probs.device)
 
-    state = empty_prefix(blank)
+    state, blank_runs = empty_prefix(blank), runs(blank)
     width = min(max_nodes, considered)
     beam_index = torch.full((1,), -1, dtype=torch.long, device=probs.device)  # node number of each beam entry
-    scores, tokens, parents = [], [], []
+    scores: list[Tensor] = []
+    tokens: list[Tensor] = []
+    parents: list[Tensor] = []
     offset = 0
     for depth in range(max_depth or frames):
         level = child_scores(state, probs, labels)
         width = min(max_nodes, level.numel())
         best, flat = level.flatten().topk(width)
         parent, column = flat // considered, flat % considered
+        if offset >= max_nodes and not best.is_cuda and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]:
+            break  # no deeper node is among the best; asked on CPU only, where asking costs no synchronisation
         scores.append(best)
         tokens.append(labels[column])
         parents.append(beam_index[parent])
         if depth + 1 == (max_depth or frames):
             break
-        state = extend(state, parent, labels[column], probs[:, column].T, blank)
+        state = extend(state, parent, labels[column], probs[:, column].T, blank_runs)
         beam_index = torch.arange(offset, offset + width, device=probs.device)
         offset += width
 

@@ -1,0 +1,40 @@
+"""Prefix scores: the worked examples, and the written-out recursions against frame-by-frame ones."""
+
+import pytest
+import torch
+
+from heads.prefix_scores import child_scores, empty_prefix, extend, runs
+
+
+def test_the_worked_example_of_runs():
+    expected = [[1, 0.5, 0.2], [0, 1, 0.4], [0, 0, 1]]
+    assert torch.allclose(runs(torch.tensor([0.5, 0.4, 0.2])), torch.tensor(expected))
+
+
+def test_the_worked_example_of_the_prefix_scores():
+    probs, blank = torch.tensor([[0.6, 0.0], [0.5, 0.5]]), torch.tensor([0.4, 0.0])
+    empty = empty_prefix(blank)
+    assert child_scores(empty, probs, torch.tensor([0, 1])).tolist()[0] == pytest.approx([0.8, 0.2])
+    state = extend(empty, torch.tensor([0]), torch.tensor([0]), probs[None, :, 0], runs(blank))
+    assert child_scores(state, probs, torch.tensor([0, 1])).tolist()[0] == pytest.approx([0.0, 0.3])
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_extending_equals_the_recursion_frame_by_frame(zeros):
+    torch.manual_seed(0)
+    frames, vocabulary = 7, 3
+    table = torch.randn(frames, vocabulary + 1, dtype=torch.float64).softmax(-1)
+    if zeros:
+        table[2, 1] = table[4, -1] = 0.0
+    probs, blank = table[:, :-1], table[:, -1]
+    state = empty_prefix(blank)
+    for label in (1, 1, 2):
+        last = int(state.last[0])
+        in_label, in_blank = [torch.zeros(()).double()], [torch.zeros(()).double()]
+        for t in range(frames - 1):
+            enter = state.in_blank[0, t] + (0.0 if label == last else state.in_label[0, t])
+            in_blank.append((in_blank[-1] + in_label[-1]) * blank[t])
+            in_label.append((in_label[-1] + enter) * probs[t, label])
+        state = extend(state, torch.tensor([0]), torch.tensor([label]), probs[None, :, label], runs(blank))
+        assert torch.allclose(state.in_label[0], torch.stack(in_label))
+        assert torch.allclose(state.in_blank[0], torch.stack(in_blank))
