@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from data.benchmarks import load_benchmark
 from rich.console import Console
 from rich.table import Table
 
+from data.benchmarks import load_benchmark
 from data.loops import LoopDetector
 from data.rendering import render_prompt
 from inference.engine import DecodingEngine
