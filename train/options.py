@@ -122,7 +122,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
             f"--{option.name}",
             type=_switch if isinstance(option.default, bool) else type(option.default),
             default=option.default,
-            help=f"{option.metadata.get('help', '')} (default: {option.default})",
+            help=option.metadata.get("help"),
         )
     parser.add_argument("--config", default=None, help="recipe of defaults; without it the one that fits the target")
     try:
