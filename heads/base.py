@@ -6,6 +6,7 @@ Shapes: B batch, L length, H hidden, V vocabulary, N windows, U label offsets.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self
 
@@ -107,7 +108,7 @@ def target_sizes(config: Any) -> dict[str, Any]:
     }
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """A module that drafts what follows the base token, from the target's hidden states.
 
     `config.hidden_size` exists because DeepSpeed's `auto` values read it.
@@ -119,6 +120,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
 
+    @abstractmethod
     def forward(
         self,
         hidden: Tensor,
@@ -140,8 +142,7 @@ class DraftHead(nn.Module):
         position_ids  [B, L] int64, restarting per conversation; default: 0..L-1
         seed          chooses which anchors are sampled, the same ones on any number of processes
         """
-        raise NotImplementedError  # the contract; every head fills it in
 
+    @abstractmethod
     def count_windows(self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, **batch: Any) -> Tensor:
         """[] int64, how many windows `forward` would use: what the trainer normalises a global batch by."""
-        raise NotImplementedError  # the contract; every head fills it in

@@ -156,7 +156,7 @@ class DecodingEngine:
     def _step(self, base: Tensor, cache: KVCache, remaining: int, clock: _Clock) -> tuple[Tensor, list[int]]:
         """One target step: the next base token (on the device) and the new tokens, drafts accepted and base."""
         tree = self.drafter.propose()
-        if remaining < self.drafter.max_depth:  # nodes beyond the last token wanted, or beyond the context
+        if remaining < self.drafter.max_depth:  # the last few steps: no node beyond the tokens wanted
             tree = within_depth(tree, remaining, self.drafter.max_depth)
         clock.lap("draft")
 
@@ -182,7 +182,7 @@ class DecodingEngine:
 
 
 def within_depth(tree: DraftTree, most: int, levels: int) -> DraftTree:
-    """The nodes of depth at most `most`; `levels` bounds the tree's depth."""
+    """The nodes of depth at most `most`; `levels` bounds the tree's depth. How many remain is read by the host."""
     return tree.select(depths(ancestor_rows(tree.parents, levels))[1:] <= most)
 
 

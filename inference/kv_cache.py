@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -89,10 +88,3 @@ class KVCache(Cache):
         for layer in self._own:
             layer.length = 0
         self.length = 0
-
-
-def cache_bytes(config: Any, capacity: int, dtype: torch.dtype) -> int:
-    """Bytes a `KVCache` of `capacity` rows takes for a transformers decoder config."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * capacity * dtype.itemsize
