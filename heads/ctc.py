@@ -7,6 +7,10 @@ position n+1+t, and attends to all c_i (i ≤ n) and to the other frames of its 
 by the target's own frozen LM head; one learned row more gives the blank. The base token `x_{n+1}` is known before
 drafting and stands outside the alignment.
 
+`frames_from: chain` is the layer of the authors' published code, kept to be measured: the block runs causally over the
+context states, its output f_i regresses h_{i+1}, frame t of anchor n is f_{n+t} under teacher forcing in training; in
+decoding one frame after another, each fed the most probable label of the one before.
+
 Paper: "Speculative Decoding with CTC-based Draft Model for LLM Inference Acceleration" (NeurIPS 2024), section 3.
 """
 
@@ -21,8 +25,14 @@ from torch import Tensor, nn
 
 from heads.base import DraftHead, HeadConfig, HeadLoss, TargetView
 from heads.block import Attend, DecoderBlock
-from heads.frame_attention import dense_attention, flex_frame_attention
-from heads.losses import ctc_loss_fused
+from heads.frame_attention import (
+    before_anchor,
+    causal_attention,
+    chain_attention,
+    dense_attention,
+    flex_frame_attention,
+)
+from heads.losses import ctc_loss_fused, soft_cross_entropy
 from heads.prefix_scores import teacher_forced_hits
 from heads.windows import Windows, select_windows
 
@@ -47,6 +57,17 @@ class CTCConfig(HeadConfig):
     open_windows: bool = field(
         default=False, metadata={"help": "score full windows too by what the collapse starts with"}
     )
+    frames_from: str = field(
+        default="queries",
+        metadata={"help": "queries: all frames in one pass; chain: one after another (the published code)"},
+    )
+    ctc_weight: float = field(default=1.0, metadata={"help": "weight of the CTC loss"})
+    regression_weight: float = field(
+        default=0.0, metadata={"help": "chain: weight of SmoothL1 between first frame and next hidden state"}
+    )
+    soft_weight: float = field(
+        default=0.0, metadata={"help": "chain: weight of cross entropy to the target's next distribution"}
+    )
 
     def __post_init__(self) -> None:
         if self.labels < 1:
@@ -60,9 +81,35 @@ class CTCConfig(HeadConfig):
             raise ValueError(f"--blocks must be at least 1; got {self.blocks}")
         if self.anchors < 0:
             raise ValueError(f"--anchors must be 0 (all) or more; got {self.anchors}")
-        for name, valid in (("context", ("hidden+token", "hidden")), ("labels_cut", ("agree", "none"))):
+        for name, valid in (
+            ("context", ("hidden+token", "hidden")),
+            ("labels_cut", ("agree", "none")),
+            ("frames_from", ("queries", "chain")),
+        ):
             if getattr(self, name) not in valid:
                 raise ValueError(f"--{name} must be one of {', '.join(valid)}; got {getattr(self, name)!r}")
+        weights = (self.ctc_weight, self.regression_weight, self.soft_weight)
+        if min(weights) < 0 or max(weights) == 0:
+            raise ValueError(
+                "--ctc_weight, --regression_weight and --soft_weight must be 0 or more and not all 0; got "
+                f"{', '.join(f'{weight:g}' for weight in weights)}"
+            )
+        if self.chained:
+            if self.blocks != 1 or self.context != "hidden+token":
+                raise ValueError(
+                    "--frames_from chain needs --blocks 1 and --context hidden+token: a frame is fed as the next "
+                    f"state; got --blocks {self.blocks} --context {self.context}"
+                )
+        elif self.regression_weight or self.soft_weight:
+            raise ValueError(
+                "--regression_weight and --soft_weight need --frames_from chain: parallel frames are aligned by the "
+                f"CTC loss alone; got {self.regression_weight:g} and {self.soft_weight:g}"
+            )
+
+    @property
+    def chained(self) -> bool:
+        """Frames come one after another."""
+        return self.frames_from == "chain"
 
 
 class CTCHead(DraftHead):
@@ -78,7 +125,8 @@ class CTCHead(DraftHead):
             with torch.no_grad():  # starts as [0 | I]: the context is the hidden state
                 self.context_proj.weight.zero_()
                 self.context_proj.weight[:, hidden:].fill_diagonal_(1.0)
-        self.frame_queries = nn.Parameter(0.02 * torch.randn(config.frames, hidden))
+        if not config.chained:
+            self.frame_queries = nn.Parameter(0.02 * torch.randn(config.frames, hidden))
         self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.blocks))
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
@@ -117,6 +165,22 @@ class CTCHead(DraftHead):
             states = block(states, at, block_attend)
         return self.norm(states).view(batch, count, frames, hidden)
 
+    def chain_frames(
+        self, anchor_states: Tensor, positions: Tensor, attend: Attend, target: TargetView
+    ) -> Tensor:
+        """Frames one after another, each fed the most probable label of the one before: [B, A, T, H].
+
+        anchor_states [B, A, H] are c_n; positions [B, A] that of the base token; `attend` is a `chain_attention`.
+        """
+        block = self.blocks[0]
+        frames, state = [], anchor_states
+        for step in range(self.config.frames):
+            frames.append(self.norm(block(state, positions + step, attend)))
+            if step + 1 < self.config.frames:
+                logits = target.logits(frames[-1].to(target.lm_head_weight.dtype))
+                state = self.context_states(frames[-1], logits.argmax(-1), target)
+        return torch.stack(frames, dim=2)
+
     def frame_log_probs(self, frames: Tensor, target: TargetView) -> Tensor:
         """[..., H] → [..., V+1] log-probabilities in float32, the blank last."""
         logits = target.logits(frames.to(target.lm_head_weight.dtype)).float()
@@ -133,17 +197,48 @@ class CTCHead(DraftHead):
         target: TargetView,
     ) -> Tensor:
         """Frames of the given anchors `[B, A]` (ascending) of a whole batch in one pass: [B, A, T, H]."""
-        hidden = hidden.to(self.frame_queries.dtype)
-        next_ids = F.pad(input_ids[:, 1:], (0, 1))
-        context = self.context_states(hidden, next_ids, target)
+        context = self.row_context(hidden, input_ids, target)
+        if self.config.chained:
+            attend = causal_attention(segment_ids)
+            every = self.norm(self.blocks[0](context, position_ids + 1, attend))  # f_i at every index
+            offsets = torch.arange(self.config.frames, device=anchors.device)
+            index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1).flatten(1)
+            gathered = every.gather(1, index[:, :, None].expand(-1, -1, every.shape[-1]))
+            return gathered.unflatten(1, (anchors.shape[1], self.config.frames))
         attention = flex_frame_attention if hidden.is_cuda else dense_attention
         attends = []
         for block in self.blocks:
             assert isinstance(block, DecoderBlock)
             keys, values = block.context_keys_values(context, position_ids + 1)
             attends.append(attention(keys, values, anchors, segment_ids, self.config.frames))
-        states = context.gather(1, anchors[:, :, None].expand(-1, -1, context.shape[-1]))
-        return self.draft_frames(states, position_ids.gather(1, anchors) + 1, attends)
+        return self.draft_frames(_at(context, anchors), position_ids.gather(1, anchors) + 1, attends)
+
+    def drafted_frames(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        segment_ids: Tensor,
+        position_ids: Tensor,
+        anchors: Tensor,
+        target: TargetView,
+        anchors_at_once: int = 64,
+    ) -> Tensor:
+        """`train_frames` as the decoder would have them: a chain is fed its own labels, not the text's."""
+        if not self.config.chained:
+            return self.train_frames(hidden, input_ids, segment_ids, position_ids, anchors, target)
+        context = self.row_context(hidden, input_ids, target)
+        block = self.blocks[0]
+        assert isinstance(block, DecoderBlock)
+        keys, values = block.context_keys_values(context, position_ids + 1)
+        pieces = []
+        for some in anchors.split(anchors_at_once, dim=1):
+            attend = chain_attention(keys, values, before_anchor(some, segment_ids))
+            pieces.append(self.chain_frames(_at(context, some), position_ids.gather(1, some) + 1, attend, target))
+        return torch.cat(pieces, dim=1)
+
+    def row_context(self, hidden: Tensor, input_ids: Tensor, target: TargetView) -> Tensor:
+        """[B, L, H], the context state of every index of whole rows."""
+        return self.context_states(hidden.to(self.norm.weight.dtype), F.pad(input_ids[:, 1:], (0, 1)), target)
 
     def windows(self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int) -> Windows:
         """The anchors this step trains on, with their labels."""
@@ -158,6 +253,7 @@ class CTCHead(DraftHead):
             config.labels_cut == "agree",
             config.anchors if self.training else 0,
             seed,
+            room=config.frames if config.chained else 0,
         )
 
     def forward(
@@ -176,6 +272,7 @@ class CTCHead(DraftHead):
             segment_ids = torch.ones_like(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        config = self.config
         windows = self.windows(input_ids, greedy_ids, mask, segment_ids, seed)
         if windows.anchors.shape[1] == 0:  # nothing to train on here; still touch every parameter
             nothing = sum((p.sum() * 0.0 for p in self.parameters()), torch.zeros((), device=hidden.device))
@@ -184,10 +281,10 @@ class CTCHead(DraftHead):
         kept = frames[windows.valid]  # [N, T, H]
         labels, lengths = windows.labels[windows.valid], windows.lengths[windows.valid]
         closed = windows.closed[windows.valid]
-        if self.config.open_windows:
+        if config.open_windows:
             ended = torch.isin(
                 labels.gather(1, lengths[:, None] - 1)[:, 0],
-                torch.tensor(self.config.end_token_ids, device=labels.device),
+                torch.tensor(config.end_token_ids, device=labels.device),
             )
             closed = closed & ended
         total, infeasible = ctc_loss_fused(
@@ -200,12 +297,21 @@ class CTCHead(DraftHead):
             closed,
             lm_bias=target.lm_head_bias,
         )
-        loss = HeadLoss(
-            total=total,
-            windows=torch.tensor(len(kept), device=hidden.device),
-            parts={"ctc": total.detach(), "infeasible_count": infeasible.sum()},
-        )
+        parts = {"ctc": total.detach(), "infeasible_count": infeasible.sum()}
+        total = config.ctc_weight * total
+        if config.chained:
+            aims = _at(hidden, windows.anchors + 1)[windows.valid]  # h_{n+1}
+            regression = F.smooth_l1_loss(kept[:, 0], aims.to(kept.dtype), reduction="none").mean(-1).sum()
+            soft = soft_cross_entropy(kept[:, 0], aims, target)
+            parts |= {"regression": regression.detach(), "soft": soft.detach()}
+            total = total + config.regression_weight * regression + config.soft_weight * soft
+        loss = HeadLoss(total, torch.tensor(len(kept), device=hidden.device), parts)
         if not self.training:
+            if config.chained:
+                drafted = self.drafted_frames(
+                    hidden, input_ids, segment_ids, position_ids, windows.anchors, target
+                )
+                kept = drafted[windows.valid]
             loss.correct, loss.counted = teacher_forced_hits(
                 kept, labels, lengths, lambda some: self.frame_log_probs(some, target)
             )
@@ -217,3 +323,8 @@ class CTCHead(DraftHead):
         if segment_ids is None:
             segment_ids = torch.ones_like(input_ids)
         return self.windows(input_ids, greedy_ids, mask, segment_ids, batch.get("seed", 0)).valid.sum()
+
+
+def _at(rows: Tensor, index: Tensor) -> Tensor:
+    """[B, A, H], the states `rows [B, L, H]` at `index [B, A]`."""
+    return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[-1]))

@@ -118,3 +118,38 @@ def flex_frame_attention(
         )
 
     return attend
+
+
+def causal_attention(segment_ids: Tensor) -> Attend:
+    """Every state of rows with `segment_ids [B, L]` sees itself and what lies before it in its conversation."""
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    mask = (index <= index[:, None]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return grouped_attention(queries, keys, values, mask[:, None])
+
+    return attend
+
+
+def before_anchor(anchors: Tensor, segment_ids: Tensor) -> Tensor:
+    """[B, A, L] bool, the contexts before each anchor `[B, A]`, without its own: that one opens the chain."""
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    same = segment_ids[:, None, :] == segment_ids.gather(1, anchors)[:, :, None]
+    return same & (index < anchors[:, :, None])
+
+
+def chain_attention(context_keys: Tensor, context_values: Tensor, visible: Tensor) -> Attend:
+    """For chains drafted one state at a time: each call's states see `visible [B, A, L]` contexts and their own chain.
+
+    Called once per step with the states of all A anchors; remembers the keys and values of the steps before.
+    """
+    chain_keys, chain_values = [context_keys], [context_values]
+    own = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device).expand(len(visible), -1, -1)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        chain_keys.append(keys)
+        chain_values.append(values)
+        mask = torch.cat([visible, own.repeat(1, 1, len(chain_keys) - 1)], dim=2)[:, None]
+        return grouped_attention(queries, torch.cat(chain_keys, dim=2), torch.cat(chain_values, dim=2), mask)
+
+    return attend

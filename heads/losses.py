@@ -3,7 +3,7 @@
 Shapes: N windows, T frames, U labels, V vocabulary (the blank is class V), H hidden, S = 2U+1 lattice states
 `blank y1 blank y2 … yU blank`.
 
-Two losses on a window of labels Y, per METHODS section 1:
+Two losses on a window of labels Y:
 
 * closed  `−log Σ_{A: collapse(A) = Y} Π_t p_t(A_t)`  the collapse *is* Y                (Graves et al. 2006)
 * open    `−log Ψ(Y)`, Ψ(Y) = the probability that the collapse *starts with* Y; used where a cut left fewer labels
@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from heads.base import TargetView
 
 IMPOSSIBLE = -1e30  # finite: −inf would turn the gradient of logaddexp into NaN
 
@@ -188,3 +191,23 @@ def ctc_loss_fused(
     return _FusedCTC.apply(
         frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed, chunk, need_grad
     )
+
+
+def soft_cross_entropy(rows: Tensor, aims: Tensor, target: TargetView, chunk_bytes: int = 32 * 2**20) -> Tensor:
+    """[] sum over rows of −Σ_v p_v·log q_v, with p = softmax(LM(aim)) and q = softmax(LM(row)).
+
+    rows [N, H], aims [N, H]: what the LM head reads. A chunk's logits live in one chunk only; backward makes them anew.
+    """
+
+    def of_chunk(some: Tensor, their_aims: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = target.logits(their_aims).float().softmax(-1)
+        return F.cross_entropy(target.logits(some.to(their_aims.dtype)).float(), wanted, reduction="sum")
+
+    size = max(1, chunk_bytes // (4 * target.lm_head_weight.shape[0]))
+    aims = aims.to(target.lm_head_weight.dtype)
+    pieces = [
+        checkpoint(of_chunk, some, their_aims, use_reentrant=False)
+        for some, their_aims in zip(rows.split(size), aims.split(size))
+    ]
+    return torch.stack(pieces).sum()

@@ -1,4 +1,4 @@
-"""Which anchors are trained on and which labels each of them drafts (METHODS: distillation labels).
+"""Which anchors are trained on and which labels each of them drafts (docs/training.md, labels).
 
 Shapes: B batch, L length, U labels, A anchors a row.
 
@@ -51,8 +51,11 @@ def label_windows(
     size: int,
     end_token_ids: list[int],
     agree: bool = True,
+    room: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Labels `[B, L, U]`, lengths `[B, L]`, closed `[B, L]` and valid `[B, L]` of the window at *every* position.
+
+    room: tokens of the same conversation that must follow the anchor (chained frames read the text ahead).
 
     A window stops before the first position that is not the assistant's, belongs to another conversation or has no
     greedy label; after an end-of-turn label; and, with `agree`, after the first label the text does not share.
@@ -70,6 +73,7 @@ def label_windows(
     lengths = input_ids.new_zeros(batch, length)
     closed = torch.zeros_like(mask)
     alive = (segment_ids > 0) & ahead(mask, 1, False) & (ahead(segment_ids, 1, 0) == segment_ids)
+    alive = alive & (ahead(segment_ids, room, 0) == segment_ids)
     for offset in range(size):
         label = ahead(greedy_ids, offset + 2, IGNORED)
         alive = (
@@ -114,9 +118,12 @@ def select_windows(
     agree: bool = True,
     anchors_per_row: int = 0,
     seed: int = 0,
+    room: int = 0,
 ) -> Windows:
     """The windows of at most `anchors_per_row` anchors of each row (0: every valid anchor)."""
-    labels, lengths, closed, valid = label_windows(input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree)
+    labels, lengths, closed, valid = label_windows(
+        input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree, room
+    )
     per_row = int(valid.sum(-1).max())
     take = min(per_row, anchors_per_row) if anchors_per_row else per_row
     real = torch.where(segment_ids > 0, input_ids, -1)  # padding must not change a row's anchors

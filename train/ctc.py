@@ -25,11 +25,11 @@ from train.trainer import DraftHeadTrainer
 
 
 def drafts_along(nodes: int) -> Any:
-    """How the CTC drafter drafts along a held-out row: the training forward's frames, the decoder's own tree."""
+    """How the CTC drafter drafts along a held-out row: the head's frames at every anchor, the decoder's own tree."""
 
     def propose_from(head: CTCHead, hidden: Tensor, batch: dict[str, Tensor], view: TargetView) -> ProposeAt:
         anchors = torch.arange(batch["input_ids"].shape[1], device=hidden.device)[None]
-        frames = head.train_frames(
+        frames = head.drafted_frames(
             hidden, batch["input_ids"], batch["segment_ids"], batch["position_ids"], anchors, view
         )
         return lambda anchor: build_tree(head.frame_log_probs(frames[0, anchor], view), nodes)

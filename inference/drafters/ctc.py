@@ -10,6 +10,7 @@ from torch import Tensor
 
 from heads.block import Attend, DecoderBlock, grouped_attention
 from heads.ctc import CTCHead
+from heads.frame_attention import chain_attention
 from inference.ctc_search import TREE_MODES, build_tree
 from inference.drafters.base import VerifiedStep
 from inference.target import Target
@@ -43,13 +44,13 @@ class CTCDrafter:
         needed = capacity + self.head.config.frames
         if self._cache and self._cache[0][0].shape[2] >= needed:
             return
-        config, like = self.head.config, self.head.frame_queries
+        config, like = self.head.config, self.head.norm.weight
         shape = (1, config.num_key_value_heads, -(-needed // 256) * 256, config.head_dim)
         self._cache = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in self.head.blocks]
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""
-        hidden = step.hidden.to(self.head.frame_queries.dtype)
+        hidden = step.hidden.to(self.head.norm.weight.dtype)
         next_ids = torch.cat([step.tokens[1:], step.base[None]])
         states = self.head.context_states(hidden, next_ids, self.view)[None]  # [1, A, H]
         end = self.length + step.tokens.numel()
@@ -66,6 +67,12 @@ class CTCDrafter:
         """[T, H], what the LM head reads for each frame at the present anchor."""
         assert self._state is not None, "observe the prefill before proposing"
         base_position = torch.full((1, 1), self.length, device=self._state.device)
+        if self.head.config.chained:
+            earlier = self.length - 1  # c_n itself opens the chain
+            keys, values = (cache[:, :, :earlier] for cache in self._cache[0])
+            sees = torch.ones(1, 1, earlier, dtype=torch.bool, device=keys.device)
+            attend_chain = chain_attention(keys, values, sees)
+            return self.head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
         attend = [self._attend(keys, values) for keys, values in self._cache]
         return self.head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
 

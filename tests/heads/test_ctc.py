@@ -169,6 +169,10 @@ def test_evaluation_counts_the_hits_of_every_offset(view):
         ({"context": "words"}, "hidden\\+token, hidden"),
         ({"labels_cut": "maybe"}, "agree, none"),
         ({"anchors": -1}, "--anchors"),
+        ({"frames_from": "air"}, "queries, chain"),
+        ({"frames_from": "chain", "blocks": 2}, "--frames_from chain needs --blocks 1"),
+        ({"soft_weight": 0.1}, "need --frames_from chain"),
+        ({"ctc_weight": 0.0}, "not all 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, told):
@@ -221,3 +225,47 @@ def test_broken_checkpoints_say_what_is_wrong(tmp_path):
         load_head(tmp_path)
     with pytest.raises(ValueError, match="neither"):
         load_head(tmp_path / "nowhere")
+
+
+CHAIN = {"frames_from": "chain", "frames": 6, "labels": 3}
+
+
+def test_a_chains_first_frame_and_its_growth_equal_the_training_forward(view):
+    """Fed the labels it drafts itself, the teacher-forced chain is the drafted chain."""
+    head, values = make_head(**CHAIN), batch(rows=1)
+    anchor = 8
+    anchors = torch.tensor([[3, anchor]])
+    drafted = head.drafted_frames(**values, anchors=anchors, target=view, anchors_at_once=1)[0, 1]
+    assert torch.allclose(drafted, head.drafted_frames(**values, anchors=anchors, target=view)[0, 1], atol=1e-5)
+    ids, hidden = values["input_ids"].clone(), values["hidden"].clone()
+    for step in range(5):  # the row as if the target had agreed with the chain
+        ids[0, anchor + 2 + step] = view.logits(drafted[step]).argmax()
+        hidden[0, anchor + 1 + step] = drafted[step]
+    forced = frames_of(head, {**values, "input_ids": ids, "hidden": hidden}, anchors, view)[0, 1]
+    assert torch.allclose(drafted, forced, atol=1e-5)
+
+
+def test_a_chain_needs_text_under_all_its_frames_and_leaks_nothing_beyond(view):
+    head, values = make_head(**CHAIN), batch(rows=1)
+    ids = values["input_ids"]
+    windows = head.windows(ids, ids, torch.ones_like(ids, dtype=torch.bool), values["segment_ids"], 0)
+    assert windows.anchors.max() + head.config.frames == ids.shape[1] - 1
+    values["hidden"].requires_grad_()
+    frames_of(head, values, torch.tensor([[4]]), view).sum().backward()
+    assert values["hidden"].grad[0, 10:].abs().max() == 0
+
+
+def test_the_published_mixture_is_the_sum_of_its_parts(view):
+    head, values = make_head(**CHAIN, regression_weight=1.0, soft_weight=0.1, ctc_weight=0.01), batch()
+    ids = values["input_ids"]
+    loss = head.train()(**values, greedy_ids=ids, mask=torch.ones_like(ids, dtype=torch.bool), target=view)
+    ctc, regression, soft = (loss.parts[name] for name in ("ctc", "regression", "soft"))
+    assert torch.allclose(loss.total, 0.01 * ctc + regression + 0.1 * soft)
+
+    first = frames_of(head, values, torch.arange(14).expand(2, -1), view)[:, :, 0]
+    aims = values["hidden"][:, 1:15]
+    expected = -(view.logits(aims).softmax(-1) * view.logits(first).log_softmax(-1)).sum()
+    assert torch.allclose(soft, expected, rtol=1e-4)
+    apart = (first - aims).abs()
+    smooth = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean(-1).sum()
+    assert torch.allclose(regression, smooth, rtol=1e-4)

@@ -118,13 +118,21 @@ def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
     assert len(caches) == 1
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("context", ["hidden+token", "hidden"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"blocks": 1, "context": "hidden+token"},
+        {"blocks": 2, "context": "hidden+token"},
+        {"blocks": 1, "context": "hidden"},
+        {"blocks": 2, "context": "hidden"},
+        {"frames_from": "chain"},
+    ],
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, context, blocks):
+def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, settings):
     """After 20 steps with partial acceptances: context keys and values, and the frames drafted from them."""
     target = load_target(name, torch.float32)
-    head = make_head(target, context=context, blocks=blocks).eval()
+    head = make_head(target, **settings).eval()
     drafter = CTCDrafter(head, target, 16)
     engine = DecodingEngine(target, drafter)
     answer = Oracle(target, GenerationSettings(100)).answer(PROMPT)
@@ -159,8 +167,9 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, con
             assert torch.allclose(keys[:, :, :committed], expected[0], atol=1e-5)
             assert torch.allclose(values[:, :, :committed], expected[1], atol=1e-5)
         anchor = torch.tensor([[committed - 1]])
-        frames = head.train_frames(hidden, text, segments, positions, anchor, target.view())[0, 0]
-        assert torch.allclose(drafter.frames(), frames, atol=1e-5)
+        row = (hidden, text, segments, positions, anchor, target.view())
+        assert torch.allclose(drafter.frames(), head.drafted_frames(*row)[0, 0], atol=1e-5)
+        assert torch.allclose(drafter.frames()[0], head.train_frames(*row)[0, 0, 0], atol=1e-5)
 
 
 def test_stop_strings_end_where_transformers_ends(tiny_target):
