@@ -36,6 +36,7 @@ def test_every_recipe_parses(tmp_path):
         "vicuna-33b",
         "llama2-chat-7b",
         "llama2-chat-13b",
+        "published-code",
     }
     for recipe in recipes:
         arguments = [
