@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from heads.windows import Windows, select_windows
+
 
 @dataclass(frozen=True)
 class TargetView:
@@ -42,7 +44,7 @@ class HeadLoss:
     total     [] sum of the loss over windows; the trainer divides by the number of windows of the global batch
     windows   [] int64, how many windows (anchors with at least one label) entered `total`
     parts     named detached scalars: sums over the same windows, or counts (names ending in `_count`)
-    correct   [U] float, windows whose top-1 draft at each offset equals the label (evaluation only)
+    correct   [U, 5] float, windows whose label at each offset is among the 1, 2, … 5 best drafts (evaluation only)
     counted   [U] float, windows that have a label at each offset (evaluation only)
     """
 
@@ -58,7 +60,6 @@ class HeadConfig:
     """Sizes a head takes from its target, and which target that was. Subclasses add what the method needs."""
 
     kind: ClassVar[str] = ""
-
     hidden_size: int = 0
     vocab_size: int = 0
     num_attention_heads: int = 0
@@ -70,6 +71,21 @@ class HeadConfig:
     end_token_ids: list[int] = field(default_factory=list)
     target: str = ""
     target_fingerprint: dict[str, Any] = field(default_factory=dict)
+    anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
+
+    @property
+    def offsets(self) -> int:
+        """U, how many labels behind the base token a head drafts."""
+        raise NotImplementedError
+
+    @property
+    def windows_agree(self) -> bool:
+        """A window of labels ends where text and labels part: for heads that do not read the text they draft."""
+        return True
+
+    def __post_init__(self) -> None:
+        if self.anchors < 0:
+            raise ValueError(f"--anchors must be 0 (all) or more; got {self.anchors}")
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}
@@ -108,19 +124,71 @@ def target_sizes(config: Any) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A batch of text as a head reads it; what is not given gets the meaning of whole, unpacked rows.
+
+    hidden        [B, L, H], what the target's LM head reads at each token
+    input_ids     [B, L] int64, the text
+    segment_ids   [B, L] int64, 0 = padding, 1.. = conversation inside a packed row
+    position_ids  [B, L] int64, restarting per conversation
+    """
+
+    hidden: Tensor
+    input_ids: Tensor
+    segment_ids: Tensor
+    position_ids: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        input_ids: Tensor,
+        segment_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Rows:
+        """Rows with one conversation each where segments and positions are left out."""
+        if segment_ids is None:
+            segment_ids = torch.ones_like(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        return cls(hidden, input_ids, segment_ids, position_ids)
+
+
+def at(rows: Tensor, index: Tensor) -> Tensor:
+    """[B, A, H], the states `rows [B, L, H]` at `index [B, A]`."""
+    return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[-1]))
+
+
 class DraftHead(nn.Module, ABC):
     """A module that drafts what follows the base token, from the target's hidden states.
 
-    `config.hidden_size` exists because DeepSpeed's `auto` values read it.
+    A head says how it starts (`start_from`), which anchors it can use (`windows`) and what a batch of windows costs
+    (`window_loss`); how it drafts is its drafter's affair. `config.hidden_size` exists because DeepSpeed's `auto`
+    values read it.
     """
 
     config: HeadConfig
+    tables: ClassVar[tuple[str, ...]] = ()
+    """Names of two-dimensional parameters whose rows stand alone: looked up or scored, not maps between spaces."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the head's own weights."""
+        return next(self.parameters()).dtype
+
+    @torch.no_grad()
+    def start_from(self, hidden: Tensor, target: TargetView) -> None:
+        """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads."""
+
     @abstractmethod
+    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
+        """The summed loss of the given windows; in evaluation mode also the hits per offset."""
+
     def forward(
         self,
         hidden: Tensor,
@@ -132,17 +200,44 @@ class DraftHead(nn.Module, ABC):
         position_ids: Tensor | None = None,
         seed: int = 0,
     ) -> HeadLoss:
-        """The training loss of one batch.
+        """The training loss of one batch; see `Rows` for the text's tensors.
 
-        hidden        [B, L, H], what the target's LM head reads at each token
-        input_ids     [B, L] int64, the text
         greedy_ids    [B, L] int64, `greedy_ids[i] = argmax LM(hidden[i-1])`; -100 where there is none
         mask          [B, L] bool, tokens the assistant wrote
-        segment_ids   [B, L] int64, 0 = padding, 1.. = conversation inside a packed row; default: all ones
-        position_ids  [B, L] int64, restarting per conversation; default: 0..L-1
         seed          chooses which anchors are sampled, the same ones on any number of processes
         """
+        rows = Rows.of(hidden.to(self.dtype), input_ids, segment_ids, position_ids)
+        windows = self.windows(input_ids, greedy_ids, mask, rows.segment_ids, seed)
+        if windows.anchors.shape[1] == 0:  # nothing to train on here; still touch every parameter
+            nothing = sum((p.sum() * 0.0 for p in self.parameters()), torch.zeros((), device=hidden.device))
+            return HeadLoss(nothing, torch.zeros((), dtype=torch.long, device=hidden.device))
+        return self.window_loss(rows, windows, target)
 
-    @abstractmethod
+    def windows(
+        self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int = 0
+    ) -> Windows:
+        """The anchors this step trains on, with their labels; every one in evaluation mode."""
+        config = self.config
+        return select_windows(
+            input_ids,
+            greedy_ids,
+            mask,
+            segment_ids,
+            config.offsets,
+            config.end_token_ids,
+            config.windows_agree,
+            config.anchors if self.training else 0,
+            seed,
+            self.room(),
+        )
+
+    def room(self) -> int:
+        """Tokens of the same conversation that must follow an anchor in training."""
+        return 0
+
     def count_windows(self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, **batch: Any) -> Tensor:
         """[] int64, how many windows `forward` would use: what the trainer normalises a global batch by."""
+        segment_ids = batch.get("segment_ids")
+        if segment_ids is None:
+            segment_ids = torch.ones_like(input_ids)
+        return self.windows(input_ids, greedy_ids, mask, segment_ids, batch.get("seed", 0)).valid.sum()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,17 @@ from heads.base import DraftHead, HeadConfig
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 
 
-@dataclass(frozen=True)
-class HeadKind:
-    """Where a kind of head lives; imported on first use."""
-
-    module: str
-    head: str
-    config: str
-
-    def classes(self) -> tuple[type[DraftHead], type[HeadConfig]]:
-        module = importlib.import_module(self.module)
-        return getattr(module, self.head), getattr(module, self.config)
-
-
-HEADS = {"ctc": HeadKind("heads.ctc", "CTCHead", "CTCConfig")}
+HEADS = {"ctc": "heads.ctc:CTCHead:CTCConfig"}
+"""Kind → module, head class and configuration class; imported on first use."""
 
 
 def head_classes(kind: str) -> tuple[type[DraftHead], type[HeadConfig]]:
     """The module and configuration classes of a kind; ValueError lists the known ones."""
     if kind not in HEADS:
         raise ValueError(f"unknown head kind {kind!r}; known kinds are {', '.join(sorted(HEADS))}")
-    return HEADS[kind].classes()
+    module, head, config = HEADS[kind].split(":")
+    found = importlib.import_module(module)
+    return getattr(found, head), getattr(found, config)
 
 
 def save_head(head: DraftHead, folder: str | Path, provenance: dict[str, Any] | None = None, card: str = "") -> None:

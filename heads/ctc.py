@@ -17,13 +17,13 @@ Paper: "Speculative Decoding with CTC-based Draft Model for LLM Inference Accele
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.base import DraftHead, HeadConfig, HeadLoss, TargetView
+from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
 from heads.block import Attend, DecoderBlock
 from heads.frame_attention import (
     before_anchor,
@@ -34,7 +34,7 @@ from heads.frame_attention import (
 )
 from heads.losses import ctc_loss_fused, soft_cross_entropy
 from heads.prefix_scores import teacher_forced_hits
-from heads.windows import Windows, select_windows
+from heads.windows import Windows
 
 
 @dataclass
@@ -53,7 +53,6 @@ class CTCConfig(HeadConfig):
     labels_cut: str = field(
         default="agree", metadata={"help": "agree: a window ends where text and labels part; none: the paper"}
     )
-    anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
     open_windows: bool = field(
         default=False, metadata={"help": "score full windows too by what the collapse starts with"}
     )
@@ -70,6 +69,7 @@ class CTCConfig(HeadConfig):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.labels < 1:
             raise ValueError(f"--labels must be at least 1; got {self.labels}")
         if self.frames < 2 * self.labels - 1:
@@ -79,8 +79,6 @@ class CTCConfig(HeadConfig):
             )
         if self.blocks < 1:
             raise ValueError(f"--blocks must be at least 1; got {self.blocks}")
-        if self.anchors < 0:
-            raise ValueError(f"--anchors must be 0 (all) or more; got {self.anchors}")
         for name, valid in (
             ("context", ("hidden+token", "hidden")),
             ("labels_cut", ("agree", "none")),
@@ -107,6 +105,14 @@ class CTCConfig(HeadConfig):
             )
 
     @property
+    def offsets(self) -> int:
+        return self.labels
+
+    @property
+    def windows_agree(self) -> bool:
+        return self.labels_cut == "agree"
+
+    @property
     def chained(self) -> bool:
         """Frames come one after another."""
         return self.frames_from == "chain"
@@ -116,6 +122,7 @@ class CTCHead(DraftHead):
     """T frames in, T distributions over V+1 classes out; see the module's head."""
 
     config: CTCConfig
+    tables = ("frame_queries",)
 
     def __init__(self, config: CTCConfig) -> None:
         super().__init__(config)
@@ -133,11 +140,11 @@ class CTCHead(DraftHead):
         self.blank_bias = nn.Parameter(torch.zeros(1))  # DeepSpeed broadcasts no 0-dimensional parameters
 
     @torch.no_grad()
-    def calibrate(self, hidden: Tensor, target: TargetView) -> None:
+    def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
-        hidden [..., H]: a sample of the target's hidden states. At first the frames' output is the hidden state scaled
-        to one length for all, so the blank's bias is the mean log-normaliser of the target's logits there.
+        At first the frames' output is the hidden state scaled to one length for all, so the blank's bias is the mean
+        log-normaliser of the target's logits there.
         """
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
         self.norm.weight.fill_(sample.float().pow(2).mean(-1).sqrt().mean())
@@ -165,9 +172,7 @@ class CTCHead(DraftHead):
             states = block(states, at, block_attend)
         return self.norm(states).view(batch, count, frames, hidden)
 
-    def chain_frames(
-        self, anchor_states: Tensor, positions: Tensor, attend: Attend, target: TargetView
-    ) -> Tensor:
+    def chain_frames(self, anchor_states: Tensor, positions: Tensor, attend: Attend, target: TargetView) -> Tensor:
         """Frames one after another, each fed the most probable label of the one before: [B, A, T, H].
 
         anchor_states [B, A, H] are c_n; positions [B, A] that of the base token; `attend` is a `chain_attention`.
@@ -187,107 +192,57 @@ class CTCHead(DraftHead):
         blank = (frames @ self.blank_weight).float() + self.blank_bias.float()
         return F.log_softmax(torch.cat([logits, blank[..., None]], dim=-1), dim=-1)
 
-    def train_frames(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        segment_ids: Tensor,
-        position_ids: Tensor,
-        anchors: Tensor,
-        target: TargetView,
-    ) -> Tensor:
+    def row_context(self, rows: Rows, target: TargetView) -> Tensor:
+        """[B, L, H], the context state of every index of whole rows."""
+        return self.context_states(rows.hidden, F.pad(rows.input_ids[:, 1:], (0, 1)), target)
+
+    def train_frames(self, rows: Rows, anchors: Tensor, target: TargetView) -> Tensor:
         """Frames of the given anchors `[B, A]` (ascending) of a whole batch in one pass: [B, A, T, H]."""
-        context = self.row_context(hidden, input_ids, target)
+        context = self.row_context(rows, target)
         if self.config.chained:
-            attend = causal_attention(segment_ids)
-            every = self.norm(self.blocks[0](context, position_ids + 1, attend))  # f_i at every index
+            attend = causal_attention(rows.segment_ids)
+            every = self.norm(self.blocks[0](context, rows.position_ids + 1, attend))  # f_i at every index
             offsets = torch.arange(self.config.frames, device=anchors.device)
-            index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1).flatten(1)
-            gathered = every.gather(1, index[:, :, None].expand(-1, -1, every.shape[-1]))
-            return gathered.unflatten(1, (anchors.shape[1], self.config.frames))
-        attention = flex_frame_attention if hidden.is_cuda else dense_attention
+            index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1)
+            return at(every, index.flatten(1)).unflatten(1, index.shape[1:])
+        attention = flex_frame_attention if context.is_cuda else dense_attention
         attends = []
         for block in self.blocks:
             assert isinstance(block, DecoderBlock)
-            keys, values = block.context_keys_values(context, position_ids + 1)
-            attends.append(attention(keys, values, anchors, segment_ids, self.config.frames))
-        return self.draft_frames(_at(context, anchors), position_ids.gather(1, anchors) + 1, attends)
+            keys, values = block.context_keys_values(context, rows.position_ids + 1)
+            attends.append(attention(keys, values, anchors, rows.segment_ids, self.config.frames))
+        return self.draft_frames(at(context, anchors), rows.position_ids.gather(1, anchors) + 1, attends)
 
-    def drafted_frames(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        segment_ids: Tensor,
-        position_ids: Tensor,
-        anchors: Tensor,
-        target: TargetView,
-        anchors_at_once: int = 64,
-    ) -> Tensor:
+    def drafted_frames(self, rows: Rows, anchors: Tensor, target: TargetView, anchors_at_once: int = 64) -> Tensor:
         """`train_frames` as the decoder would have them: a chain is fed its own labels, not the text's."""
         if not self.config.chained:
-            return self.train_frames(hidden, input_ids, segment_ids, position_ids, anchors, target)
-        context = self.row_context(hidden, input_ids, target)
+            return self.train_frames(rows, anchors, target)
+        context = self.row_context(rows, target)
         block = self.blocks[0]
         assert isinstance(block, DecoderBlock)
-        keys, values = block.context_keys_values(context, position_ids + 1)
+        keys, values = block.context_keys_values(context, rows.position_ids + 1)
         pieces = []
         for some in anchors.split(anchors_at_once, dim=1):
-            attend = chain_attention(keys, values, before_anchor(some, segment_ids))
-            pieces.append(self.chain_frames(_at(context, some), position_ids.gather(1, some) + 1, attend, target))
+            attend = chain_attention(keys, values, before_anchor(some, rows.segment_ids))
+            positions = rows.position_ids.gather(1, some) + 1
+            pieces.append(self.chain_frames(at(context, some), positions, attend, target))
         return torch.cat(pieces, dim=1)
 
-    def row_context(self, hidden: Tensor, input_ids: Tensor, target: TargetView) -> Tensor:
-        """[B, L, H], the context state of every index of whole rows."""
-        return self.context_states(hidden.to(self.norm.weight.dtype), F.pad(input_ids[:, 1:], (0, 1)), target)
+    def room(self) -> int:
+        """Chained frames read the text ahead under teacher forcing."""
+        return self.config.frames if self.config.chained else 0
 
-    def windows(self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int) -> Windows:
-        """The anchors this step trains on, with their labels."""
+    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
+        """See `DraftHead.window_loss`."""
         config = self.config
-        return select_windows(
-            input_ids,
-            greedy_ids,
-            mask,
-            segment_ids,
-            config.labels,
-            config.end_token_ids,
-            config.labels_cut == "agree",
-            config.anchors if self.training else 0,
-            seed,
-            room=config.frames if config.chained else 0,
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        greedy_ids: Tensor,
-        mask: Tensor,
-        target: TargetView,
-        segment_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        seed: int = 0,
-    ) -> HeadLoss:
-        """See `DraftHead.forward`; in evaluation mode also the hits per label offset."""
-        if segment_ids is None:
-            segment_ids = torch.ones_like(input_ids)
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        config = self.config
-        windows = self.windows(input_ids, greedy_ids, mask, segment_ids, seed)
-        if windows.anchors.shape[1] == 0:  # nothing to train on here; still touch every parameter
-            nothing = sum((p.sum() * 0.0 for p in self.parameters()), torch.zeros((), device=hidden.device))
-            return HeadLoss(nothing, torch.zeros((), dtype=torch.long, device=hidden.device))
-        frames = self.train_frames(hidden, input_ids, segment_ids, position_ids, windows.anchors, target)
+        frames = self.train_frames(rows, windows.anchors, target)
         kept = frames[windows.valid]  # [N, T, H]
         labels, lengths = windows.labels[windows.valid], windows.lengths[windows.valid]
         closed = windows.closed[windows.valid]
         if config.open_windows:
-            ended = torch.isin(
-                labels.gather(1, lengths[:, None] - 1)[:, 0],
-                torch.tensor(config.end_token_ids, device=labels.device),
-            )
-            closed = closed & ended
-        total, infeasible = ctc_loss_fused(
+            last = labels.gather(1, lengths[:, None] - 1)[:, 0]
+            closed = closed & torch.isin(last, torch.tensor(config.end_token_ids, device=labels.device))
+        ctc, infeasible = ctc_loss_fused(
             kept,
             self.blank_weight,
             self.blank_bias,
@@ -297,34 +252,18 @@ class CTCHead(DraftHead):
             closed,
             lm_bias=target.lm_head_bias,
         )
-        parts = {"ctc": total.detach(), "infeasible_count": infeasible.sum()}
-        total = config.ctc_weight * total
+        parts = {"ctc": ctc.detach(), "infeasible_count": infeasible.sum()}
+        total = config.ctc_weight * ctc
         if config.chained:
-            aims = _at(hidden, windows.anchors + 1)[windows.valid]  # h_{n+1}
-            regression = F.smooth_l1_loss(kept[:, 0], aims.to(kept.dtype), reduction="none").mean(-1).sum()
+            aims = at(rows.hidden, windows.anchors + 1)[windows.valid]  # h_{n+1}
+            regression = F.smooth_l1_loss(kept[:, 0], aims, reduction="none").mean(-1).sum()
             soft = soft_cross_entropy(kept[:, 0], aims, target)
             parts |= {"regression": regression.detach(), "soft": soft.detach()}
             total = total + config.regression_weight * regression + config.soft_weight * soft
-        loss = HeadLoss(total, torch.tensor(len(kept), device=hidden.device), parts)
+        loss = HeadLoss(total, torch.tensor(len(kept), device=kept.device), parts)
         if not self.training:
-            if config.chained:
-                drafted = self.drafted_frames(
-                    hidden, input_ids, segment_ids, position_ids, windows.anchors, target
-                )
-                kept = drafted[windows.valid]
+            drafted = self.drafted_frames(rows, windows.anchors, target)[windows.valid] if config.chained else kept
             loss.correct, loss.counted = teacher_forced_hits(
-                kept, labels, lengths, lambda some: self.frame_log_probs(some, target)
+                drafted, labels, lengths, lambda some: self.frame_log_probs(some, target)
             )
         return loss
-
-    def count_windows(self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, **batch: Any) -> Tensor:
-        """See `DraftHead.count_windows`."""
-        segment_ids = batch.get("segment_ids")
-        if segment_ids is None:
-            segment_ids = torch.ones_like(input_ids)
-        return self.windows(input_ids, greedy_ids, mask, segment_ids, batch.get("seed", 0)).valid.sum()
-
-
-def _at(rows: Tensor, index: Tensor) -> Tensor:
-    """[B, A, H], the states `rows [B, L, H]` at `index [B, A]`."""
-    return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[-1]))

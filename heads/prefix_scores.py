@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from heads.accuracy import TOP, top_hits
+
 
 @dataclass(frozen=True)
 class PrefixState:
@@ -86,12 +88,13 @@ def teacher_forced_hits(
     log_probs: Callable[[Tensor], Tensor],
     chunk_bytes: int = 64 * 2**20,
 ) -> tuple[Tensor, Tensor]:
-    """How often the best child of the *true* prefix is the true next label: ([U] hits, [U] windows counted).
+    """How often the true next label is among the best children of the *true* prefix.
 
+    ([U, 5] hits among the 1, 2, … 5 best, [U] windows counted).
     frames [N, T, H]; labels [N, U]; lengths [N]; `log_probs` maps [n, T, H] to [n, T, V+1], the blank last.
     """
     size = labels.shape[1]
-    hits = torch.zeros(size, device=frames.device)
+    hits = torch.zeros(size, TOP, device=frames.device)
     counted = torch.stack([(lengths > offset).sum() for offset in range(size)]).float()
     chunk = 1
     start = 0
@@ -105,7 +108,7 @@ def teacher_forced_hits(
 
 
 def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-    """[U] hits of windows with their own frames: probs [n, T, V+1], blank last; labels [n, U]; lengths [n]."""
+    """[U, 5] hits of windows with their own frames: probs [n, T, V+1], blank last; labels [n, U]; lengths [n]."""
     count, frames, _ = probs.shape
     blank = probs[:, :, -1]
     vocabulary = torch.arange(probs.shape[2] - 1, device=probs.device)
@@ -114,8 +117,7 @@ def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
     hits = []
     for offset in range(labels.shape[1]):
         label = labels[:, offset]
-        best = child_scores(state, probs[:, :, :-1], vocabulary).argmax(-1)
-        hits.append(((best == label) & (lengths > offset)).sum())
+        hits.append(top_hits(child_scores(state, probs[:, :, :-1], vocabulary), label, lengths > offset))
         own = probs.gather(2, label[:, None, None].expand(-1, frames, 1))[:, :, 0]
         state = extend(state, everyone, label, own, blank_runs)
-    return torch.stack(hits).float()
+    return torch.stack(hits)

@@ -119,7 +119,7 @@ def trained_head(target: Target, texts: list[tuple[list[int], list[int]]], steps
         positions = torch.arange(length).expand_as(ids)
         hidden = target.forward_rows(ids, segments, positions)
         if step == 0:
-            head.calibrate(hidden[mask], view)
+            head.start_from(hidden[mask], view)
         loss = head(hidden, ids, ids, mask, view, segments, positions, seed=step)
         (loss.total / loss.windows.clamp(min=1)).backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)

@@ -142,9 +142,8 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
 
 
 def head_settings(head_config: type[HeadConfig]) -> list[Any]:
-    """The dataclass fields a head's configuration adds to the common sizes."""
-    common = {f.name for f in fields(HeadConfig)}
-    return [f for f in fields(head_config) if f.name not in common]
+    """The fields of a head's configuration that are options: those with a help text; others come from the target."""
+    return [option for option in fields(head_config) if "help" in option.metadata]
 
 
 def recipe_for(kind: str, target: str) -> Path:

@@ -1,4 +1,4 @@
-"""What every training run does around its trainer: folder, data, target, resume, export."""
+"""What every training run does around its head: options, folder, data, target, trainer, resume, export."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,49 @@ from transformers import set_seed
 from data.collate import DraftCollator, split_held_out
 from data.fingerprint import check_fingerprint
 from data.shards import DistilledDataset, load_distilled
-from heads.base import DraftHead, HeadConfig, target_sizes
-from heads.checkpoint import CONFIG, save_head, write_text
+from heads.base import DraftHead, HeadConfig, Rows, TargetView, target_sizes
+from heads.checkpoint import CONFIG, head_classes, save_head, write_text
 from inference.target import Target
-from train.options import HeadTrainingArguments, RunOptions
+from train.options import HeadTrainingArguments, RunOptions, parse_options
+from train.simulate import ProposeAt
 from train.trainer import DraftHeadTrainer
 from train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
 
 SETTINGS = "run.json"
 # May differ between a run and its resumption: they change where and how often, not what is learned.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
+
+
+ProposeFrom = Callable[[Any, Rows, TargetView, int], ProposeAt]
+"""(head, one row of text, the target's view, node budget) → how the head's drafter drafts at each anchor of the row."""
+
+
+def train_head(kind: str, propose_from: ProposeFrom) -> None:
+    """The whole of an entry point: train a head of this kind as the command line says and export it to RUN/head."""
+    head_type, config_type = head_classes(kind)
+    run, settings, args = parse_options(config_type)
+    try:
+        begin(run, args)
+        resume = prepare_folder(run, settings, args)
+        target = load_target(run, args)
+        training, held_out, data, collator = load_data(run, target)
+        config = head_config(config_type, settings, run, target, data)
+    except (ValueError, OSError) as error:
+        sys.exit(f"train/{kind}.py: {error}")
+
+    trainer = DraftHeadTrainer(
+        head_type(config),
+        target,
+        args,
+        collator,
+        training,
+        held_out,
+        simulate_dataset=held_out.select(range(min(run.simulate_rows, len(held_out)))),
+        propose_from=lambda head, rows, view: propose_from(head, rows, view, run.simulate_nodes),
+    )
+    trainer.start_head()
+    fit(trainer, resume)
+    print(f"head: {export(trainer, run, settings, data)}", flush=True)
 
 
 def prepare_folder(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> Path | None:

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import ProgressCallback, Trainer
 
 from data.collate import DraftCollator
-from heads.base import DraftHead, HeadLoss
+from heads.accuracy import TOP
+from heads.base import DraftHead, HeadLoss, Rows
 from inference.target import Target
 from train.optimizer import MuonWithAdamW
 from train.options import HeadTrainingArguments
@@ -46,7 +47,7 @@ class EpochSampler(Sampler[int]):
 class DraftHeadTrainer(Trainer):
     """Trains a `DraftHead`; metrics are per window and per label offset, and simulated β.
 
-    propose_from(head, hidden, batch, view) → propose_at(anchor): how drafts are made along one held-out row (see
+    propose_from(head, rows, view) → propose_at(anchor): how drafts are made along one held-out row (see
     `train.simulate`); None leaves simulated β out.
     """
 
@@ -83,6 +84,13 @@ class DraftHeadTrainer(Trainer):
             self.remove_callback(ProgressCallback)
             self.add_callback(MinutesBar(self.clock))
         self.loss_is_scaled_for_ga = True  # divided by the windows of the whole accumulated batch
+
+    def start_head(self, rows: int = 8) -> None:
+        """Give the head the start values that depend on the target, from a few rows of the training data."""
+        dataset: Any = self.train_dataset
+        batch = self.data_collator([dataset[row] for row in range(min(rows, len(dataset)))])
+        batch = {name: value.to(self.target.device) for name, value in batch.items()}
+        self.model.to(self.target.device).start_from(self.hidden_states(batch)[batch["mask"]], self.view)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
@@ -132,7 +140,7 @@ class DraftHeadTrainer(Trainer):
         if self.optimizer is None and self.args.head_optimizer == "muon":
             self.optimizer = MuonWithAdamW(
                 (model or self.model).named_parameters(),
-                lambda name: "frame_queries" not in name,  # rows of a table, not a map between spaces
+                lambda name: not name.endswith(self.model.tables),
                 self.args.learning_rate,
                 self.args.weight_decay,
                 (self.args.adam_beta1, self.args.adam_beta2),
@@ -198,21 +206,20 @@ class DraftHeadTrainer(Trainer):
 
     @torch.no_grad()
     def _loss_metrics(self, head: DraftHead, dataset: Any) -> dict[str, float]:
-        offsets = getattr(head.config, "labels", 0)
-        sums = torch.zeros(2 + 2 * offsets, dtype=torch.float64, device=self.args.device)
+        offsets = head.config.offsets
+        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        hits = torch.zeros(offsets, TOP + 1, dtype=torch.float64, device=self.args.device)  # top-1 … top-5, counted
         loader = DataLoader(dataset, batch_size=self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
         for batch in loader:
             with self.compute_loss_context_manager():
                 loss = self.head_loss(head, self._prepare_inputs(batch))
-            row = [loss.total.double().reshape(1), loss.windows.double().reshape(1)]
+            total += torch.stack([loss.total.double(), loss.windows.double()])
             if loss.correct is not None and loss.counted is not None:
-                row += [loss.correct.double(), loss.counted.double()]
-                sums += torch.cat(row).to(sums.device)
-        total, windows, *rest = self._sum_over_processes(sums).tolist()
-        metrics = {"loss": total / windows if windows else math.nan, "windows": windows}
-        for offset in range(offsets):
-            counted = rest[offsets + offset]
-            metrics[f"accuracy_{offset + 1}"] = rest[offset] / counted if counted else math.nan
+                hits += torch.cat([loss.correct, loss.counted[:, None]], dim=1).double()
+        summed, windows = self._sum_over_processes(total).tolist()
+        metrics = {"loss": summed / windows if windows else math.nan, "windows": windows}
+        for offset, (top_1, *_, counted) in enumerate(self._sum_over_processes(hits).tolist(), start=1):
+            metrics[f"accuracy_{offset}"] = top_1 / counted if counted else math.nan
         return metrics
 
     @torch.no_grad()
@@ -226,7 +233,9 @@ class DraftHeadTrainer(Trainer):
             if not spans:
                 continue
             with self.compute_loss_context_manager():
-                propose_at = self.propose_from(head, self.hidden_states(batch), batch, self.view)
+                hidden = self.hidden_states(batch).to(head.dtype)
+                rows = Rows(hidden, batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+                propose_at = self.propose_from(head, rows, self.view)
                 runs += [walk(batch["input_ids"][0], start, end, propose_at) for start, end in spans]
         totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
         tokens, steps = self._sum_over_processes(totals).tolist()

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from heads.base import TargetView
+from heads.base import Rows, TargetView
 from heads.block import grouped_attention
 from heads.checkpoint import load_head, save_head
 from heads.ctc import CTCConfig, CTCHead
@@ -49,9 +49,7 @@ def batch(rows=2, length=20, seed=0):
 
 
 def frames_of(head, values, anchors, view):
-    return head.train_frames(
-        values["hidden"], values["input_ids"], values["segment_ids"], values["position_ids"], anchors, view
-    )
+    return head.train_frames(Rows(**values), anchors, view)
 
 
 def test_the_mask_of_the_worked_example():
@@ -119,7 +117,7 @@ def test_training_starts_from_the_hidden_state_and_a_blank_of_one_half(view):
     torch.manual_seed(0)
     head = CTCHead(CTCConfig(**SIZES))
     values = batch()
-    head.calibrate(values["hidden"], view)
+    head.start_from(values["hidden"], view)
     frames = frames_of(head, values, torch.tensor([[5, 9], [5, 9]]), view)
     blank = head.frame_log_probs(frames, view)[..., -1].exp()
     assert 0.3 < float(blank.mean()) < 0.7
@@ -157,7 +155,7 @@ def test_a_batch_without_a_single_window_has_no_loss_and_zero_gradients(view):
 def test_evaluation_counts_the_hits_of_every_offset(view):
     head, values = make_head(labels=3), batch()
     loss = head.eval()(**values, greedy_ids=values["input_ids"], mask=torch.ones(2, 20).bool(), target=view)
-    assert loss.counted.tolist() == [36, 34, 32] and loss.correct.shape == (3,)
+    assert loss.counted.tolist() == [36, 34, 32] and loss.correct.shape == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +233,8 @@ def test_a_chains_first_frame_and_its_growth_equal_the_training_forward(view):
     head, values = make_head(**CHAIN), batch(rows=1)
     anchor = 8
     anchors = torch.tensor([[3, anchor]])
-    drafted = head.drafted_frames(**values, anchors=anchors, target=view, anchors_at_once=1)[0, 1]
-    assert torch.allclose(drafted, head.drafted_frames(**values, anchors=anchors, target=view)[0, 1], atol=1e-5)
+    drafted = head.drafted_frames(Rows(**values), anchors, view, anchors_at_once=1)[0, 1]
+    assert torch.allclose(drafted, head.drafted_frames(Rows(**values), anchors, view)[0, 1], atol=1e-5)
     ids, hidden = values["input_ids"].clone(), values["hidden"].clone()
     for step in range(5):  # the row as if the target had agreed with the chain
         ids[0, anchor + 2 + step] = view.logits(drafted[step]).argmax()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from heads.base import Rows
 from inference.drafters.ctc import CTCDrafter
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import ContextError, DecodingEngine, GenerationSettings
@@ -167,7 +168,7 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
             assert torch.allclose(keys[:, :, :committed], expected[0], atol=1e-5)
             assert torch.allclose(values[:, :, :committed], expected[1], atol=1e-5)
         anchor = torch.tensor([[committed - 1]])
-        row = (hidden, text, segments, positions, anchor, target.view())
+        row = (Rows(hidden, text, segments, positions), anchor, target.view())
         assert torch.allclose(drafter.frames(), head.drafted_frames(*row)[0, 0], atol=1e-5)
         assert torch.allclose(drafter.frames()[0], head.train_frames(*row)[0, 0, 0], atol=1e-5)
 

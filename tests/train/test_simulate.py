@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from heads.base import Rows
 from inference.ctc_search import build_tree
 from inference.drafters.ctc import CTCDrafter
 from inference.engine import DecodingEngine, GenerationSettings
@@ -42,7 +43,7 @@ def test_simulated_beta_is_the_decoders_beta(mode):
         segments = torch.ones_like(row)
         hidden = target.forward_rows(row, segments, positions)
         with torch.no_grad():
-            frames = head.train_frames(hidden, row, segments, positions, positions, target.view())
+            frames = head.train_frames(Rows(hidden, row, segments, positions), positions, target.view())
             log_probs = head.frame_log_probs(frames, target.view())[0]
         simulated = walk(row[0], len(prompt), row.shape[1], lambda n, lp=log_probs: build_tree(lp[n], 16, mode))
         decoded = engine.generate(prompt, settings)

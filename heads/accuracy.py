@@ -1,0 +1,21 @@
+"""Top-1 … top-5 accuracy of drafts, counted the same way for every head (N windows, V vocabulary)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOP = 5
+"""Accuracies are counted for the 1, 2, … 5 best drafts."""
+
+
+def top_hits(scores: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
+    """[5] float, how many labels `[N]` with `counted [N]` are among the 1, 2, … 5 highest of `scores [N, V]`.
+
+    A label's rank is the number of classes scored higher; of equals the first counts as the higher one, as argmax does.
+    """
+    own = scores.gather(1, labels.clamp(min=0)[:, None])
+    classes = torch.arange(scores.shape[1], device=scores.device)
+    rank = ((scores > own) | ((scores == own) & (classes < labels[:, None]))).sum(-1)
+    ranks = torch.arange(TOP, device=scores.device)
+    return ((rank[:, None] <= ranks) & counted[:, None]).sum(0).float()
