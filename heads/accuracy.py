@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,3 +21,13 @@ def top_hits(scores: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     rank = ((scores > own) | ((scores == own) & (classes < labels[:, None]))).sum(-1)
     ranks = torch.arange(TOP, device=scores.device)
     return ((rank[:, None] <= ranks) & counted[:, None]).sum(0).float()
+
+
+def offset_hits(
+    logits_of: Callable[[Tensor], Tensor], states: Tensor, labels: Tensor, rows_at_once: int = 1024
+) -> Tensor:
+    """[5] float, top-1 … top-5 hits of `labels [N]` under the logits `[n, V]` of `states [N, …]`, made in chunks."""
+    hits = torch.zeros(TOP, device=states.device)
+    for some, their in zip(states.split(rows_at_once), labels.split(rows_at_once)):
+        hits += top_hits(logits_of(some), their, torch.ones_like(their, dtype=torch.bool))
+    return hits

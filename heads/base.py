@@ -26,6 +26,7 @@ class TargetView:
     embedding: nn.Module
     lm_head_weight: Tensor  # [V, H]
     lm_head_bias: Tensor | None = None  # [V]
+    first_layer: nn.Module | None = None  # where the target has a list of decoder layers
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] int64 → [..., H], the target's input embeddings."""
@@ -53,6 +54,22 @@ class HeadLoss:
     parts: dict[str, Tensor] = field(default_factory=dict)
     correct: Tensor | None = None
     counted: Tensor | None = None
+
+    @classmethod
+    def zero(cls, windows: int, device: torch.device) -> HeadLoss:
+        """The empty sum over this many windows."""
+        return cls(torch.zeros((), device=device), torch.tensor(windows, device=device))
+
+    def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
+        """Add a part to the total and name its unweighted value."""
+        self.total = self.total + weight * value
+        self.parts[name] = value.detach()
+
+    def score(self, hits: list[Tensor], lengths: Tensor) -> None:
+        """Take in the hits `[5]` of every offset, for windows of `lengths [N]`; none are given in training."""
+        if hits:
+            self.correct = torch.stack(hits)
+            self.counted = torch.stack([(lengths > offset).sum() for offset in range(len(hits))]).float()
 
 
 @dataclass

@@ -85,6 +85,19 @@ class DecoderBlock(nn.Module):
         return states + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
 
+class ResidualLayer(nn.Module):
+    """x + SiLU(Wx + b) on the last dimension; W and b start at zero, so it starts as identity."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
 def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Scaled dot-product attention with fewer key/value heads than query heads; `mask` broadcasts to [B, N, Q, C]."""
     return F.scaled_dot_product_attention(

@@ -18,7 +18,12 @@ from heads.base import DraftHead, HeadConfig
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 
 
-HEADS = {"ctc": "heads.ctc:CTCHead:CTCConfig"}
+HEADS = {
+    "chimera": "heads.chimera:ChimeraHead:ChimeraConfig",
+    "ctc": "heads.ctc:CTCHead:CTCConfig",
+    "hydra": "heads.hydra:HydraHead:HydraConfig",
+    "medusa": "heads.medusa:MedusaHead:MedusaConfig",
+}
 """Kind → module, head class and configuration class; imported on first use."""
 
 

@@ -23,15 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
-from heads.block import Attend, DecoderBlock
-from heads.frame_attention import (
+from heads.attention import (
     before_anchor,
     causal_attention,
     chain_attention,
-    dense_attention,
+    dense_frame_attention,
     flex_frame_attention,
 )
+from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from heads.block import Attend, DecoderBlock
 from heads.losses import ctc_loss_fused, soft_cross_entropy
 from heads.prefix_scores import teacher_forced_hits
 from heads.windows import Windows
@@ -205,12 +205,12 @@ class CTCHead(DraftHead):
             offsets = torch.arange(self.config.frames, device=anchors.device)
             index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1)
             return at(every, index.flatten(1)).unflatten(1, index.shape[1:])
-        attention = flex_frame_attention if context.is_cuda else dense_attention
+        attention = flex_frame_attention if context.is_cuda else dense_frame_attention
         attends = []
         for block in self.blocks:
             assert isinstance(block, DecoderBlock)
-            keys, values = block.context_keys_values(context, rows.position_ids + 1)
-            attends.append(attention(keys, values, anchors, rows.segment_ids, self.config.frames))
+            keys_values = block.context_keys_values(context, rows.position_ids + 1)
+            attends.append(attention(keys_values, anchors, rows.segment_ids, self.config.frames))
         return self.draft_frames(at(context, anchors), rows.position_ids.gather(1, anchors) + 1, attends)
 
     def drafted_frames(self, rows: Rows, anchors: Tensor, target: TargetView, anchors_at_once: int = 64) -> Tensor:
@@ -220,10 +220,10 @@ class CTCHead(DraftHead):
         context = self.row_context(rows, target)
         block = self.blocks[0]
         assert isinstance(block, DecoderBlock)
-        keys, values = block.context_keys_values(context, rows.position_ids + 1)
+        keys_values = block.context_keys_values(context, rows.position_ids + 1)
         pieces = []
         for some in anchors.split(anchors_at_once, dim=1):
-            attend = chain_attention(keys, values, before_anchor(some, rows.segment_ids))
+            attend = chain_attention(keys_values, before_anchor(some, rows.segment_ids))
             positions = rows.position_ids.gather(1, some) + 1
             pieces.append(self.chain_frames(at(context, some), positions, attend, target))
         return torch.cat(pieces, dim=1)
@@ -257,7 +257,7 @@ class CTCHead(DraftHead):
         if config.chained:
             aims = at(rows.hidden, windows.anchors + 1)[windows.valid]  # h_{n+1}
             regression = F.smooth_l1_loss(kept[:, 0], aims, reduction="none").mean(-1).sum()
-            soft = soft_cross_entropy(kept[:, 0], aims, target)
+            soft = soft_cross_entropy(kept[:, 0], target.lm_head_weight, aims, target, target.lm_head_bias)
             parts |= {"regression": regression.detach(), "soft": soft.detach()}
             total = total + config.regression_weight * regression + config.soft_weight * soft
         loss = HeadLoss(total, torch.tensor(len(kept), device=kept.device), parts)

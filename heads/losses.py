@@ -12,6 +12,8 @@ Two losses on a window of labels Y:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -193,21 +195,63 @@ def ctc_loss_fused(
     )
 
 
-def soft_cross_entropy(rows: Tensor, aims: Tensor, target: TargetView, chunk_bytes: int = 32 * 2**20) -> Tensor:
-    """[] sum over rows of −Σ_v p_v·log q_v, with p = softmax(LM(aim)) and q = softmax(LM(row)).
+def linear_cross_entropy(
+    states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, chunk_bytes: int = 32 * 2**20
+) -> Tensor:
+    """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
 
-    rows [N, H], aims [N, H]: what the LM head reads. A chunk's logits live in one chunk only; backward makes them anew.
+    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. On GPU through liger-kernel where it is
+    installed, or torch's own `linear_cross_entropy` with chunking; else chunks of rows, their logits made anew in
+    the backward pass.
+    """
+    if states.is_cuda and len(states):
+        fused = _fused_linear_cross_entropy()
+        if fused is not None:
+            return fused(states, weight, labels, bias)
+
+    def of_chunk(some: Tensor, their: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(some, weight, bias).float(), their, reduction="sum")
+
+    return _in_chunks(of_chunk, states, labels, chunk_bytes // (4 * weight.shape[0]))
+
+
+def soft_cross_entropy(
+    states: Tensor,
+    weight: Tensor,
+    aims: Tensor,
+    target: TargetView,
+    bias: Tensor | None = None,
+    chunk_bytes: int = 32 * 2**20,
+) -> Tensor:
+    """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(aim)) with the target's LM head, q from states and weight.
+
+    states [N, H], weight [V, H], aims [N, H] hidden states of the target. In chunks, as `linear_cross_entropy`.
     """
 
     def of_chunk(some: Tensor, their_aims: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = target.logits(their_aims).float().softmax(-1)
-        return F.cross_entropy(target.logits(some.to(their_aims.dtype)).float(), wanted, reduction="sum")
+        return F.cross_entropy(F.linear(some, weight, bias).float(), wanted, reduction="sum")
 
-    size = max(1, chunk_bytes // (4 * target.lm_head_weight.shape[0]))
-    aims = aims.to(target.lm_head_weight.dtype)
-    pieces = [
-        checkpoint(of_chunk, some, their_aims, use_reentrant=False)
-        for some, their_aims in zip(rows.split(size), aims.split(size))
-    ]
-    return torch.stack(pieces).sum()
+    return _in_chunks(of_chunk, states, aims.to(target.lm_head_weight.dtype), chunk_bytes // (4 * weight.shape[0]))
+
+
+def _in_chunks(of_chunk: Callable[[Tensor, Tensor], Tensor], rows: Tensor, other: Tensor, size: int) -> Tensor:
+    pieces = zip(rows.split(max(1, size)), other.split(max(1, size)))
+    sums = [checkpoint(of_chunk, *piece, use_reentrant=False) for piece in pieces]
+    return torch.stack(sums).sum()
+
+
+@functools.cache
+def _fused_linear_cross_entropy() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:
+    """A library's fused kernel for sums of cross entropies, or None where none is installed."""
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
+    except ImportError:
+        if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            return None  # before torch 2.13
+        options = torch.nn.LinearCrossEntropyOptions()
+        return lambda x, weight, labels, bias: F.linear_cross_entropy(
+            x, weight.to(x.dtype), labels, linear_bias=bias, reduction="sum", options=options
+        )
+    return lambda x, weight, labels, bias: liger(x, weight.to(x.dtype), labels, bias, reduction="sum")

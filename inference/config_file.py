@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +42,17 @@ def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
     except ValueError:
         name = getattr(kind, "__name__", str(kind))
         raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None
+
+
+def parse_with_config(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, required: Sequence[str]
+) -> argparse.Namespace:
+    """Parse flags over the defaults of --config; ValueError for a required one that neither gives."""
+    first, _ = parser.parse_known_args(arguments)
+    if first.config is not None:
+        parser.set_defaults(**read_config(first.config, parser))
+    options = parser.parse_args(arguments)
+    for name in required:
+        if getattr(options, name) in (None, []):
+            raise ValueError(f"--{name} is required; give it on the command line or in --config")
+    return options

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from inference.config_file import read_config
+from inference.config_file import parse_with_config
 from inference.drafters.base import Drafter
 from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.engine import GenerationSettings
@@ -50,13 +50,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
 
 def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse flags over the defaults of --config and check them; ValueError says rule, value and remedy."""
-    first, _ = parser.parse_known_args(arguments)
-    if first.config is not None:
-        parser.set_defaults(**read_config(first.config, parser))
-    options = parser.parse_args(arguments)
-    for name in REQUIRED:
-        if getattr(options, name) in (None, []):
-            raise ValueError(f"--{name} is required; give it on the command line or in --config")
+    options = parse_with_config(parser, arguments, REQUIRED)
     for name in ("max_new_tokens", "max_nodes", "limit", "threads"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")

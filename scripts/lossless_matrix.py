@@ -3,9 +3,9 @@
     python scripts/lossless_matrix.py --targets data/tiny_target --prompts 200 --output runs/lossless
 
 Targets are the folders given and random-weight Llama, Mistral, Qwen2 and Qwen3 with sliding windows shorter than the
-prompts. Every prompt is decoded with every tree mode, with an untrained CTC head and one trained on the spot on the
-target's own answers; node budgets 1, 2, 4, … 64 are cycled over the prompts. Writes lossless_matrix.json and
-lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
+prompts. Every prompt is decoded with every kind of head (CTC with all its tree modes), untrained and trained on the
+spot on the target's own answers; node budgets 1, 2, 4, … 64 are cycled over the prompts. Writes lossless_matrix.json
+and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import multiprocessing
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,21 @@ from transformers import (
 
 from data.rendering import render_prompt
 from data.synthetic import questions
-from heads.base import target_sizes
-from heads.ctc import CTCConfig, CTCHead
+from heads.base import DraftHead, target_sizes
+from heads.checkpoint import head_classes
 from inference.ctc_search import TREE_MODES
-from inference.drafters.ctc import CTCDrafter
+from inference.drafters.registry import drafter_for
 from inference.engine import DecodingEngine, GenerationSettings
 from inference.lossless import LosslessCounts, Oracle, Turn, judge_all
 from inference.target import Target
+
+VARIANTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "ctc": ({}, [{"tree": mode} for mode in TREE_MODES]),
+    "chimera": ({}, [{}]),
+    "medusa": ({}, [{}]),
+    "hydra": ({"prefix_attention": True}, [{}]),
+}
+"""Kind of head → its settings, and the drafter options it is decoded with."""
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -91,18 +99,22 @@ def make_prompts(target: Target, count: int) -> list[list[int]]:
     return [list(prompt) for prompt in distinct][:count]
 
 
-def untrained_head(target: Target) -> CTCHead:
-    """A head as training starts it, a little disturbed so that its frames differ."""
+def untrained_head(target: Target, kind: str = "ctc", **settings: Any) -> DraftHead:
+    """A head as training starts it, a little disturbed so that its drafts differ."""
     torch.manual_seed(1)
-    head = CTCHead(CTCConfig(**target_sizes(target.config)))
+    head_type, config = head_classes(kind)
+    head = head_type(config(**target_sizes(target.config), **settings))
+    head.to(target.dtype)
     for parameter in head.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
     return head
 
 
-def trained_head(target: Target, texts: list[tuple[list[int], list[int]]], steps: int = 200) -> CTCHead:
+def trained_head(
+    target: Target, texts: list[tuple[list[int], list[int]]], steps: int = 200, kind: str = "ctc", **settings: Any
+) -> DraftHead:
     """A head fitted to (prompt, greedy answer) pairs, so that many drafts are accepted."""
-    head = untrained_head(target).to(target.dtype).train()
+    head = untrained_head(target, kind, **settings).train()
     head.config.anchors = 16
     view = target.view()
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
@@ -128,8 +140,15 @@ def trained_head(target: Target, texts: list[tuple[list[int], list[int]]], steps
     return head.eval()
 
 
-def check(name: str, dtype_name: str, count: int, tick: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-    """One row of counts per head and tree mode, for one target in one precision; `tick` is called per decoding."""
+def check(
+    name: str,
+    dtype_name: str,
+    count: int,
+    kinds: Sequence[str] = tuple(VARIANTS),
+    steps: int = 200,
+    tick: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """One row of counts per head, training and tree, for one target in one precision; `tick` is called per decoding."""
     torch.set_num_threads(1)
     target = load_target(name, DTYPES[dtype_name])
     prompts = make_prompts(target, count)
@@ -137,35 +156,37 @@ def check(name: str, dtype_name: str, count: int, tick: Callable[[], None] = lam
     oracle = Oracle(target, settings)
     texts = [(prompt, oracle.answer(prompt)) for prompt in prompts]
     rows = []
-    for trained, head in (("untrained", untrained_head(target)), ("trained", trained_head(target, texts))):
-        head.to(target.dtype)
-        for mode in TREE_MODES:
-            engines = {b: DecodingEngine(target, CTCDrafter(head, target, b, mode)) for b in BUDGETS}
-            turns, steps = [], 0
-            for index, prompt in enumerate(prompts):
-                answer = engines[BUDGETS[index % len(BUDGETS)]].generate(prompt, settings)
-                turns.append(Turn(tuple(prompt), tuple(answer.tokens), f"{name} prompt {index}"))
-                steps += answer.target_steps
-                tick()
-            counts = judge_all(oracle, turns)
-            rows.append(describe(name, dtype_name, trained, mode, counts, steps))
+    for kind in kinds:
+        made, modes = VARIANTS[kind]
+        untrained = untrained_head(target, kind, **made)
+        for trained, head in (("no", untrained), ("yes", trained_head(target, texts, steps, kind, **made))):
+            for options in modes:
+                engines = {b: DecodingEngine(target, drafter_for(head, target, b, **options)) for b in BUDGETS}
+                turns, spent = [], 0
+                for index, prompt in enumerate(prompts):
+                    answer = engines[BUDGETS[index % len(BUDGETS)]].generate(prompt, settings)
+                    turns.append(Turn(tuple(prompt), tuple(answer.tokens), f"{name} prompt {index}"))
+                    spent += answer.target_steps
+                    tick()
+                counts = judge_all(oracle, turns)
+                rows.append(describe(name, dtype_name, " ".join([kind, *options.values()]), trained, counts, spent))
     return rows
 
 
-def describe(name: str, dtype: str, trained: str, mode: str, counts: LosslessCounts, steps: int) -> dict[str, Any]:
+def describe(name: str, dtype: str, drafter: str, trained: str, counts: LosslessCounts, steps: int) -> dict[str, Any]:
     """A row of the report."""
     return {
         "target": Path(name).name,
         "dtype": dtype,
-        "head": trained,
-        "tree": mode,
+        "drafter": drafter,
+        "trained": trained,
         **counts.as_dict(),
         "tokens": counts.tokens,
         "beta": round(counts.tokens / steps, 3),
     }
 
 
-def _check(arguments: tuple[str, str, int]) -> list[dict[str, Any]]:
+def _check(arguments: tuple[str, str, int, Sequence[str]]) -> list[dict[str, Any]]:
     return check(*arguments)
 
 
@@ -189,19 +210,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="*", default=[], help="folders of targets beside the random-weight ones")
     parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--heads", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="kinds of heads")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     for folder in args.targets:
         AutoConfig.from_pretrained(folder)  # a wrong path fails here, not after an hour
     args.output.mkdir(parents=True, exist_ok=True)
-    cells = [(name, dtype, args.prompts) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
+    cells = [(name, dtype, args.prompts, args.heads) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
     rows: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         for found in track(pool.imap_unordered(_check, cells), "lossless", len(cells), console=Console()):
             rows += found
             (args.output / "lossless_matrix.json").write_text(json.dumps(rows, indent=1) + "\n")
-    rows.sort(key=lambda row: (row["target"], row["dtype"], row["head"], row["tree"]))
+    rows.sort(key=lambda row: (row["target"], row["dtype"], row["drafter"], row["trained"]))
     (args.output / "lossless_matrix.md").write_text(table(rows))
     print(table(rows))
     print(f"written: {args.output / 'lossless_matrix.md'}")

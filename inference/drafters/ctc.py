@@ -5,12 +5,14 @@ Shapes: n committed tokens, A newly committed ones, T frames, H hidden, C capaci
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
+from heads.attention import chain_attention
 from heads.block import Attend, DecoderBlock, grouped_attention
 from heads.ctc import CTCHead
-from heads.frame_attention import chain_attention
 from inference.ctc_search import TREE_MODES, build_tree
 from inference.drafters.base import VerifiedStep
 from inference.target import Target
@@ -22,6 +24,8 @@ class CTCDrafter:
 
     `c_i` needs the token after i, which is known for every committed i: the next committed token, or the base token.
     """
+
+    options: ClassVar[dict[str, Any]] = {"tree": "prefix"}
 
     def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix") -> None:
         if tree not in TREE_MODES:
@@ -50,7 +54,7 @@ class CTCDrafter:
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""
-        hidden = step.hidden.to(self.head.norm.weight.dtype)
+        hidden = step.hidden.to(self.head.dtype)
         next_ids = torch.cat([step.tokens[1:], step.base[None]])
         states = self.head.context_states(hidden, next_ids, self.view)[None]  # [1, A, H]
         end = self.length + step.tokens.numel()
@@ -71,7 +75,7 @@ class CTCDrafter:
             earlier = self.length - 1  # c_n itself opens the chain
             keys, values = (cache[:, :, :earlier] for cache in self._cache[0])
             sees = torch.ones(1, 1, earlier, dtype=torch.bool, device=keys.device)
-            attend_chain = chain_attention(keys, values, sees)
+            attend_chain = chain_attention((keys, values), sees)
             return self.head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
         attend = [self._attend(keys, values) for keys, values in self._cache]
         return self.head.draft_frames(self._state[None, None], base_position, attend)[0, 0]

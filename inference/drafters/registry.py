@@ -6,14 +6,15 @@ of a head comes from its checkpoint when it is left out; a name alone is a draft
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from heads.base import DraftHead
 from heads.checkpoint import load_head, read_config
-from heads.ctc import CTCHead
 from inference.drafters.base import Drafter
-from inference.drafters.ctc import CTCDrafter
 from inference.drafters.vanilla import VanillaDrafter
 from inference.target import Target
 
@@ -66,21 +67,49 @@ class DrafterSpec:
         )
 
 
+HEAD_DRAFTERS = {
+    "chimera": "inference.drafters.chimera:ChimeraDrafter",
+    "ctc": "inference.drafters.ctc:CTCDrafter",
+    "hydra": "inference.drafters.hydra:HydraDrafter",
+    "medusa": "inference.drafters.medusa:MedusaDrafter",
+}
+"""Head kind → module and class of its drafter, imported on first use. The class is called with (head, target,
+max_nodes, **options) and names its options with their defaults in `options`."""
+
+
+def drafter_for(head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> Drafter:
+    """The drafter of a head in memory."""
+    return drafter_class(head.config.kind)(head, target, max_nodes, **options)
+
+
+def drafter_class(kind: str) -> Any:
+    """The class that drafts with heads of a kind."""
+    module, name = HEAD_DRAFTERS[kind].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def _vanilla(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
     _take_options(part, {})
     return VanillaDrafter(target.device)
 
 
-def _ctc(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
+def _head_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
     if not part.path:
-        raise ValueError("a ctc drafter needs a trained head: write NAME=RUN/head; got no path")
-    options = _take_options(part, {"tree": "prefix", "max_nodes": str(max_nodes)})
+        raise ValueError(f"a {part.kind} drafter needs a trained head: write NAME=RUN/head; got no path")
+    options = _take_options(part, {"max_nodes": max_nodes, **drafter_class(part.kind).options})
     head = load_head(part.path, target.fingerprint()).to(target.device, target.dtype)
-    assert isinstance(head, CTCHead)
-    return CTCDrafter(head, target, whole_number("max_nodes", options["max_nodes"]), options["tree"])
+    if head.config.kind != part.kind:
+        raise ValueError(
+            f"a {part.kind} drafter needs a {part.kind} head; {part.path} holds one of kind {head.config.kind}; leave "
+            "the kind out to take the checkpoint's"
+        )
+    return drafter_for(head, target, **options)
 
 
-DRAFTERS: dict[str, Callable[[DrafterPart, Target, int], Drafter]] = {"vanilla": _vanilla, "ctc": _ctc}
+DRAFTERS: dict[str, Callable[[DrafterPart, Target, int], Drafter]] = {
+    "vanilla": _vanilla,
+    **dict.fromkeys(HEAD_DRAFTERS, _head_drafter),
+}
 
 
 def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32) -> Drafter:
@@ -103,11 +132,16 @@ def whole_number(key: str, value: str) -> int:
         raise ValueError(f"drafter option {key} must be a whole number; got {value!r}") from None
 
 
-def _take_options(part: DrafterPart, defaults: dict[str, str]) -> dict[str, str]:
+def _take_options(part: DrafterPart, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The part's options over the defaults, as values of the defaults' types."""
     unknown = sorted(set(part.options) - set(defaults))
     if unknown:
         raise ValueError(
             f"unknown option {', '.join(unknown)} of a {part.kind} drafter; valid are "
             f"{', '.join(sorted(defaults)) or 'none'}"
         )
-    return {**defaults, **part.options}
+    given = {
+        key: whole_number(key, value) if isinstance(defaults[key], int) else value
+        for key, value in part.options.items()
+    }
+    return {**defaults, **given}

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
+from heads.attention import dense_frame_attention, dense_mask, flex_frame_attention, frame_mask
 from heads.base import Rows, TargetView
 from heads.block import grouped_attention
 from heads.checkpoint import load_head, save_head
 from heads.ctc import CTCConfig, CTCHead
-from heads.frame_attention import dense_attention, dense_frame_mask, flex_frame_attention
 
 SIZES = {
     "hidden_size": 32,
@@ -46,6 +46,13 @@ def batch(rows=2, length=20, seed=0):
         "segment_ids": torch.ones_like(ids),
         "position_ids": torch.arange(length).expand_as(ids),
     }
+
+
+def dense_frame_mask(anchors, segments, frames):
+    """The whole mask written out."""
+    queries = torch.arange(anchors.shape[1] * frames)
+    keys = torch.arange(segments.shape[1] + len(queries))
+    return dense_mask(frame_mask(anchors, segments, frames), len(anchors), queries, keys)
 
 
 def frames_of(head, values, anchors, view):
@@ -106,10 +113,12 @@ def test_both_attention_paths_equal_one_call_with_the_whole_mask(chunk):
         torch.cat([context[1], values], 2),
         dense_frame_mask(anchors, segments, frames)[:, None],
     )
-    dense = dense_attention(*context, anchors, segments, frames, anchors_per_chunk=chunk)(queries, keys, values)
+    dense = dense_frame_attention(tuple(context), anchors, segments, frames, anchors_per_chunk=chunk)(
+        queries, keys, values
+    )
     assert torch.allclose(dense, expected, atol=1e-6)
     with torch.no_grad():  # FlexAttention has no backward on CPU
-        flex = flex_frame_attention(*context, anchors, segments, frames)(queries, keys, values)
+        flex = flex_frame_attention(tuple(context), anchors, segments, frames)(queries, keys, values)
     assert torch.allclose(flex, expected, atol=1e-5)
 
 
@@ -216,7 +225,7 @@ def test_broken_checkpoints_say_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match=r"missing blocks\.1"):
         load_head(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "kind": "other"}))
-    with pytest.raises(ValueError, match="known kinds are ctc"):
+    with pytest.raises(ValueError, match="known kinds are chimera, ctc"):
         load_head(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="must be JSON"):

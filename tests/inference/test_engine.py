@@ -5,11 +5,12 @@ import torch
 
 from heads.base import Rows
 from inference.drafters.ctc import CTCDrafter
+from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import ContextError, DecodingEngine, GenerationSettings
 from inference.lossless import Oracle
 from inference.target import Target
-from inference.tree import DraftTree
+from inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import load_target, make_head, make_prompts
 
 PROMPT = list(range(3, 40))
@@ -119,6 +120,37 @@ def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
     assert len(caches) == 1
 
 
+def decode_with_partial_acceptances(target, drafter):
+    """The text decoded while `drafter` observes steps of which one, two or no draft is right."""
+    answer = Oracle(target, GenerationSettings(100)).answer(PROMPT)
+    hints = ScriptedDrafter(answer, 3)
+    step_number = 0
+    begin, observe = drafter.begin, drafter.observe
+
+    class Both:
+        max_nodes, max_depth = 3, 3
+
+        def begin(self, *arguments):
+            begin(*arguments)
+            hints.begin(*arguments)
+
+        def observe(self, step):
+            observe(step)
+            hints.observe(step)
+
+        def propose(self):
+            nonlocal step_number
+            step_number += 1
+            drafter.propose()  # what drafting leaves in the drafter's buffers must not matter
+            tree = hints.propose()
+            tokens = torch.where(torch.arange(3) < step_number % 4, tree.tokens, (tree.tokens + 1) % 211)
+            return DraftTree.build(tokens, tree.parents)
+
+    result = DecodingEngine(target, Both()).generate(PROMPT, GenerationSettings(60))
+    assert len(result.accept_lengths) > 20 and set(result.accept_lengths) == {1, 2, 3, 4}
+    return torch.tensor([PROMPT + result.tokens])
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -135,28 +167,7 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
     target = load_target(name, torch.float32)
     head = make_head(target, **settings).eval()
     drafter = CTCDrafter(head, target, 16)
-    engine = DecodingEngine(target, drafter)
-    answer = Oracle(target, GenerationSettings(100)).answer(PROMPT)
-
-    hints = ScriptedDrafter(answer, 3)  # drafts of which one, two or none are right
-    step_number = 0
-    original_begin, original_observe = drafter.begin, drafter.observe
-
-    def propose():
-        nonlocal step_number
-        step_number += 1
-        tree = hints.propose()
-        wrong_from = step_number % 4
-        tokens = torch.where(torch.arange(3) < wrong_from, tree.tokens, (tree.tokens + 1) % 211)
-        return DraftTree.build(tokens, tree.parents)
-
-    drafter.begin = lambda *a: (original_begin(*a), hints.begin(*a))
-    drafter.observe = lambda step: (original_observe(step), hints.observe(step))
-    drafter.propose = propose
-    result = engine.generate(PROMPT, GenerationSettings(60))
-    assert len(result.accept_lengths) > 20 and set(result.accept_lengths) == {1, 2, 3, 4}
-
-    text = torch.tensor([PROMPT + result.tokens])
+    text = decode_with_partial_acceptances(target, drafter)
     committed = drafter.length
     positions = torch.arange(text.shape[1])[None]
     segments = torch.ones_like(text)
@@ -171,6 +182,58 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
         row = (Rows(hidden, text, segments, positions), anchor, target.view())
         assert torch.allclose(drafter.frames(), head.drafted_frames(*row)[0, 0], atol=1e-5)
         assert torch.allclose(drafter.frames()[0], head.train_frames(*row)[0, 0, 0], atol=1e-5)
+
+
+LEVEL_HEADS = [
+    ("medusa", {"layers": 2}),
+    ("hydra", {}),
+    ("hydra", {"prefix_attention": True, "layers": 4}),
+    ("chimera", {}),
+    ("chimera", {"order": 1, "residual": False}),
+    ("chimera", {"order": 5, "projection": "shared"}),
+    ("chimera", {"encoder": "target_layer0_finetuned"}),
+]
+
+
+@pytest.mark.parametrize("kind,settings", LEVEL_HEADS)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_every_node_is_scored_as_the_training_forward_scores_its_path(name, kind, settings):
+    """After 20 steps with partial acceptances: each drafted path against the teacher-forced head on that very text."""
+    target = load_target(name, torch.float32)
+    head = make_head(target, kind, scale=0.2, **settings).eval()
+    drafter = drafter_for(head, target, 24, **({"kgram_cache": 16} if settings == {} and kind == "chimera" else {}))
+    text = decode_with_partial_acceptances(target, drafter)
+    tree = drafter.propose()
+    levels = depths(ancestor_rows(tree.parents, len(tree)))[1:]
+    assert levels.max() >= 3 and len(tree) == 24
+
+    committed = text.shape[1] - 1  # the last token is the base token
+    paths = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    for path, score in zip(paths, tree.log_probs.tolist()):
+        row = torch.tensor([[*text[0].tolist(), *path]])
+        positions = torch.arange(row.shape[1])[None]
+        hidden = target.forward_rows(row, torch.ones_like(row), positions)
+        with torch.inference_mode():
+            rows = Rows(hidden, row, torch.ones_like(row), positions)
+            expected = sum(
+                float(path_log_probs(head, rows, committed - 1, k, target.view())[token])
+                for k, token in enumerate(path)
+            )
+        assert score == pytest.approx(expected, abs=1e-4)
+
+
+def path_log_probs(head, rows, anchor, k, view):
+    """[V], what the training forward's head k says at an anchor of a row."""
+    anchors = torch.tensor([[anchor]])
+    if head.config.kind == "medusa":
+        return head.draft_log_probs(rows.hidden[0, anchor])[k]
+    if head.config.kind == "hydra":
+        tokens = view.embed(rows.input_ids[0, anchor + 1 : anchor + 2 + k])
+        return head.draft_log_probs(k, head.row_states(rows)[0, anchor], tokens)
+    fused = head.train_outputs(rows, anchors, view)[0, 0, k]
+    return head.head_logits(k, rows.hidden[0, anchor], fused, view).log_softmax(-1)
 
 
 def test_stop_strings_end_where_transformers_ends(tiny_target):

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from heads.checkpoint import HEADS, head_classes
 from heads.ctc import CTCConfig
 from train.options import RECIPES, parse_options, recipe_for
 
@@ -27,17 +28,12 @@ def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
     assert run.held_out == recipe["held_out"]
 
 
-def test_every_recipe_parses(tmp_path):
-    recipes = sorted((RECIPES / "ctc").glob("*.yaml"))
-    assert {path.stem for path in recipes} == {
-        "tiny",
-        "vicuna-7b",
-        "vicuna-13b",
-        "vicuna-33b",
-        "llama2-chat-7b",
-        "llama2-chat-13b",
-        "published-code",
-    }
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_recipe_parses(tmp_path, kind):
+    config = head_classes(kind)[1]
+    recipes = sorted((RECIPES / kind).glob("*.yaml"))
+    sizes = {"tiny", "vicuna-7b", "vicuna-13b", "vicuna-33b", "llama2-chat-7b", "llama2-chat-13b"}
+    assert {path.stem for path in recipes} - {"published-code"} == sizes
     for recipe in recipes:
         arguments = [
             "--target",
@@ -51,9 +47,16 @@ def test_every_recipe_parses(tmp_path):
             "--use_cpu",
             "true",
         ]
-        _, head, training = parse_options(CTCConfig, [*arguments, "--output_dir", str(tmp_path)])
-        CTCConfig(**head)
+        _, head, training = parse_options(config, [*arguments, "--output_dir", str(tmp_path)])
+        config(**head)
         assert training.max_grad_norm == 0.5
+
+
+def test_a_recipe_of_another_head_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        recipe = str(RECIPES / "chimera" / "tiny.yaml")
+        parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", "--config", recipe])
+    assert "residual" in capsys.readouterr().err
 
 
 def test_large_targets_get_the_papers_recipes(monkeypatch):

@@ -1,4 +1,4 @@
-"""`train/ctc.py` as users run it: resume, several processes, ZeRO stages, refusals."""
+"""`train/NAME.py` as users run them: resume, several processes, ZeRO stages, refusals."""
 
 import json
 import os
@@ -22,9 +22,15 @@ from inference.target import Target
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "data" / "tiny_target")
 SMALL = shlex.split(
-    "--frames 4 --labels 2 --anchors 6 --max_steps 6 --max_minutes 0 --logging_steps 1 --save_steps 2 "
+    "--anchors 6 --max_steps 6 --max_minutes 0 --logging_steps 1 --save_steps 2 "
     "--eval_strategy no --held_out 8 --simulate_rows 2 --per_device_eval_batch_size 4 --warmup_steps 2 --threads 1"
 )
+HEADS = {
+    "ctc": ("--frames", "4", "--labels", "2"),
+    "chimera": ("--heads", "2"),
+    "medusa": ("--heads", "2"),
+    "hydra": ("--heads", "2", "--dropout", "0"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +51,10 @@ def dataset(distil, tmp_path_factory):
     return distil(tmp_path_factory.mktemp("distilled") / "out")
 
 
-def command(dataset, output, *extra, launcher=(sys.executable,), batch=4):
+def command(dataset, output, *extra, launcher=(sys.executable,), batch=4, kind="ctc"):
     return [
-        *launcher, "train/ctc.py", "--target", TARGET, "--dataset", dataset, "--output_dir", str(output),
-        *SMALL, "--per_device_train_batch_size", str(batch), *extra,
+        *launcher, f"train/{kind}.py", "--target", TARGET, "--dataset", dataset, "--output_dir", str(output),
+        *SMALL, *HEADS[kind], "--per_device_train_batch_size", str(batch), *extra,
     ]  # fmt: skip
 
 
@@ -130,6 +136,22 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, 
     assert status == 0, told
     assert losses(output) == pytest.approx(losses(uninterrupted), abs=1e-4)
     assert (output / "head" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in HEADS if kind != "ctc"])
+def test_every_head_trains_alike_on_one_process_and_on_two(dataset, tmp_path, kind):
+    status, told = run(dataset, tmp_path / "one", kind=kind)
+    assert status == 0, told
+    metrics = json.loads((tmp_path / "one" / "head" / "provenance.json").read_text())["metrics"]
+    assert {"eval_loss", "eval_accuracy_2", "eval_simulated_beta"} <= set(metrics)
+    launcher = (str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2", "--master_port", "29510")
+    extra = ("--deepspeed", "configs/deepspeed/zero2.json")
+    status, told = run(dataset, tmp_path / "two", *extra, launcher=launcher, batch=2, kind=kind)
+    assert status == 0, told
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    status, told = run(dataset, tmp_path / "three", "--config", "configs/ctc/tiny.yaml", kind=kind)
+    assert status != 0 and "unknown" in told and "Traceback" not in told
 
 
 def test_gradient_accumulation_has_the_losses_of_one_large_batch(dataset, uninterrupted, tmp_path):

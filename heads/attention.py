@@ -1,0 +1,242 @@
+"""Who sees whom in training: one mask function a method, handed to SDPA as a dense mask or to FlexAttention.
+
+Shapes: B batch, A anchors a row, T frames or K heads an anchor, L row length, N / G heads, D head size.
+
+`frame_mask` (CTC): frame (a, t) is query a·T + t; keys are the L context states followed by all frames of the row.
+Worked example with L = 4, T = 2 and anchors (1, 2): queries 0, 1 belong to anchor 1, queries 2, 3 to anchor 2; query 2
+sees contexts 0, 1, 2 and keys 4+2, 4+3 (the frames of its own anchor); it sees neither context 3 nor keys 4, 5.
+
+`fusion_mask` (Chimera): head k of anchor a is query a·K + k; keys are h_0 … h_{L−1} followed by g_0 … g_{L−1}. Worked
+example with L = 6, K = 2 and anchor 2: query 0 sees h_0 … h_2 and g_0 … g_3, query 1 sees h_0 … h_2 and g_0 … g_4.
+
+FlexAttention has no backward on CPU, so CPU trains with dense masks, a few neighbouring anchors at a time: they need
+the keys up to the last of them only, which gives the same numbers at a fraction of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from heads.block import Attend, grouped_attention
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(b, head, query, key) → visible; for scalar tensors (FlexAttention) and broadcast index tensors alike."""
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+def frame_mask(anchors: Tensor, segment_ids: Tensor, frames: int) -> Mask:
+    """Mask of CTC frames for anchors `[B, A]` in rows with `segment_ids [B, L]`."""
+    length = segment_ids.shape[1]
+
+    def visible(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        anchor = anchors[b, query // frames]
+        context = key.clamp(max=length - 1)
+        in_context = (context <= anchor) & (segment_ids[b, context] == segment_ids[b, anchor])
+        return torch.where(key < length, in_context, (key - length) // frames == query // frames)
+
+    return visible
+
+
+def fusion_mask(anchors: Tensor, segment_ids: Tensor, heads: int) -> Mask:
+    """Mask of Chimera's queries for anchors `[B, A]` in rows with `segment_ids [B, L]`."""
+    length = segment_ids.shape[1]
+
+    def visible(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        anchor = anchors[b, query // heads]
+        index = torch.where(key < length, key, key - length)
+        last = torch.where(key < length, anchor, anchor + 1 + query % heads)
+        return (index <= last) & (segment_ids[b, index] == segment_ids[b, anchor])
+
+    return visible
+
+
+def dense_mask(visible: Mask, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
+    """[B, Q, C] bool, the mask written out for the given query and key indices."""
+    b = torch.arange(batch, device=queries.device)[:, None, None]
+    b, query, key = torch.broadcast_tensors(b, queries[None, :, None], keys[None, None, :])
+    return visible(b, torch.zeros_like(b), query, key)
+
+
+def dense_frame_attention(
+    context: KeysValues, anchors: Tensor, segment_ids: Tensor, frames: int, anchors_per_chunk: int = 16
+) -> Attend:
+    """SDPA for CTC frames; `context` keys and values [B, G, L, D]."""
+    visible = frame_mask(anchors, segment_ids, frames)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def seen(upto: int, own: slice) -> list[tuple[int, KeysValues]]:
+            return [(0, _first(context, upto)), (own.start, (keys[:, :, own], values[:, :, own]))]
+
+        return _in_chunks(queries, visible, segment_ids.shape[1], anchors, frames, anchors_per_chunk, seen)
+
+    return attend
+
+
+def dense_fusion_attention(
+    past: KeysValues,
+    grams: KeysValues,
+    anchors: Tensor,
+    segment_ids: Tensor,
+    heads: int,
+    anchors_per_chunk: int = 16,
+) -> Attend:
+    """SDPA for Chimera's queries; keys and values of h and of g, [B, G, L, D] each, hold the queries' own as well."""
+    visible = fusion_mask(anchors, segment_ids, heads)
+
+    def seen(upto: int, own: slice) -> list[tuple[int, KeysValues]]:
+        return [(0, _first(past, upto)), (0, _first(grams, upto + heads))]
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return _in_chunks(queries, visible, segment_ids.shape[1], anchors, heads, anchors_per_chunk, seen)
+
+    return attend
+
+
+def _first(states: KeysValues, upto: int) -> KeysValues:
+    return states[0][:, :, :upto], states[1][:, :, :upto]
+
+
+def _in_chunks(
+    queries: Tensor,
+    visible: Mask,
+    length: int,
+    anchors: Tensor,
+    per_anchor: int,
+    size: int,
+    seen: Callable[[int, slice], list[tuple[int, KeysValues]]],
+) -> Tensor:
+    """`size` neighbouring anchors at a time, each with the keys up to its last anchor.
+
+    `seen(upto, own queries)` gives the two halves of the keys, each from the index in its half at which it starts; the
+    second half's indices in the mask begin at `length`.
+    """
+    pieces = []
+    for start in range(0, anchors.shape[1], size):
+        end = min(start + size, anchors.shape[1])
+        own = slice(start * per_anchor, end * per_anchor)
+        (begin, left), (other, right) = seen(int(anchors[:, start:end].max()) + 1, own)
+        index = torch.cat(
+            [
+                torch.arange(begin, begin + left[0].shape[2], device=anchors.device),
+                torch.arange(length + other, length + other + right[0].shape[2], device=anchors.device),
+            ]
+        )
+        mask = dense_mask(visible, len(anchors), torch.arange(own.start, own.stop, device=anchors.device), index)
+        keys, values = (torch.cat([left[i], right[i]], dim=2) for i in (0, 1))
+        pieces.append(grouped_attention(queries[:, :, own], keys, values, mask[:, None]))
+    return torch.cat(pieces, dim=2)
+
+
+def flex_frame_attention(context: KeysValues, anchors: Tensor, segment_ids: Tensor, frames: int) -> Attend:
+    """FlexAttention for CTC frames, from the same mask function."""
+    keys_count = segment_ids.shape[1] + anchors.shape[1] * frames
+    flex = _flex_attention(frame_mask(anchors, segment_ids, frames), anchors, frames, keys_count)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return flex(queries, torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2))
+
+    return attend
+
+
+def flex_fusion_attention(
+    past: KeysValues, grams: KeysValues, anchors: Tensor, segment_ids: Tensor, heads: int
+) -> Attend:
+    """FlexAttention for Chimera's queries, from the same mask function."""
+    flex = _flex_attention(fusion_mask(anchors, segment_ids, heads), anchors, heads, 2 * segment_ids.shape[1])
+    all_keys, all_values = torch.cat([past[0], grams[0]], dim=2), torch.cat([past[1], grams[1]], dim=2)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return flex(queries, all_keys, all_values)
+
+    return attend
+
+
+_compiled_flex: Callable[..., Tensor] | None = None
+
+
+def _flex_attention(visible: Mask, anchors: Tensor, per_anchor: int, keys: int) -> Attend:
+    """FlexAttention under a mask: compiled once on GPU (uncompiled it builds every score), as is on CPU."""
+    global _compiled_flex
+    device = anchors.device.type
+    block_mask = create_block_mask(visible, len(anchors), None, anchors.shape[1] * per_anchor, keys, device=device)
+    if device == "cuda" and _compiled_flex is None:
+        _compiled_flex = torch.compile(flex_attention, dynamic=True)
+    flex: Any = _compiled_flex if device == "cuda" else flex_attention
+
+    def attend(queries: Tensor, all_keys: Tensor, all_values: Tensor) -> Tensor:
+        grouped = queries.shape[1] != all_keys.shape[1]
+        return flex(queries, all_keys, all_values, block_mask=block_mask, enable_gqa=grouped)
+
+    return attend
+
+
+def causal_attention(segment_ids: Tensor) -> Attend:
+    """Every state of rows with `segment_ids [B, L]` sees itself and what lies before it in its conversation."""
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    mask = (index <= index[:, None]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return grouped_attention(queries, keys, values, mask[:, None])
+
+    return attend
+
+
+def before_anchor(anchors: Tensor, segment_ids: Tensor) -> Tensor:
+    """[B, A, L] bool, the contexts before each anchor `[B, A]`, without its own: that one opens the chain."""
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    same = segment_ids[:, None, :] == segment_ids.gather(1, anchors)[:, :, None]
+    return same & (index < anchors[:, :, None])
+
+
+def chain_attention(context: KeysValues, visible: Tensor) -> Attend:
+    """For chains drafted one state at a time: each call's states see `visible [B, A, L]` contexts and their own chain.
+
+    Called once per step with the states of all A anchors; remembers the keys and values of the steps before.
+    """
+    chain_keys, chain_values = [context[0]], [context[1]]
+    own = torch.eye(visible.shape[1], dtype=torch.bool, device=visible.device).expand(len(visible), -1, -1)
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        chain_keys.append(keys)
+        chain_values.append(values)
+        mask = torch.cat([visible, own.repeat(1, 1, len(chain_keys) - 1)], dim=2)[:, None]
+        return grouped_attention(queries, torch.cat(chain_keys, dim=2), torch.cat(chain_values, dim=2), mask)
+
+    return attend
+
+
+class TreeAttention:
+    """Attention of a draft tree grown level by level over a cached context that every node sees.
+
+    keys, values [1, G, C, D]: buffers whose first `length` slots are the context; the drafted nodes' own are written
+    behind it, so C must leave room for them. Call `enter` with each level's parents, then use the object as `Attend`.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+        self.keys, self.values, self.length = keys, values, length
+        self.sees = torch.zeros(0, 0, dtype=torch.bool, device=keys.device)  # [drafted, drafted]
+        self.level = slice(0, 0)
+
+    def enter(self, parents: Tensor) -> None:
+        """A new level: node w hangs under `parents[w]`, an index into the level before; any value at the root."""
+        count, before = parents.numel(), len(self.sees)
+        sees = torch.zeros(before + count, before + count, dtype=torch.bool, device=parents.device)
+        sees[:before, :before] = self.sees
+        if before:
+            sees[before:, :before] = self.sees[self.level][parents]
+        sees[before:, before:] = torch.eye(count, dtype=torch.bool, device=parents.device)
+        self.sees, self.level = sees, slice(before, before + count)
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        start, end = self.length + self.level.start, self.length + self.level.stop
+        self.keys[:, :, start:end] = keys
+        self.values[:, :, start:end] = values
+        context = self.sees.new_ones(queries.shape[2], self.length)
+        mask = torch.cat([context, self.sees[self.level]], dim=1)
+        return grouped_attention(queries, self.keys[:, :, :end], self.values[:, :, :end], mask)

@@ -1,0 +1,246 @@
+"""The Chimera head: a k-gram encoder, one block over the target's states and the k-grams, residual heads.
+
+Shapes: B batch, L length, A anchors a row, K heads, N windows, W tree nodes, H hidden, V vocabulary.
+
+`g_i` encodes token i and the few before it; the block reads `[h_1 … h_n ; g_1 … g_m]`, a state's position being its
+token's index in both halves. Head k = 0 … K−1 drafts `x_{n+2+k}` from the target's last hidden state h_n and the
+block's output `f_{n+1+k}`, which is regressed to h_{n+1+k}.
+
+Training runs every anchor and every head in one pass. Head k's query at index i = n+1+k sees `h_j` for j ≤ n = i−1−k
+and `g_j` for j ≤ i, is concatenated with h_n, has label y_{i+1} and regresses h_i. Worked example, n = 4, k = 1: the
+query is g_6; it sees h_1 … h_4 and g_1 … g_6; it predicts the token at 7; f's aim is h_6.
+
+Paper: "Chimera: A Lossless Decoding Method for Accelerating Large Language Models Inference by Fusing all Tokens"
+(2024), section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.accuracy import offset_hits
+from heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
+from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from heads.block import Attend, DecoderBlock
+from heads.losses import linear_cross_entropy
+from heads.medusa import check_heads
+from heads.windows import Windows
+
+ENCODERS = ("kgram", "target_layer0_frozen", "target_layer0_finetuned")
+PROJECTIONS = ("full", "shared")
+
+
+@dataclass
+class ChimeraConfig(HeadConfig):
+    """Settings of a Chimera head; sizes come from the target (`target_sizes`)."""
+
+    kind: ClassVar[str] = "chimera"
+
+    heads: int = field(default=4, metadata={"help": "K, tokens drafted behind the base token"})
+    encoder: str = field(
+        default="kgram",
+        metadata={"help": "kgram, target_layer0_frozen or target_layer0_finetuned (Table 7)"},
+    )
+    order: int = field(default=3, metadata={"help": "tokens of a k-gram, 1 to 5 (3: the paper's trigram)"})
+    projection: str = field(
+        default="full",
+        metadata={"help": "full (the paper: a 2H x V matrix a head) or shared (the LM head behind a 2H x H matrix)"},
+    )
+    residual: bool = field(default=True, metadata={"help": "heads read h_n beside the block's output (Fig. 6)"})
+    ce_weight: float = field(default=1.0, metadata={"help": "weight of the cross entropy, every head alike"})
+    mse_weight: float = field(default=1.0, metadata={"help": "weight of the squared error to the target's states"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self.heads)
+        if not 1 <= self.order <= 5:
+            raise ValueError(f"--order must be from 1 to 5; got {self.order}")
+        for name, valid in (("encoder", ENCODERS), ("projection", PROJECTIONS)):
+            if getattr(self, name) not in valid:
+                raise ValueError(f"--{name} must be one of {', '.join(valid)}; got {getattr(self, name)!r}")
+        if min(self.ce_weight, self.mse_weight) < 0 or self.ce_weight == 0:
+            raise ValueError(
+                f"--ce_weight must be above 0 and --mse_weight 0 or more; got {self.ce_weight:g}, {self.mse_weight:g}"
+            )
+
+    @property
+    def offsets(self) -> int:
+        return self.heads
+
+    @property
+    def windows_agree(self) -> bool:
+        """Chimera reads the text it drafts behind, so each offset has its label whatever was said before."""
+        return False
+
+
+class KGramEncoder(nn.Module):
+    """g = W2·SiLU(W1·[e(x_{i−k+1}); …; e(x_i)]) with zeros for tokens before the first (the paper's eq 2)."""
+
+    def __init__(self, order: int, hidden: int) -> None:
+        super().__init__()
+        self.order = order
+        self.inner = nn.Linear(order * hidden, hidden, bias=False)
+        self.outer = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, token_states: Tensor) -> Tensor:
+        """[..., k, H] embeddings, oldest first → [..., H]."""
+        return self.outer(F.silu(self.inner(token_states.flatten(-2))))
+
+
+class ChimeraHead(DraftHead):
+    """K residual heads behind a block that fuses all tokens; see the module's head."""
+
+    config: ChimeraConfig
+
+    def __init__(self, config: ChimeraConfig) -> None:
+        super().__init__(config)
+        hidden, reads = config.hidden_size, (2 if config.residual else 1) * config.hidden_size
+        self.encoder: nn.Module
+        if config.encoder == "kgram":
+            self.encoder = KGramEncoder(config.order, hidden)
+        else:
+            self.encoder = DecoderBlock(config)
+            self.encoder.requires_grad_(config.encoder == "target_layer0_finetuned")
+        self.block = DecoderBlock(config)
+        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        outputs = config.vocab_size if config.projection == "full" else hidden
+        self.heads = nn.ModuleList(nn.Linear(reads, outputs, bias=False) for _ in range(config.heads))
+        for head in self.each:
+            nn.init.zeros_(head.weight)
+
+    @property
+    def each(self) -> list[nn.Linear]:
+        """The residual heads, in the order of their offsets."""
+        return cast("list[nn.Linear]", list(self.heads))
+
+    @property
+    def tables(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The vocabulary matrices of `projection: full`."""
+        return tuple(f"heads.{k}.weight" for k in range(self.config.heads)) if self.config.projection == "full" else ()
+
+    @torch.no_grad()
+    def start_from(self, hidden: Tensor, target: TargetView) -> None:
+        """The output norm starts at the scale of h, each head as the target's LM head on the block's output.
+
+        `full` starts as [0 | W_lm] and `shared` as LM(f): f is regressed to the target's hidden state.
+        """
+        size = self.config.hidden_size
+        self.norm.weight.fill_(hidden.float().pow(2).mean().sqrt())
+        if self.config.projection == "full":
+            for head in self.each:
+                head.weight.zero_()
+                head.weight[:, -size:] = target.lm_head_weight
+        if isinstance(self.encoder, DecoderBlock):
+            if target.first_layer is None:
+                raise ValueError(
+                    f"--encoder {self.config.encoder} needs the target's first layer, and this target's cannot be "
+                    "lent; use --encoder kgram"
+                )
+            copy_layer(target.first_layer, self.encoder)
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def recent_states(self, input_ids: Tensor, segment_ids: Tensor, target: TargetView) -> Tensor:
+        """[B, L, k, H], the embeddings of every index's k-gram, zero where the conversation has not begun."""
+        states = target.embed(input_ids).to(self.dtype)
+        length = input_ids.shape[1]
+        grams = []
+        for back in range(self.config.order - 1, -1, -1):
+            there = (torch.arange(length, device=input_ids.device) - back).clamp(min=0)
+            inside = (segment_ids[:, there] == segment_ids) & (torch.arange(length, device=there.device) >= back)
+            grams.append(states[:, there] * inside[..., None])
+        return torch.stack(grams, dim=2)
+
+    def encode_rows(self, rows: Rows, target: TargetView) -> Tensor:
+        """[B, L, H], g of every index of whole rows."""
+        if isinstance(self.encoder, DecoderBlock):
+            states = target.embed(rows.input_ids).to(self.dtype)
+            return self.encoder(states, rows.position_ids, causal_attention(rows.segment_ids))
+        return self.encoder(self.recent_states(rows.input_ids, rows.segment_ids, target))
+
+    def fuse(self, encoded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """f [B, Q, H] of queries g [B, Q, H] at `positions [B, Q]`."""
+        return self.norm(self.block(encoded, positions, attend))
+
+    def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
+        """[..., V] of head k from h_n [..., H] and f [..., H]."""
+        read = torch.cat([last, fused], dim=-1) if self.config.residual else fused
+        if self.config.projection == "full":
+            return self.each[k](read)
+        return target.logits((fused + self.each[k](read)).to(target.lm_head_weight.dtype))
+
+    def _stacked_logits(self, k: int, target: TargetView, states: Tensor) -> Tensor:
+        """`head_logits` of [N, 2, H]: h_n and f."""
+        return self.head_logits(k, states[:, 0], states[:, 1], target)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train_outputs(self, rows: Rows, anchors: Tensor, target: TargetView) -> Tensor:
+        """f of every head of the given anchors `[B, A]` (ascending), one pass: [B, A, K, H]."""
+        heads, length = self.config.heads, rows.input_ids.shape[1]
+        encoded = self.encode_rows(rows, target)
+        past = self.block.context_keys_values(rows.hidden, rows.position_ids)
+        grams = self.block.context_keys_values(encoded, rows.position_ids)
+        offsets = torch.arange(1, heads + 1, device=anchors.device)
+        index = (anchors[:, :, None] + offsets).clamp(max=length - 1).flatten(1)  # i = n+1+k
+        attention = flex_fusion_attention if encoded.is_cuda else dense_fusion_attention
+        attend = attention(past, grams, anchors, rows.segment_ids, heads)
+        fused = self.fuse(at(encoded, index), rows.position_ids.gather(1, index), attend)
+        return fused.unflatten(1, (anchors.shape[1], heads))
+
+    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
+        """Σ_k (cross entropy of head k + squared error of f to h), over the windows that have a label at offset k."""
+        config, valid, anchors = self.config, windows.valid, windows.anchors
+        fused = self.train_outputs(rows, anchors, target)[valid]  # [N, K, H]
+        last = at(rows.hidden, anchors)[valid]
+        labels, lengths = windows.labels[valid], windows.lengths[valid]
+        loss = HeadLoss.zero(len(last), last.device)
+        hits = []
+        for k, head in enumerate(self.each):
+            counted = lengths > k
+            f, h, y = fused[counted, k], last[counted], labels[counted, k]
+            read = torch.cat([h, f], dim=-1) if config.residual else f
+            if config.projection == "full":
+                ce = linear_cross_entropy(read, head.weight, y)
+            else:
+                ce = linear_cross_entropy(f + head(read), target.lm_head_weight, y, target.lm_head_bias)
+            index = (anchors + 1 + k).clamp(max=rows.input_ids.shape[1] - 1)
+            aims = at(rows.hidden, index)[valid][counted]  # h_{n+1+k}
+            loss.add(f"ce_{k}", ce, config.ce_weight)
+            loss.add(f"mse_{k}", F.mse_loss(f, aims, reduction="none").mean(-1).sum(), config.mse_weight)
+            if not self.training:
+                states = torch.stack([h, f], dim=1)
+                logits_of = functools.partial(self._stacked_logits, k, target)
+                hits.append(offset_hits(logits_of, states, y))
+        loss.score(hits, lengths)
+        return loss
+
+
+def copy_layer(layer: nn.Module, block: DecoderBlock) -> None:
+    """Copy a Llama-like decoder layer into a block; ValueError if the layer has parts the block has not."""
+    names = {
+        "input_layernorm": "attention_norm",
+        "self_attn.q_proj": "q_proj",
+        "self_attn.k_proj": "k_proj",
+        "self_attn.v_proj": "v_proj",
+        "self_attn.o_proj": "o_proj",
+        "post_attention_layernorm": "mlp_norm",
+        "mlp.gate_proj": "gate_proj",
+        "mlp.up_proj": "up_proj",
+        "mlp.down_proj": "down_proj",
+    }
+    given = dict(layer.named_parameters())
+    wanted = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in names.items()}
+    if set(given) != set(wanted):
+        different = ", ".join(sorted(set(given) ^ set(wanted)))
+        raise ValueError(
+            "--encoder target_layer0_… copies a Llama-like first layer (norms, q/k/v/o, gate/up/down, no biases); this "
+            f"target's differs in {different}; use --encoder kgram"
+        )
+    block.load_state_dict({wanted[name]: value for name, value in given.items()})

@@ -1,0 +1,146 @@
+"""Hydra heads: each offset's head also reads the tokens drafted before it.
+
+Shapes: N windows, W tree nodes, K heads, H hidden, V vocabulary.
+
+Head k = 0 … K−1 drafts `x_{n+2+k}` from `[s_n; e(x_{n+1}); …; e(x_{n+1+k})]`: a projection to H added to s_n (it starts
+at zero), L residual layers, a vocabulary matrix that starts as the target's LM head. s_n is the target's hidden state
+h_n, or, with `prefix_attention` (Hydra++), the output of one decoder block over h_1 … h_n with a cache of its own.
+In training the text supplies the tokens, in decoding the tree does: every node has its own path.
+
+Paper: "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from heads.accuracy import offset_hits
+from heads.attention import causal_attention
+from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from heads.block import DecoderBlock
+from heads.losses import linear_cross_entropy, soft_cross_entropy
+from heads.medusa import OffsetHead, check_heads
+from heads.windows import Windows
+
+
+@dataclass
+class HydraConfig(HeadConfig):
+    """Settings of Hydra heads; sizes come from the target (`target_sizes`)."""
+
+    kind: ClassVar[str] = "hydra"
+
+    heads: int = field(default=4, metadata={"help": "K, tokens drafted behind the base token"})
+    layers: int = field(default=1, metadata={"help": "residual layers of a head (Hydra++: 4)"})
+    decay: float = field(default=0.8, metadata={"help": "the loss of head k is weighted decay^k"})
+    prefix_attention: bool = field(
+        default=False, metadata={"help": "read the context through a decoder block of its own (Hydra++)"}
+    )
+    labels_from: str = field(
+        default="tokens",
+        metadata={"help": "tokens (the greedy ones) or distribution (the target's, Hydra++)"},
+    )
+    dropout: float = field(default=0.0, metadata={"help": "dropout on what a head reads (Hydra++: 0.2)"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self.heads)
+        if self.layers < 0:
+            raise ValueError(f"--layers must be 0 or more; got {self.layers}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
+        if self.labels_from not in ("tokens", "distribution"):
+            raise ValueError(f"--labels_from must be one of tokens, distribution; got {self.labels_from!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout must be at least 0 and below 1; got {self.dropout:g}")
+
+    @property
+    def offsets(self) -> int:
+        return self.heads
+
+    @property
+    def windows_agree(self) -> bool:
+        """Hydra heads read the text they draft behind, so each offset has its label whatever was said before."""
+        return False
+
+
+class TokenHead(OffsetHead):
+    """An offset's head that also reads the tokens before: a projection, starting at zero, is added to the state."""
+
+    def __init__(self, config: HeadConfig, layers: int, tokens: int) -> None:
+        super().__init__(config, layers)
+        self.tokens = nn.Linear((1 + tokens) * config.hidden_size, config.hidden_size, bias=False)
+        nn.init.zeros_(self.tokens.weight)
+
+
+class HydraHead(DraftHead):
+    """K heads of growing input; see the module's head."""
+
+    config: HydraConfig
+    tables = ("vocabulary.weight",)
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__(config)
+        if config.prefix_attention:
+            self.prefix = DecoderBlock(config)
+        self.heads = nn.ModuleList(TokenHead(config, config.layers, k + 1) for k in range(config.heads))
+
+    @property
+    def each(self) -> list[TokenHead]:
+        """The heads, in the order of their offsets."""
+        return cast("list[TokenHead]", list(self.heads))
+
+    @torch.no_grad()
+    def start_from(self, hidden: Tensor, target: TargetView) -> None:
+        """Every vocabulary matrix starts as the target's LM head."""
+        for head in self.each:
+            head.vocabulary.weight.copy_(target.lm_head_weight)
+
+    def head_states(self, k: int, state: Tensor, token_states: Tensor) -> Tensor:
+        """What head k's vocabulary matrix reads, [..., H].
+
+        state [..., H] is s_n; token_states [..., k+1, H] the embeddings of the base token and the drafts behind it.
+        """
+        head = self.each[k]
+        read = torch.cat([state[..., None, :], token_states], dim=-2).flatten(-2)
+        read = F.dropout(read, self.config.dropout, self.training)
+        return head.layers(state + head.tokens(read))
+
+    def draft_log_probs(self, k: int, state: Tensor, token_states: Tensor) -> Tensor:
+        """Log-probabilities [..., V] in float32 of what follows k+1 known tokens; arguments as `head_states`."""
+        return self.each[k].vocabulary(self.head_states(k, state, token_states)).float().log_softmax(-1)
+
+    def row_states(self, rows: Rows) -> Tensor:
+        """[B, L, H], s_n at every index of whole rows."""
+        if not self.config.prefix_attention:
+            return rows.hidden
+        return self.prefix(rows.hidden, rows.position_ids, causal_attention(rows.segment_ids))
+
+    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
+        """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
+        valid, anchors = windows.valid, windows.anchors
+        states = at(self.row_states(rows), anchors)[valid]  # [N, H]
+        labels, lengths = windows.labels[valid], windows.lengths[valid]
+        offsets = torch.arange(1, self.config.heads + 1, device=anchors.device)
+        ahead = (anchors[:, :, None] + offsets).clamp(max=rows.input_ids.shape[1] - 1)  # n+1 … n+K
+        tokens = rows.input_ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, ahead)[valid]  # [N, K]
+        token_states = target.embed(tokens).to(states.dtype)
+        loss = HeadLoss.zero(len(states), states.device)
+        hits = []
+        for k, head in enumerate(self.each):
+            counted = lengths > k
+            x, y = self.head_states(k, states[counted], token_states[counted, : k + 1]), labels[counted, k]
+            weight = head.vocabulary.weight
+            if self.config.labels_from == "tokens":
+                loss.add(f"ce_{k}", linear_cross_entropy(x, weight, y), self.config.decay**k)
+            else:
+                aims = at(rows.hidden, ahead[:, :, k])[valid][counted]  # h_{n+1+k}, of which x_{n+2+k} is said
+                loss.add(f"soft_{k}", soft_cross_entropy(x, weight, aims, target), self.config.decay**k)
+            if not self.training:
+                hits.append(offset_hits(head.vocabulary, x, y))
+        loss.score(hits, lengths)
+        return loss

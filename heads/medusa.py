@@ -1,0 +1,103 @@
+"""Medusa-1 heads: one small network per offset on the target's last hidden state.
+
+Shapes: N windows, K heads, H hidden, V vocabulary.
+
+Head k = 0 … K−1 drafts `x_{n+2+k}` from h_n alone: L layers `x + SiLU(Wx + b)`, W starting at zero and not shared
+between layers, then a vocabulary matrix of its own that starts as the target's LM head.
+
+Paper: "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from heads.accuracy import offset_hits
+from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from heads.block import ResidualLayer
+from heads.losses import linear_cross_entropy
+from heads.windows import Windows
+
+
+@dataclass
+class MedusaConfig(HeadConfig):
+    """Settings of Medusa heads; sizes come from the target (`target_sizes`)."""
+
+    kind: ClassVar[str] = "medusa"
+
+    heads: int = field(default=4, metadata={"help": "K, tokens drafted behind the base token"})
+    layers: int = field(default=1, metadata={"help": "residual layers of a head"})
+    decay: float = field(default=0.8, metadata={"help": "the loss of head k is weighted decay^k"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self.heads)
+        if self.layers < 0:
+            raise ValueError(f"--layers must be 0 or more; got {self.layers}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
+
+    @property
+    def offsets(self) -> int:
+        return self.heads
+
+
+def check_heads(heads: int) -> None:
+    """Raise ValueError unless there is at least one head."""
+    if heads < 1:
+        raise ValueError(f"--heads must be at least 1; got {heads}")
+
+
+class OffsetHead(nn.Module):
+    """Residual layers, then a vocabulary matrix."""
+
+    def __init__(self, config: HeadConfig, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(ResidualLayer(config.hidden_size) for _ in range(layers)))
+        self.vocabulary = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+class MedusaHead(DraftHead):
+    """K heads that read one hidden state; see the module's head."""
+
+    config: MedusaConfig
+    tables = ("vocabulary.weight",)
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        self.heads = nn.ModuleList(OffsetHead(config, config.layers) for _ in range(config.heads))
+
+    @property
+    def each(self) -> list[OffsetHead]:
+        """The heads, in the order of their offsets."""
+        return cast("list[OffsetHead]", list(self.heads))
+
+    @torch.no_grad()
+    def start_from(self, hidden: Tensor, target: TargetView) -> None:
+        """Every vocabulary matrix starts as the target's LM head."""
+        for head in self.each:
+            head.vocabulary.weight.copy_(target.lm_head_weight)
+
+    def draft_log_probs(self, hidden: Tensor) -> Tensor:
+        """[..., H] h_n → [..., K, V] log-probabilities in float32."""
+        logits = [head.vocabulary(head.layers(hidden)) for head in self.each]
+        return torch.stack(logits, dim=-2).float().log_softmax(-1)
+
+    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
+        """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
+        states = at(rows.hidden, windows.anchors)[windows.valid]  # [N, H]
+        labels, lengths = windows.labels[windows.valid], windows.lengths[windows.valid]
+        loss = HeadLoss.zero(len(states), states.device)
+        hits = []
+        for k, head in enumerate(self.each):
+            counted = lengths > k
+            x, y = head.layers(states[counted]), labels[counted, k]
+            loss.add(f"ce_{k}", linear_cross_entropy(x, head.vocabulary.weight, y), self.config.decay**k)
+            if not self.training:
+                hits.append(offset_hits(head.vocabulary, x, y))
+        loss.score(hits, lengths)
+        return loss

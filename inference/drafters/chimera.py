@@ -1,0 +1,191 @@
+"""Drafting with a Chimera head: level by level, every node with its own k-gram and its own ancestors.
+
+Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden, C capacity.
+
+The block reads h_1 … h_n, g_1 … g_n and the drafted tokens' g. Attention does not care about the order of its keys, so
+h and g of a token lie side by side (slots 2i+1 and 2i) in one buffer that grows at its end; drafts lie behind and are
+overwritten.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from heads.attention import TreeAttention
+from heads.base import Rows, TargetView
+from heads.block import DecoderBlock, grouped_attention
+from heads.chimera import ChimeraHead, KGramEncoder
+from inference.drafters.base import VerifiedStep
+from inference.drafters.kgram_cache import KGramCache
+from inference.level_tree import grow_tree
+from inference.target import Target
+from inference.tree import DraftTree
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+class ChimeraContext:
+    """What a draft behind n committed tokens reads.
+
+    fusion   keys, values [1, G, C, D] of the block, h and g side by side; the first 2n slots are the context
+    encoder  keys, values of an attending encoder (`target_layer0_…`), first n slots; None for k-grams
+    last     [H] h_n
+    recent   [k−1] int64, the last committed tokens, oldest first; −1 where there is none
+    """
+
+    def __init__(
+        self, fusion: KeysValues, encoder: KeysValues | None, length: int, last: Tensor, recent: Tensor
+    ) -> None:
+        self.fusion, self.encoder, self.length, self.last, self.recent = fusion, encoder, length, last, recent
+
+
+def draft_tree(
+    head: ChimeraHead,
+    view: TargetView,
+    context: ChimeraContext,
+    base: Tensor,
+    max_nodes: int,
+    cache: KGramCache | None = None,
+) -> DraftTree:
+    """The best tree behind base token `base []`."""
+    length = context.length
+    fusion = TreeAttention(*context.fusion, 2 * length)
+    encoder = TreeAttention(*context.encoder, length) if context.encoder is not None else None
+    grams = context.recent[None]  # [W, k−1], the tokens before a node's own
+
+    def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        nonlocal grams
+        positions = torch.full((1, len(tokens)), length + level, device=tokens.device)
+        grams = torch.cat([grams[parents], tokens[:, None]], dim=1)
+        if encoder is not None:
+            encoder.enter(parents)
+            encoded = head.encoder(view.embed(tokens)[None].to(head.dtype), positions, encoder)
+        else:
+            encoded = encode_grams(head, view, grams, cache)[None]
+        grams = grams[:, 1:]
+        fusion.enter(parents)
+        fused = head.fuse(encoded, positions, fusion)[0]
+        logits = head.head_logits(level, context.last.expand(len(tokens), -1), fused, view)
+        return logits.float().log_softmax(-1)
+
+    root = torch.zeros(1, dtype=torch.long, device=base.device)
+    return grow_tree(level_log_probs(0, base[None], root)[0], level_log_probs, max_nodes, head.config.heads)
+
+
+def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGramCache | None = None) -> Tensor:
+    """g [W, H] of k-grams [W, k] (−1: before the first token), through the cache where there is one."""
+
+    def encode(some: Tensor) -> Tensor:
+        known = some >= 0
+        states = view.embed(some.clamp(min=0)).to(head.dtype) * known[..., None]
+        return head.encoder(states)
+
+    return encode(grams) if cache is None else cache.lookup(grams, encode)
+
+
+def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> Any:
+    """anchor n → the context of a draft at that anchor of one row, as the drafter would have it there."""
+    encoded = head.encode_rows(rows, view)
+    past = head.block.context_keys_values(rows.hidden, rows.position_ids)
+    grams = head.block.context_keys_values(encoded, rows.position_ids)
+    fusion = [torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past)]
+    encoder = None
+    if isinstance(head.encoder, DecoderBlock):
+        states = view.embed(rows.input_ids).to(head.dtype)
+        encoder = head.encoder.context_keys_values(states, rows.position_ids)
+    ids = torch.nn.functional.pad(rows.input_ids[0], (head.config.order - 1, 0), value=-1)
+
+    def upto(pair: Any, count: int) -> KeysValues:
+        keys, values = (torch.nn.functional.pad(x[:, :, :count], (0, 0, 0, room)) for x in pair)
+        return keys, values
+
+    def at_anchor(anchor: int) -> ChimeraContext:
+        length = anchor + 1
+        recent = ids[length : length + head.config.order - 1]
+        return ChimeraContext(
+            upto(fusion, 2 * length),
+            None if encoder is None else upto(encoder, length),
+            length,
+            rows.hidden[0, anchor],
+            recent,
+        )
+
+    return at_anchor
+
+
+class ChimeraDrafter:
+    """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
+
+    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0}
+
+    def __init__(self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0) -> None:
+        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew."""
+        if kgram_cache and not isinstance(head.encoder, KGramEncoder):
+            raise ValueError(
+                f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
+            )
+        self.head = head.eval()
+        self.view = target.view()
+        self.max_nodes = max_nodes
+        self.max_depth = head.config.heads
+        self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
+        self.context: ChimeraContext | None = None
+        self._base: Tensor | None = None
+        self._fusion: KeysValues | None = None
+        self._encoder: KeysValues | None = None
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """Room for `capacity` tokens and a tree of drafts; reused when large enough."""
+        self.context = None
+        room = capacity + self.max_nodes * self.head.config.heads + 1
+        if self._fusion is None or self._fusion[0].shape[2] < 2 * room:
+            self._fusion = self._buffer(2 * room)
+            self._encoder = self._buffer(room) if isinstance(self.head.encoder, DecoderBlock) else None
+
+    def _buffer(self, slots: int) -> KeysValues:
+        config, like = self.head.config, self.head.norm.weight
+        shape = (1, config.num_key_value_heads, -(-slots // 256) * 256, config.head_dim)
+        return like.new_zeros(shape), like.new_zeros(shape)
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Append keys and values of the newly committed tokens' h and g."""
+        assert self._fusion is not None, "begin before observing"
+        hidden = step.hidden.to(self.head.dtype)
+        order, before = self.head.config.order, self.context
+        start = 0 if before is None else before.length
+        end = start + len(step.tokens)
+        recent = step.tokens.new_full((order - 1,), -1) if before is None else before.recent
+        text = torch.cat([recent, step.tokens])
+        positions = torch.arange(start, end, device=hidden.device)
+        encoded = self._encode(text, step.tokens, positions)
+        grams = self.head.block.context_keys_values(encoded[None], positions[None])
+        past = self.head.block.context_keys_values(hidden[None], positions[None])
+        for buffer, g, h in zip(self._fusion, grams, past):
+            buffer[:, :, 2 * start : 2 * end : 2] = g
+            buffer[:, :, 2 * start + 1 : 2 * end : 2] = h
+        self.context = ChimeraContext(self._fusion, self._encoder, end, hidden[-1], text[len(text) - (order - 1) :])
+        self._base = step.base
+
+    def _encode(self, text: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """g [A, H] of the newly committed tokens."""
+        if self._encoder is None:
+            return encode_grams(self.head, self.view, text.unfold(0, self.head.config.order, 1), self.cache)
+        keys_so_far, values_so_far = self._encoder
+        start, end = int(positions[0]), int(positions[-1]) + 1
+        visible = torch.arange(end, device=tokens.device) <= positions[:, None]
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            keys_so_far[:, :, start:end], values_so_far[:, :, start:end] = keys, values
+            return grouped_attention(queries, keys_so_far[:, :, :end], values_so_far[:, :, :end], visible)
+
+        states = self.view.embed(tokens).to(self.head.dtype)
+        return self.head.encoder(states[None], positions[None], attend)[0]
+
+    @torch.inference_mode()
+    def propose(self) -> DraftTree:
+        """The best tree of at most `max_nodes` drafts."""
+        assert self.context is not None and self._base is not None, "observe the prefill before proposing"
+        return draft_tree(self.head, self.view, self.context, self._base, self.max_nodes, self.cache)

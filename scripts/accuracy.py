@@ -1,0 +1,106 @@
+"""Top-1 … top-5 accuracy of heads at every offset, on held-out labelled conversations.
+
+    python scripts/accuracy.py --target TARGET --heads ctc=runs/ctc/head medusa=runs/medusa/head \\
+        --dataset runs/distilled --output runs/accuracy
+
+Offset 0 is the token after the base token. The true tokens before an offset are given: Chimera and Hydra read them, a
+CTC head is asked for the best children of the true prefix under its prefix scores, Medusa needs none. Rows are chosen as
+training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has seen none of
+them. Writes accuracy.json and accuracy.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from data.collate import DraftCollator, split_held_out
+from data.shards import load_distilled
+from heads.accuracy import TOP
+from heads.base import DraftHead
+from heads.checkpoint import load_head
+from inference.config_file import parse_with_config
+from inference.target import Target
+
+
+@torch.inference_mode()
+def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollator, batch_size: int = 8) -> list[Any]:
+    """Per offset: {"counted", "top": [top-1 … top-5]}; `top` is None where no window has a label."""
+    hits = torch.zeros(head.config.offsets, TOP)
+    counted = torch.zeros(head.config.offsets)
+    view = target.view()
+    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collator):
+        batch = {name: value.to(target.device) for name, value in batch.items()}
+        hidden = batch.pop("hidden", None)
+        if hidden is None:
+            hidden = target.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+        loss = head(hidden=hidden, target=view, **batch)
+        if loss.correct is not None and loss.counted is not None:
+            hits += loss.correct.cpu()
+            counted += loss.counted.cpu()
+    return [{"counted": int(n), "top": (row / n).tolist() if n else None} for row, n in zip(hits, counted)]
+
+
+def table(results: dict[str, list[Any]]) -> str:
+    """Markdown: a row per head and rank, a column per offset."""
+    offsets = max(len(found) for found in results.values())
+    lines = [
+        "| head | rank | " + " | ".join(f"offset {k}" for k in range(offsets)) + " |",
+        "|" + " --- |" * (offsets + 2),
+    ]
+    for name, found in results.items():
+        for rank in range(TOP):
+            cells = [f"{o['top'][rank]:.3f}" if o["top"] else "–" for o in found] + ["–"] * (offsets - len(found))
+            lines.append(f"| {name} | top-{rank + 1} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
+    made.add_argument("--target", help="the target the heads were trained for: a folder or a hub id")
+    made.add_argument("--heads", nargs="+", metavar="NAME=RUN/head", help="the heads, by the names the table uses")
+    made.add_argument("--dataset", help="what scripts/distill.py wrote with this target")
+    made.add_argument("--rows", type=int, default=64, help="held-out rows to count on (default 64)")
+    made.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
+    made.add_argument("--output", type=Path, help="folder for accuracy.json and accuracy.md")
+    return made
+
+
+def main() -> None:
+    try:
+        args = parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
+        if len(named) != len(args.heads):
+            raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
+        target = Target.from_pretrained(args.target)
+        distilled = load_distilled(args.dataset)
+        rows = len(distilled.dataset)
+        if not 0 < args.rows < rows:
+            raise ValueError(f"--rows must be from 1 to {rows - 1}, the dataset has {rows} rows; got {args.rows}")
+        hidden = getattr(torch, distilled.hidden_dtype) if distilled.hidden_dtype else None
+        longest = int(distilled.manifest["settings"]["max_length"])
+        collator = DraftCollator(target.tokenizer.pad_token_id or 0, longest, False, hidden)
+        _, held_out = split_held_out(distilled.dataset, rows=args.rows)
+        heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
+    except (ValueError, OSError) as error:
+        sys.exit(f"scripts/accuracy.py: {error}")
+    results = {name: accuracies(head, target, held_out, collator) for name, head in heads.items()}
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "accuracy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (args.output / "accuracy.md").write_text(table(results), encoding="utf-8")
+    print(table(results))
+    print(f"written: {args.output / 'accuracy.md'}")
+
+
+if __name__ == "__main__":
+    main()

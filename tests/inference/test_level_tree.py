@@ -1,0 +1,97 @@
+"""Level-by-level trees against brute force, and the k-gram table."""
+
+import itertools
+
+import pytest
+import torch
+
+from inference.drafters.kgram_cache import KGramCache
+from inference.level_tree import grow_tree
+from inference.tree import check_tree
+
+V, K = 4, 3
+
+
+def tables(seed):
+    torch.manual_seed(seed)
+    return {
+        prefix: torch.randn(V).log_softmax(-1)
+        for length in range(K)
+        for prefix in itertools.product(range(V), repeat=length)
+    }
+
+
+def grow(table, max_nodes):
+    paths = [()]
+
+    def expand(level, tokens, parents):
+        nonlocal paths
+        paths = [(*paths[p], t) for p, t in zip(parents.tolist(), tokens.tolist())]
+        assert all(len(path) == level for path in paths)
+        return torch.stack([table[path] for path in paths])
+
+    return grow_tree(table[()], expand, max_nodes, K)
+
+
+def paths_of(tree):
+    out = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
+        out.append((*(out[parent] if parent >= 0 else ()), token))
+    return out
+
+
+@pytest.mark.parametrize("max_nodes", [1, 2, 5, 13, 84, 200])
+def test_it_is_the_best_tree_of_its_size(max_nodes):
+    for seed in range(8):
+        table = tables(seed)
+        every = {}
+        for length in range(1, K + 1):
+            for path in itertools.product(range(V), repeat=length):
+                every[path] = sum(float(table[path[:i]][path[i]]) for i in range(length))
+        tree = grow(table, max_nodes)
+        check_tree(tree)
+        expected = sorted(every.values(), reverse=True)[:max_nodes]
+        assert sorted(tree.log_probs.tolist(), reverse=True) == pytest.approx(expected, abs=1e-5)
+        assert all(
+            every[path] == pytest.approx(float(lp), abs=1e-5) for path, lp in zip(paths_of(tree), tree.log_probs)
+        )
+
+
+def test_certain_children_come_behind_their_parents():
+    sure = torch.tensor([0.0, -50.0])
+    tree = grow_tree(sure, lambda level, tokens, parents: sure.expand(len(tokens), -1), 3, 3)
+    assert paths_of(tree) == [(0,), (0, 0), (0, 0, 0)]
+
+
+def encode(grams):
+    return grams.float().sum(-1, keepdim=True) * torch.ones(1, 2)
+
+
+def test_the_table_returns_encodings_and_counts():
+    cache = KGramCache(2, 2)
+    seen = []
+
+    def counted(grams):
+        seen.extend(grams.tolist())
+        return encode(grams)
+
+    one, two, three = [1, 1], [2, 2], [3, 3]
+    for grams in ([one, two, one], [one], [three], [two], [one]):
+        grams = torch.tensor(grams)
+        assert torch.equal(cache.lookup(grams, counted), encode(grams))
+    # `two` is the least recently used when `three` comes, `one` when `two` comes back, `three` when `one` does
+    assert (cache.misses, cache.hits, cache.reloads) == (3, 1, 2)
+    assert seen == [one, two, three] and cache.hit_rate == pytest.approx(1 / 6)
+
+
+def test_more_k_grams_than_entries_in_one_lookup():
+    cache = KGramCache(3, 2)
+    grams = torch.arange(20).view(10, 2)
+    for _ in range(2):
+        assert torch.equal(cache.lookup(grams, encode), encode(grams))
+    assert cache.misses == 10 and cache.hits + cache.reloads == 10 and len(cache.slots) == 3
+
+
+def test_a_table_of_no_entries_is_refused():
+    with pytest.raises(ValueError, match="kgram_cache must be 0"):
+        KGramCache(0, 4)

@@ -1,0 +1,25 @@
+"""Train a Medusa draft head.
+
+    python train/medusa.py --target data/tiny_target --dataset runs/distilled --output_dir runs/medusa
+    deepspeed train/medusa.py --target lmsys/vicuna-7b-v1.3 --dataset runs/distilled --output_dir runs/medusa \
+        --deepspeed configs/deepspeed/zero2.json
+
+The trained head ends up in RUN/head. The same command again resumes; `--help` lists every option.
+"""
+
+from __future__ import annotations
+
+from heads.base import Rows, TargetView
+from heads.medusa import MedusaHead
+from inference.drafters.medusa import draft_tree
+from train.run import train_head
+from train.simulate import ProposeAt
+
+
+def propose_from(head: MedusaHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:
+    """How the Medusa drafter drafts along one row: K distributions from the hidden state at the anchor."""
+    return lambda anchor: draft_tree(head.draft_log_probs(rows.hidden[0, anchor]), max_nodes)
+
+
+if __name__ == "__main__":
+    train_head("medusa", propose_from)
