@@ -4,9 +4,9 @@
         --dataset runs/distilled --output runs/accuracy
 
 Offset 0 is the token after the base token. The true tokens before an offset are given: Chimera and Hydra read them, a
-CTC head is asked for the best children of the true prefix under its prefix scores, Medusa needs none. Rows are chosen as
-training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has seen none of
-them. Writes accuracy.json and accuracy.md.
+CTC head is asked for the best children of the true prefix under its prefix scores, Medusa needs none. Rows are chosen
+as training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has seen
+none of them. Writes accuracy.json and accuracy.md.
 """
 
 from __future__ import annotations

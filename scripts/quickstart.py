@@ -1,9 +1,9 @@
-"""The whole job on the embedded target: distil → train a CTC head → decode → report. Runs offline on two CPU cores.
+"""The whole job on the embedded target: distil → train heads → decode → report. Runs offline on two CPU cores.
 
     python scripts/quickstart.py --output runs/quickstart
 
-Leaves OUTPUT/distilled, OUTPUT/ctc (head in OUTPUT/ctc/head) and OUTPUT/report. Every step is the command a user would
-type, and is printed before it runs. An earlier quickstart in OUTPUT is replaced.
+Leaves OUTPUT/distilled, one run per head (OUTPUT/ctc, its head in OUTPUT/ctc/head) and OUTPUT/report. Every step is
+the command a user would type, and is printed before it runs. An earlier quickstart in OUTPUT is replaced.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ from data.synthetic import conversations, questions, word_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
+MUON = ("--head_optimizer", "muon", "--learning_rate", "1e-2")
+HEADS = {
+    "medusa": ("Medusa heads", *MUON),
+    "chimera": ("a Chimera head", *MUON),
+    "ctc": ("a CTC head", *MUON, "--frames", "11", "--labels", "6"),
+}
+"""Kind → what it is called, and the options it is trained with here."""
 
 
 def write_inputs(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
@@ -62,7 +69,8 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=2000, help="conversations to distil")
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
     parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
-    parser.add_argument("--max_minutes", type=float, default=4.0, help="training time")
+    parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS), help="heads to train")
+    parser.add_argument("--max_minutes", type=float, default=2.5, help="training time of each head")
     args = parser.parse_args()
     output = args.output.resolve()
     console = Console()
@@ -71,28 +79,31 @@ def main() -> None:
         shutil.rmtree(output)
     start = time.monotonic()
     inputs = write_inputs(output / "data", args)
-    target, distilled, training, report = (
-        str(p) for p in (TARGET, output / "distilled", output / "ctc", output / "report")
-    )
+    target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
+    steps = len(args.heads) + 2
 
     run(
-        console, "1/3 distil: the target answers, its tokens are the labels",
+        console, f"1/{steps} distil: the target answers, its tokens are the labels",
         "scripts/distill.py", "--target", target, "--dataset", str(inputs["conversations"]), "--output", distilled,
-        "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128",
+        "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128", "--hidden_states",
     )  # fmt: skip
+    drafters = ["vanilla"]
+    for step, kind in enumerate(args.heads, start=2):
+        run(
+            console, f"{step}/{steps} train {HEADS[kind][0]} for {args.max_minutes:g} minutes",
+            f"train/{kind}.py", "--target", target, "--dataset", distilled, "--output_dir", str(output / kind),
+            "--max_minutes", str(args.max_minutes), *HEADS[kind][1:],
+        )  # fmt: skip
+        head = str(output / kind / "head")
+        drafters += [f"ctc_raw={head},tree=raw", f"ctc={head}"] if kind == "ctc" else [f"{kind}={head}"]
     run(
-        console, f"2/3 train a CTC head for {args.max_minutes:g} minutes",
-        "train/ctc.py", "--target", target, "--dataset", distilled, "--output_dir", training,
-        "--max_minutes", str(args.max_minutes), "--head_optimizer", "muon", "--learning_rate", "1e-2",
-    )  # fmt: skip
-    head = f"{training}/head"
-    run(
-        console, "3/3 decode and compare: no drafts, the paper's trees, the best trees",
-        "scripts/evaluate.py", "--target", target,
-        "--drafters", "vanilla", f"ctc_raw={head},tree=raw", f"ctc={head}",
+        console, f"{steps}/{steps} decode and compare with no drafts at all",
+        "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
         "--benchmarks", f"mt_bench={inputs['mt_bench']}", f"gsm8k={inputs['gsm8k']}", "--output", report,
     )  # fmt: skip
-    console.print(f"quickstart done in {(time.monotonic() - start) / 60:.1f} minutes; head: {head}", soft_wrap=True)
+    console.print(
+        f"quickstart done in {(time.monotonic() - start) / 60:.1f} minutes; heads: {output}/*/head", soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

@@ -47,3 +47,10 @@ class Drafter(Protocol):
 
     def propose(self) -> DraftTree:
         """Draft what may come after the base token."""
+
+
+def check_max_nodes(max_nodes: int) -> int:
+    """The node budget, or a ValueError for one that leaves no draft."""
+    if max_nodes < 1:
+        raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
+    return max_nodes

@@ -18,7 +18,7 @@ from heads.attention import TreeAttention
 from heads.base import Rows, TargetView
 from heads.block import DecoderBlock, grouped_attention
 from heads.chimera import ChimeraHead, KGramEncoder
-from inference.drafters.base import VerifiedStep
+from inference.drafters.base import VerifiedStep, check_max_nodes
 from inference.drafters.kgram_cache import KGramCache
 from inference.level_tree import grow_tree
 from inference.target import Target
@@ -129,7 +129,7 @@ class ChimeraDrafter:
             )
         self.head = head.eval()
         self.view = target.view()
-        self.max_nodes = max_nodes
+        self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.heads
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
         self.context: ChimeraContext | None = None

@@ -14,7 +14,7 @@ from heads.attention import chain_attention
 from heads.block import Attend, DecoderBlock, grouped_attention
 from heads.ctc import CTCHead
 from inference.ctc_search import TREE_MODES, build_tree
-from inference.drafters.base import VerifiedStep
+from inference.drafters.base import VerifiedStep, check_max_nodes
 from inference.target import Target
 from inference.tree import DraftTree
 
@@ -30,12 +30,10 @@ class CTCDrafter:
     def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix") -> None:
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
-        if max_nodes < 1:
-            raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
         self.head = head.eval()
         self.view = target.view()
         self.tree = tree
-        self.max_nodes = max_nodes
+        self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.frames
         self.length = 0
         self._state: Tensor | None = None  # c_n, [H]

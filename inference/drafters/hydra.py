@@ -13,7 +13,7 @@ from torch import Tensor
 from heads.base import TargetView
 from heads.block import grouped_attention
 from heads.hydra import HydraHead
-from inference.drafters.base import VerifiedStep
+from inference.drafters.base import VerifiedStep, check_max_nodes
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
@@ -40,7 +40,7 @@ class HydraDrafter:
     def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32) -> None:
         self.head = head.eval()
         self.view = target.view()
-        self.max_nodes = max_nodes
+        self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.heads
         self.length = 0
         self._state: Tensor | None = None  # s_n, [H]

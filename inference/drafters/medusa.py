@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from heads.medusa import MedusaHead
-from inference.drafters.base import VerifiedStep
+from inference.ctc_search import build_tree
+from inference.drafters.base import VerifiedStep, check_max_nodes
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
 
+TREES = ("best", "raw", "prefix")
 
-def draft_tree(log_probs: Tensor, max_nodes: int) -> DraftTree:
-    """The best tree of distributions [K, V] that do not depend on what is drafted."""
+
+def draft_tree(log_probs: Tensor, max_nodes: int, tree: str = "best") -> DraftTree:
+    """A tree of distributions [K, V] that do not depend on what is drafted.
+
+    `best`: the most probable combinations as they are. `raw` and `prefix` put them through the CTC collapse as if each
+    offset were a frame that is never blank (the CTC-drafter paper's Table 2: linear heads with CTC verification).
+    """
+    if tree != "best":
+        return build_tree(torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf), max_nodes, tree)
 
     def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         return log_probs[level].expand(len(tokens), -1)
@@ -26,11 +35,14 @@ def draft_tree(log_probs: Tensor, max_nodes: int) -> DraftTree:
 class MedusaDrafter:
     """Keeps the target's hidden state of the last committed token."""
 
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[dict[str, Any]] = {"tree": "best"}
 
-    def __init__(self, head: MedusaHead, target: Target, max_nodes: int = 32) -> None:
+    def __init__(self, head: MedusaHead, target: Target, max_nodes: int = 32, tree: str = "best") -> None:
+        if tree not in TREES:
+            raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
+        self.tree = tree
         self.head = head.eval()
-        self.max_nodes = max_nodes
+        self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.heads
         self._last: Tensor | None = None  # h_n, [H]
 
@@ -50,4 +62,4 @@ class MedusaDrafter:
     @torch.inference_mode()
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
-        return draft_tree(self.log_probs(), self.max_nodes)
+        return draft_tree(self.log_probs(), self.max_nodes, self.tree)
