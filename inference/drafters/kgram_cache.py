@@ -59,7 +59,7 @@ class KGramCache:
     def _enter(self, key: tuple[int, ...], value: Tensor) -> None:
         if len(self.slots) == self.size:
             oldest, slot = self.slots.popitem(last=False)
-            self.secondary[oldest] = self.table[slot].cpu()
+            self.secondary[oldest] = self.table[slot].to("cpu", copy=True)
         else:
             slot = len(self.slots)
         self.table[slot] = value

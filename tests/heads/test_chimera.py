@@ -162,7 +162,7 @@ def tiny_llama(**more):
 def test_the_targets_first_layer_as_encoder_is_that_layer():
     target = tiny_llama()
     rows = text()
-    head = make_head(encoder="target_layer0_frozen")
+    head = make_head(encoder="target_layer0_frozen", rms_norm_eps=1e-6)
     head.start_from(rows.hidden, target.view())
     with torch.no_grad():
         out = target.model(rows.input_ids, output_hidden_states=True).hidden_states[1]

@@ -46,7 +46,7 @@ def test_a_name_alone_is_a_drafter_that_loads_nothing(target):
         ("", "NAME"),
         ("=x", "NAME"),
         ("ctc=", "NAME"),
-        ("magic", "ctc, vanilla"),
+        ("magic", "chimera, ctc"),
         ("ctc=somewhere/missing/head", "neither"),
         ("v=vanilla,tree", "key=value"),
     ],
@@ -66,7 +66,7 @@ def test_options_that_make_no_sense_are_refused(target, checkpoint, options, tol
 
 
 def test_unknown_kinds_and_missing_heads_are_refused(target):
-    with pytest.raises(ValueError, match="known kinds are ctc, vanilla"):
+    with pytest.raises(ValueError, match="known kinds are chimera, ctc"):
         build_drafter(DrafterSpec.parse("x=magic:some/path"), target)
     with pytest.raises(ValueError, match="needs a trained head"):
         build_drafter(DrafterSpec.parse("ctc"), target)
