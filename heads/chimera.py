@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from heads.accuracy import offset_hits
 from heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
-from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from heads.base import DraftHead, HeadLoss, Rows, TargetView, at
 from heads.block import Attend, DecoderBlock
 from heads.losses import linear_cross_entropy
-from heads.medusa import check_heads
+from heads.medusa import OffsetConfig
 from heads.windows import Windows
 
 ENCODERS = ("kgram", "target_layer0_frozen", "target_layer0_finetuned")
@@ -37,12 +37,11 @@ PROJECTIONS = ("full", "shared")
 
 
 @dataclass
-class ChimeraConfig(HeadConfig):
+class ChimeraConfig(OffsetConfig):
     """Settings of a Chimera head; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "chimera"
 
-    heads: int = field(default=4, metadata={"help": "K, tokens drafted behind the base token"})
     encoder: str = field(
         default="kgram",
         metadata={"help": "kgram, target_layer0_frozen or target_layer0_finetuned (Table 7)"},
@@ -58,7 +57,6 @@ class ChimeraConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_heads(self.heads)
         if not 1 <= self.order <= 5:
             raise ValueError(f"--order must be from 1 to 5; got {self.order}")
         for name, valid in (("encoder", ENCODERS), ("projection", PROJECTIONS)):
@@ -68,10 +66,6 @@ class ChimeraConfig(HeadConfig):
             raise ValueError(
                 f"--ce_weight must be above 0 and --mse_weight 0 or more; got {self.ce_weight:g}, {self.mse_weight:g}"
             )
-
-    @property
-    def offsets(self) -> int:
-        return self.heads
 
     @property
     def windows_agree(self) -> bool:

@@ -21,22 +21,19 @@ from torch import Tensor, nn
 
 from heads.accuracy import offset_hits
 from heads.attention import causal_attention
-from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from heads.base import HeadLoss, Rows, TargetView, at
 from heads.block import DecoderBlock
 from heads.losses import linear_cross_entropy, soft_cross_entropy
-from heads.medusa import OffsetHead, check_heads
+from heads.medusa import MedusaConfig, MedusaHead, OffsetHead
 from heads.windows import Windows
 
 
 @dataclass
-class HydraConfig(HeadConfig):
+class HydraConfig(MedusaConfig):
     """Settings of Hydra heads; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "hydra"
 
-    heads: int = field(default=4, metadata={"help": "K, tokens drafted behind the base token"})
-    layers: int = field(default=1, metadata={"help": "residual layers of a head (Hydra++: 4)"})
-    decay: float = field(default=0.8, metadata={"help": "the loss of head k is weighted decay^k"})
     prefix_attention: bool = field(
         default=False, metadata={"help": "read the context through a decoder block of its own (Hydra++)"}
     )
@@ -48,19 +45,10 @@ class HydraConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_heads(self.heads)
-        if self.layers < 0:
-            raise ValueError(f"--layers must be 0 or more; got {self.layers}")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
         if self.labels_from not in ("tokens", "distribution"):
             raise ValueError(f"--labels_from must be one of tokens, distribution; got {self.labels_from!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1; got {self.dropout:g}")
-
-    @property
-    def offsets(self) -> int:
-        return self.heads
 
     @property
     def windows_agree(self) -> bool:
@@ -69,48 +57,39 @@ class HydraConfig(HeadConfig):
 
 
 class TokenHead(OffsetHead):
-    """An offset's head that also reads the tokens before: a projection, starting at zero, is added to the state."""
+    """An offset's network that also reads the tokens before: a projection, starting at zero, is added to the state."""
 
-    def __init__(self, config: HeadConfig, layers: int, tokens: int) -> None:
-        super().__init__(config, layers)
+    def __init__(self, config: HydraConfig, tokens: int) -> None:
+        super().__init__(config)
         self.tokens = nn.Linear((1 + tokens) * config.hidden_size, config.hidden_size, bias=False)
         nn.init.zeros_(self.tokens.weight)
 
 
-class HydraHead(DraftHead):
+class HydraHead(MedusaHead):
     """K heads of growing input; see the module's head."""
 
     config: HydraConfig
-    tables = ("vocabulary.weight",)
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         if config.prefix_attention:
             self.prefix = DecoderBlock(config)
-        self.heads = nn.ModuleList(TokenHead(config, config.layers, k + 1) for k in range(config.heads))
 
-    @property
-    def each(self) -> list[TokenHead]:
-        """The heads, in the order of their offsets."""
-        return cast("list[TokenHead]", list(self.heads))
-
-    @torch.no_grad()
-    def start_from(self, hidden: Tensor, target: TargetView) -> None:
-        """Every vocabulary matrix starts as the target's LM head."""
-        for head in self.each:
-            head.vocabulary.weight.copy_(target.lm_head_weight)
+    def make_head(self, k: int) -> OffsetHead:
+        """The network of offset k: it reads k+1 tokens."""
+        return TokenHead(self.config, k + 1)
 
     def head_states(self, k: int, state: Tensor, token_states: Tensor) -> Tensor:
         """What head k's vocabulary matrix reads, [..., H].
 
         state [..., H] is s_n; token_states [..., k+1, H] the embeddings of the base token and the drafts behind it.
         """
-        head = self.each[k]
+        head = cast("TokenHead", self.each[k])
         read = torch.cat([state[..., None, :], token_states], dim=-2).flatten(-2)
         read = F.dropout(read, self.config.dropout, self.training)
         return head.layers(state + head.tokens(read))
 
-    def draft_log_probs(self, k: int, state: Tensor, token_states: Tensor) -> Tensor:
+    def next_log_probs(self, k: int, state: Tensor, token_states: Tensor) -> Tensor:
         """Log-probabilities [..., V] in float32 of what follows k+1 known tokens; arguments as `head_states`."""
         return self.each[k].vocabulary(self.head_states(k, state, token_states)).float().log_softmax(-1)
 

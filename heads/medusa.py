@@ -24,40 +24,44 @@ from heads.windows import Windows
 
 
 @dataclass
-class MedusaConfig(HeadConfig):
-    """Settings of Medusa heads; sizes come from the target (`target_sizes`)."""
-
-    kind: ClassVar[str] = "medusa"
+class OffsetConfig(HeadConfig):
+    """What heads share that draft K offsets, one small network each."""
 
     heads: int = field(default=4, metadata={"help": "K, tokens drafted behind the base token"})
-    layers: int = field(default=1, metadata={"help": "residual layers of a head"})
-    decay: float = field(default=0.8, metadata={"help": "the loss of head k is weighted decay^k"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_heads(self.heads)
-        if self.layers < 0:
-            raise ValueError(f"--layers must be 0 or more; got {self.layers}")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
+        if self.heads < 1:
+            raise ValueError(f"--heads must be at least 1; got {self.heads}")
 
     @property
     def offsets(self) -> int:
         return self.heads
 
 
-def check_heads(heads: int) -> None:
-    """Raise ValueError unless there is at least one head."""
-    if heads < 1:
-        raise ValueError(f"--heads must be at least 1; got {heads}")
+@dataclass
+class MedusaConfig(OffsetConfig):
+    """Settings of Medusa heads; sizes come from the target (`target_sizes`)."""
+
+    kind: ClassVar[str] = "medusa"
+
+    layers: int = field(default=1, metadata={"help": "residual layers of a head"})
+    decay: float = field(default=0.8, metadata={"help": "the loss of head k is weighted decay^k"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers < 0:
+            raise ValueError(f"--layers must be 0 or more; got {self.layers}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
 
 
 class OffsetHead(nn.Module):
     """Residual layers, then a vocabulary matrix."""
 
-    def __init__(self, config: HeadConfig, layers: int) -> None:
+    def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(ResidualLayer(config.hidden_size) for _ in range(layers)))
+        self.layers = nn.Sequential(*(ResidualLayer(config.hidden_size) for _ in range(config.layers)))
         self.vocabulary = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
@@ -69,11 +73,15 @@ class MedusaHead(DraftHead):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        self.heads = nn.ModuleList(OffsetHead(config, config.layers) for _ in range(config.heads))
+        self.heads = nn.ModuleList(self.make_head(k) for k in range(config.heads))
+
+    def make_head(self, k: int) -> OffsetHead:
+        """The network of offset k."""
+        return OffsetHead(self.config)
 
     @property
     def each(self) -> list[OffsetHead]:
-        """The heads, in the order of their offsets."""
+        """The networks, in the order of their offsets."""
         return cast("list[OffsetHead]", list(self.heads))
 
     @torch.no_grad()

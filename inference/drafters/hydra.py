@@ -26,9 +26,9 @@ def draft_tree(head: HydraHead, view: TargetView, state: Tensor, base: Tensor, m
     def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         nonlocal paths
         paths = torch.cat([paths[parents], view.embed(tokens)[:, None].to(state.dtype)], dim=1)
-        return head.draft_log_probs(level, state.expand(len(tokens), -1), paths)
+        return head.next_log_probs(level, state.expand(len(tokens), -1), paths)
 
-    first = head.draft_log_probs(0, state[None], paths)[0]
+    first = head.next_log_probs(0, state[None], paths)[0]
     return grow_tree(first, expand, max_nodes, head.config.heads)
 
 

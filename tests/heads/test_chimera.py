@@ -9,35 +9,18 @@ from heads.base import Rows, TargetView
 from heads.block import grouped_attention
 from heads.chimera import ChimeraConfig, ChimeraHead, copy_layer
 from inference.target import Target
+from tests.heads.small import SIZES, disturbed, lent_target, text
 
-SIZES = {
-    "hidden_size": 32,
-    "vocab_size": 61,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
 VARIANTS = [{}, {"order": 1}, {"order": 5}, {"projection": "shared"}, {"residual": False}]
 
 
 def make_head(**settings):
-    torch.manual_seed(3)
-    head = ChimeraHead(ChimeraConfig(**SIZES, **{"heads": 3, **settings}))
-    for parameter in head.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return head
+    return disturbed(ChimeraHead, ChimeraConfig, **{"heads": 3, **settings})
 
 
 @pytest.fixture(scope="module")
 def view():
-    torch.manual_seed(1)
-    return TargetView(torch.nn.Embedding(61, 32).requires_grad_(False), torch.randn(61, 32))
-
-
-def text(rows=1, length=16):
-    torch.manual_seed(0)
-    return Rows.of(torch.randn(rows, length, 32), torch.randint(1, 61, (rows, length)))
+    return lent_target()
 
 
 def whole_mask(anchors, segments, heads):
@@ -93,7 +76,7 @@ def one_alone(head, rows, anchor, k, view):
 
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_all_anchors_in_one_pass_equal_each_anchor_alone(view, settings):
-    head, rows = make_head(**settings), text()
+    head, rows = make_head(**settings), text(length=16)
     together = head.train_outputs(rows, torch.arange(16)[None], view)[0]
     for anchor in (0, 1, 6, 11):
         for k in range(3):
@@ -102,7 +85,7 @@ def test_all_anchors_in_one_pass_equal_each_anchor_alone(view, settings):
 
 @pytest.mark.parametrize("k", [0, 1, 2])
 def test_a_masked_state_has_exactly_no_gradient(view, k):
-    head, rows = make_head(), text()
+    head, rows = make_head(), text(length=16)
     rows.hidden.requires_grad_()
     head.train_outputs(rows, torch.tensor([[5]]), view)[0, 0, k].sum().backward()
     seen = rows.hidden.grad[0].abs().sum(-1)
@@ -111,7 +94,7 @@ def test_a_masked_state_has_exactly_no_gradient(view, k):
 
 def test_the_loss_is_the_papers_sum(view):
     """Against a loop over windows and heads, in float64."""
-    head, rows = make_head(mse_weight=0.5).double().eval(), text(rows=2)
+    head, rows = make_head(mse_weight=0.5).double().eval(), text(rows=2, length=16)
     double = TargetView(view.embedding.double(), view.lm_head_weight.double())
     rows = Rows(rows.hidden.double(), rows.input_ids, rows.segment_ids, rows.position_ids)
     ids = rows.input_ids
@@ -133,7 +116,7 @@ def test_the_loss_is_the_papers_sum(view):
 @pytest.mark.parametrize("projection", ["full", "shared"])
 def test_training_starts_as_the_lm_head_on_the_blocks_output(view, projection):
     head = ChimeraHead(ChimeraConfig(**SIZES, projection=projection))
-    rows = text()
+    rows = text(length=16)
     head.start_from(rows.hidden, view)
     f, last = torch.randn(5, 32), torch.randn(5, 32)
     assert torch.allclose(head.head_logits(2, last, f, view), view.logits(f), atol=1e-6)
@@ -161,7 +144,7 @@ def tiny_llama(**more):
 
 def test_the_targets_first_layer_as_encoder_is_that_layer():
     target = tiny_llama()
-    rows = text()
+    rows = text(length=16)
     head = make_head(encoder="target_layer0_frozen", rms_norm_eps=1e-6)
     head.start_from(rows.hidden, target.view())
     with torch.no_grad():

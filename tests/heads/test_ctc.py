@@ -6,35 +6,20 @@ import pytest
 import torch
 
 from heads.attention import dense_frame_attention, dense_mask, flex_frame_attention, frame_mask
-from heads.base import Rows, TargetView
+from heads.base import Rows
 from heads.block import grouped_attention
 from heads.checkpoint import load_head, save_head
 from heads.ctc import CTCConfig, CTCHead
-
-SIZES = {
-    "hidden_size": 32,
-    "vocab_size": 61,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "end_token_ids": [0],
-}
-FINGERPRINT = {"vocab_size": 61, "hidden_size": 32, "tokenizer_hash": "t", "chat_template_hash": "c"}
+from tests.heads.small import FINGERPRINT, SIZES, disturbed, lent_target
 
 
 def make_head(**settings):
-    torch.manual_seed(3)
-    head = CTCHead(CTCConfig(**SIZES, target_fingerprint=FINGERPRINT, **settings))
-    for parameter in head.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return head
+    return disturbed(CTCHead, CTCConfig, **settings)
 
 
 @pytest.fixture(scope="module")
 def view():
-    torch.manual_seed(1)
-    return TargetView(torch.nn.Embedding(61, 32).requires_grad_(False), torch.randn(61, 32))
+    return lent_target()
 
 
 def batch(rows=2, length=20, seed=0):

@@ -3,23 +3,14 @@
 import pytest
 import torch
 
-from heads.base import Rows, TargetView
+from heads.base import Rows
 from heads.checkpoint import HEADS, head_classes, load_head, save_head
 from heads.chimera import ChimeraConfig, ChimeraHead
 from heads.ctc import CTCConfig, CTCHead
 from heads.hydra import HydraConfig, HydraHead
 from heads.medusa import MedusaConfig, MedusaHead
+from tests.heads.small import FINGERPRINT, SIZES, disturbed, lent_target, text
 
-SIZES = {
-    "hidden_size": 32,
-    "vocab_size": 61,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "end_token_ids": [0],
-}
-FINGERPRINT = {"vocab_size": 61, "hidden_size": 32, "tokenizer_hash": "t", "chat_template_hash": "c"}
 VARIANTS = {
     "ctc": (CTCHead, CTCConfig, {"labels": 3, "frames": 5}),
     "ctc chain": (CTCHead, CTCConfig, {"labels": 2, "frames": 3, "frames_from": "chain", "soft_weight": 0.1}),
@@ -40,23 +31,12 @@ VARIANTS = {
 @pytest.fixture(params=VARIANTS)
 def head(request):
     kind, config, settings = VARIANTS[request.param]
-    torch.manual_seed(3)
-    made = kind(config(**SIZES, target_fingerprint=FINGERPRINT, **settings))
-    for parameter in made.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return made
+    return disturbed(kind, config, **settings)
 
 
 @pytest.fixture(scope="module")
 def view():
-    torch.manual_seed(1)
-    return TargetView(torch.nn.Embedding(61, 32).requires_grad_(False), torch.randn(61, 32))
-
-
-def text(rows=2, length=20, seed=0):
-    torch.manual_seed(seed)
-    ids = torch.randint(1, 61, (rows, length))
-    return Rows.of(torch.randn(rows, length, 32), ids)
+    return lent_target()
 
 
 def loss_of(head, rows, view, mask=None, **more):
@@ -101,7 +81,7 @@ def draft_of(head, rows, anchors, view):
     state = head.row_states(rows)[0, anchors[0]]
     ahead = rows.input_ids[0, anchors[0, 0] + 1 : anchors[0, 0] + 1 + head.config.heads]
     tokens = view.embed(ahead)[None]
-    return torch.stack([head.draft_log_probs(k, state, tokens[:, : k + 1]) for k in range(head.config.heads)])
+    return torch.stack([head.next_log_probs(k, state, tokens[:, : k + 1]) for k in range(head.config.heads)])
 
 
 def test_packed_conversations_do_not_see_each_other(head, view):
@@ -135,7 +115,7 @@ def test_padding_changes_nothing(head, view):
 def test_windows_are_counted_as_the_forward_uses_them(head, view):
     head.config.anchors = 4
     head.train()
-    rows = text()
+    rows = text(rows=2)
     mask = torch.rand(2, 20) < 0.7
     used = int(loss_of(head, rows, view, mask, seed=5).windows)
     counted = head.count_windows(rows.input_ids, rows.input_ids, mask, segment_ids=rows.segment_ids, seed=5)
@@ -143,14 +123,14 @@ def test_windows_are_counted_as_the_forward_uses_them(head, view):
 
 
 def test_a_batch_without_a_window_has_no_loss_and_zero_gradients(head, view):
-    loss = loss_of(head, text(), view, torch.zeros(2, 20, dtype=torch.bool))
+    loss = loss_of(head, text(rows=2), view, torch.zeros(2, 20, dtype=torch.bool))
     loss.total.backward()
     assert int(loss.windows) == 0 and float(loss.total) == 0
     assert all(float(p.grad.abs().max()) == 0 for p in head.parameters() if p.requires_grad)
 
 
 def test_evaluation_counts_the_five_best_of_every_offset(head, view):
-    loss = loss_of(head.eval(), text(), view)
+    loss = loss_of(head.eval(), text(rows=2), view)
     offsets = head.config.offsets
     assert loss.correct.shape == (offsets, 5) and loss.counted.shape == (offsets,)
     assert (loss.correct.diff(dim=1) >= 0).all() and (loss.correct[:, -1] <= loss.counted).all()
@@ -169,7 +149,7 @@ def test_a_saved_head_comes_back_equal(head, view, tmp_path):
     save_head(head, tmp_path)
     loaded = load_head(tmp_path, FINGERPRINT).eval()
     assert type(loaded) is type(head) and loaded.config == head.config
-    assert torch.equal(loss_of(loaded, text(), view).total, loss_of(head, text(), view).total)
+    assert torch.equal(loss_of(loaded, text(rows=2), view).total, loss_of(head, text(rows=2), view).total)
 
 
 @pytest.mark.parametrize(

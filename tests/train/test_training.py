@@ -90,6 +90,23 @@ def test_a_run_leaves_a_head_with_its_history(uninterrupted):
     assert list(uninterrupted.rglob("events.out.tfevents*"))
 
 
+def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninterrupted, tmp_path):
+    command = [sys.executable, "scripts/accuracy.py", "--target", TARGET, "--dataset", dataset, "--rows", "8"]
+    heads = f"mine={uninterrupted / 'head'}"
+    subprocess.run([*command, "--heads", heads, "--threads", "1", "--output", str(tmp_path)], cwd=ROOT, check=True)
+    offsets = json.loads((tmp_path / "accuracy.json").read_text())["mine"]
+    metrics = json.loads((uninterrupted / "head" / "provenance.json").read_text())["metrics"]
+    assert [o["top"][0] for o in offsets] == pytest.approx(
+        [metrics["eval_accuracy_1"], metrics["eval_accuracy_2"]], abs=1e-4
+    )
+    assert "| mine | top-5 |" in (tmp_path / "accuracy.md").read_text()
+    failed = subprocess.run(
+        [*command, "--heads", "nameless", "--output", str(tmp_path)],
+        cwd=ROOT, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert failed.returncode == 1 and "NAME=RUN/head" in failed.stderr and "Traceback" not in failed.stderr
+
+
 def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
     status, told = run(dataset, uninterrupted)
     assert status != 0 and "finished run" in told and "--overwrite" in told and "Traceback" not in told
