@@ -107,7 +107,7 @@ def split_held_out(
     """
     if (rows is None) == (fraction is None):
         raise ValueError("give rows or fraction, one of them")
-    hashes = [_unit_hash(f"{seed}:{row_id}") for row_id in dataset["id"]]
+    hashes = [unit_hash(f"{seed}:{row_id}") for row_id in dataset["id"]]
     if fraction is not None:
         if not 0 <= fraction < 1:
             raise ValueError(f"the held-out fraction must be in [0, 1), received {fraction}")
@@ -121,5 +121,6 @@ def split_held_out(
     return dataset.select([i for i in range(len(hashes)) if i not in chosen]), dataset.select(held)
 
 
-def _unit_hash(text: str) -> float:
+def unit_hash(text: str) -> float:
+    """A number in [0, 1) that depends on the text only."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64

@@ -65,10 +65,14 @@ class BadRow:
 
 @dataclass
 class Conversations:
-    """What a source holds: `dataset` with columns `id` and `messages`, and the rows that could not be used."""
+    """What a source holds: `dataset` with columns `id` and `messages`, and the rows that could not be used.
+
+    repeated: rows left out because they ask what an earlier one asks (only when answers are generated).
+    """
 
     dataset: datasets.Dataset
     bad_rows: list[BadRow] = field(default_factory=list)
+    repeated: int = 0
 
 
 def load_conversations(source: str, split: str = "train", skip_bad_rows: bool = False) -> datasets.Dataset:

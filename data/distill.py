@@ -5,10 +5,12 @@ target's own token at each position given the text before it (-100 at position 0
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
-what the chat template puts behind them.
+what the chat template puts behind them. Conversations that ask the same as an earlier one would be answered the same:
+they are left out and counted (`repeated`), so that none is trained on twice or held out and trained on. With
+`answer_prefix` the target continues the beginnings of recorded answers, which tells such conversations apart.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows,
-fingerprint, bad_rows}, end_token_ids, shards [{file, rows, first_row, source_rows, skipped, cut, …}], counts
+repeated, fingerprint, bad_rows}, end_token_ids, shards [{file, rows, first_row, source_rows, skipped, cut, …}], counts
 {rows, tokens, trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops}, complete.
 """
 
@@ -25,7 +27,7 @@ import datasets
 from data.answer_server import AnswerServer
 from data.conversations import Conversations, read_conversations
 from data.distill_options import DistillOptions
-from data.distiller import Answerer, Distiller
+from data.distiller import Answerer, Distiller, without_repeats
 from data.fingerprint import check_fingerprint, target_fingerprint
 from data.frozen_target import FrozenTarget, load_target
 from data.hidden_cache import check_disk
@@ -81,10 +83,14 @@ def distill(
 
 
 def select_conversations(source: str, options: DistillOptions) -> Conversations:
-    """The conversations `options` ask for: read, shuffled, limited."""
+    """The conversations `options` ask for: read, shuffled, repeated questions left out (`generate`), limited."""
     loaded = read_conversations(source, options.split, options.skip_bad_rows)
     if options.shuffle_seed is not None:
         loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
+    if options.labels == "generate":
+        distinct = without_repeats(loaded.dataset, options.answer_prefix)
+        loaded.repeated = len(loaded.dataset) - len(distinct)
+        loaded.dataset = distinct
     if options.limit is not None:
         loaded.dataset = loaded.dataset.select(range(min(options.limit, len(loaded.dataset))))
     return loaded
@@ -146,6 +152,7 @@ def _header(target_path: str, source: str, distiller: Distiller, loaded: Convers
             "source": source,
             "split": options.split,
             "rows": len(loaded.dataset),
+            "repeated": loaded.repeated,
             "fingerprint": _data_fingerprint(loaded.dataset),
             "bad_rows": [str(bad) for bad in loaded.bad_rows],
         },

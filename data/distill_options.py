@@ -17,6 +17,7 @@ class DistillOptions:
     shuffle_seed    * shuffle the conversations before `limit`, None for file order
     max_length      * longest row in tokens, None for the target's positions or 2048, whichever is less
     max_new_tokens  * longest generated answer
+    answer_prefix   * generate behind the first tokens of the recorded answer, up to so many of them (by row 0 to N)
     cut_loops       * end a generated answer where it begins to loop (`data.loops`)
     hidden_states   * cache the target's hidden states: None, `target` (its own type) or a type's name
     shard_rows      * conversations per shard
@@ -37,6 +38,7 @@ class DistillOptions:
     shuffle_seed: int | None = None
     max_length: int | None = None
     max_new_tokens: int = 512
+    answer_prefix: int = 0
     cut_loops: bool = False
     hidden_states: str | None = None
     shard_rows: int = 1024
@@ -58,6 +60,11 @@ class DistillOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} must be at least 1, received {value}")
+        if self.answer_prefix < 0 or (self.answer_prefix and self.labels != "generate"):
+            raise ValueError(
+                "--answer_prefix must be 0 or more, and goes with --labels generate; received "
+                f"{self.answer_prefix} with {self.labels}"
+            )
         if self.hidden_states not in (None, "target", *DTYPES):
             raise ValueError(
                 f"--hidden_states {self.hidden_states} is unknown; pass target or one of {', '.join(DTYPES)}"

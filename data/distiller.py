@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import datasets
 import torch
 
 from data.answers import Answer, answer_prompts
+from data.collate import unit_hash
 from data.distill_options import DistillOptions
 from data.frozen_target import DTYPES, FrozenTarget
 from data.hidden_cache import hidden_bytes
@@ -160,6 +162,39 @@ class Distiller:
                 row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
 
     def _prompt(self, row: Row, turn: int) -> list[int]:
+        recorded = self._recorded_prefix(row, turn)
         if not row.ids:
-            return self.renderer.prompt(row.messages[: turn + 1])
-        return row.ids + self.renderer.next_turn(row.messages[: turn + 1])
+            return self.renderer.prompt(row.messages[: turn + 1]) + recorded
+        return row.ids + self.renderer.next_turn(row.messages[: turn + 1]) + recorded
+
+    def _recorded_prefix(self, row: Row, turn: int) -> list[int]:
+        """The tokens of the recorded answer that the target continues: at most half of them."""
+        wanted = prefix_length(row.id, self.options.answer_prefix)
+        answered = turn + 1 < len(row.messages) and row.messages[turn + 1]["role"] == "assistant"
+        if not wanted or not answered:
+            return []
+        ids = self.target.tokenizer(row.messages[turn + 1]["content"], add_special_tokens=False)["input_ids"]
+        return list(ids[: min(wanted, len(ids) // 2)])
+
+
+def prefix_length(row_id: str, longest: int) -> int:
+    """How many recorded tokens the target continues in this row: 0 to `longest`, the same in every run."""
+    return int(unit_hash(f"answer prefix:{row_id}") * (longest + 1))
+
+
+def without_repeats(conversations: datasets.Dataset, answer_prefix: int) -> datasets.Dataset:
+    """Conversations whose answers the target would generate from the same text as an earlier one's, left out.
+
+    The same turns of user and system get the same greedy answers; with a recorded prefix to continue, the recorded
+    answers count as well.
+    """
+    seen: set[str] = set()
+    keep = []
+    for number, record in enumerate(conversations):
+        continued = prefix_length(record["id"], answer_prefix) > 0
+        read = [turn for turn in record["messages"] if continued or turn["role"] != "assistant"]
+        key = json.dumps(read, ensure_ascii=True, sort_keys=True)
+        if key not in seen:
+            seen.add(key)
+            keep.append(number)
+    return conversations.select(keep)

@@ -38,6 +38,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shuffle_seed", type=int, help="shuffle the conversations before --limit")
     p.add_argument("--max_length", type=int, help="longest row in tokens (the target's positions, at most 2048)")
     p.add_argument("--max_new_tokens", type=int, help="longest generated answer (512)")
+    p.add_argument(
+        "--answer_prefix",
+        type=int,
+        metavar="N",
+        help="let the target continue the first tokens of recorded answers, 0 to N by row (0: answer from the start)",
+    )
     p.add_argument("--cut_loops", action="store_true", help="end a generated answer where it begins to loop")
     p.add_argument(
         "--hidden_states",
@@ -108,6 +114,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     for key, name in names.items():
         value = counts.get(key)
         table.add_row(name, "–" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
+    table.add_row("left out: ask what an earlier one asks", f"{manifest['data']['repeated']:,}")
     table.add_row("bad rows in the source", f"{len(manifest['data']['bad_rows']):,}")
     console = Console()
     console.print(table)

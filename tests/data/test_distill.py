@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.conversations import ConversationError, load_conversations
 from data.distill import distill
+from data.distiller import prefix_length
 from data.rendering import ChatRenderer, render_conversation, render_prompt
 from data.shards import load_distilled
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs, write_sharegpt
@@ -87,6 +88,40 @@ def test_generate_answers_every_turn_and_keeps_the_targets_own_tokens(target, so
     assert manifest["counts"]["agreement"] == 1.0
     assert 0 < manifest["counts"]["unfinished"] < 10
     assert manifest["counts"]["cut"] == 0
+
+
+def test_questions_asked_before_are_answered_once_and_counted(target, source, tmp_path):
+    conversations = json.loads(Path(source).read_text())
+    again = json.loads(json.dumps(conversations[:3]))
+    for row in again:
+        row["id"] = f"again {row['id']}"
+        row["conversations"][1]["value"] = "Another model said this, at some length, and so on."
+    twice = tmp_path / "twice.json"
+    twice.write_text(json.dumps(conversations + again))
+    manifest = distill(target, str(twice), str(tmp_path / "out"), labels="generate", max_new_tokens=4, **QUIET)
+    assert [row["id"] for row in rows_of(tmp_path / "out")] == [f"c{i}" for i in range(10)]
+    assert manifest["data"]["repeated"] == 3 and manifest["data"]["rows"] == 10
+    recorded = distill(target, str(twice), str(tmp_path / "argmax"), **QUIET)
+    assert recorded["counts"]["rows"] == 13 and recorded["data"]["repeated"] == 0
+
+
+def test_the_target_continues_the_beginning_of_recorded_answers(target, source, tmp_path):
+    options = {"labels": "generate", "max_new_tokens": 4, "answer_prefix": 6, **QUIET}
+    distill(target, source, str(tmp_path / "out"), **options)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    lengths = set()
+    for row, conversation in zip(rows_of(tmp_path / "out"), load_conversations(source)):
+        messages = conversation["messages"]
+        answer = tokenizer(messages[1]["content"], add_special_tokens=False)["input_ids"]
+        length = min(prefix_length(row["id"], 6), len(answer) // 2)
+        prompt = render_prompt(tokenizer, messages[:1]) + answer[:length]
+        start = row["assistant_mask"].index(True)
+        assert row["input_ids"][:start] == prompt
+        assert row["input_ids"][start:][:4] == row["greedy_ids"][start:][:4]
+        lengths.add(length)
+    assert len(lengths) > 2
+    with pytest.raises(ValueError, match="--answer_prefix must be 0 or more, and goes with --labels generate"):
+        distill(target, source, str(tmp_path / "no"), answer_prefix=3, **QUIET)
 
 
 def test_long_rows_are_cut_or_skipped_and_listed(target, source, tmp_path):
@@ -234,6 +269,7 @@ def replace(self, other, real=pathlib.Path.replace):
         os.kill(os.getpid(), signal.SIGKILL)
 pathlib.Path.replace = replace
 from data.distill import distill
+from data.distiller import prefix_length
 distill(target, source, output, labels="generate", max_new_tokens=12, show_progress=False, batch_size=4, shard_rows=4)
 """
 
