@@ -27,7 +27,9 @@ class RunOptions:
     """What to train on."""
 
     target: str = field(default="", metadata={"help": "the frozen target: a folder or a hub id"})
-    dataset: str = field(default="", metadata={"help": "what scripts/distill.py wrote with this target"})
+    dataset: list[str] = field(
+        default_factory=list, metadata={"help": "what scripts/distill.py wrote with this target; one folder or several"}
+    )
     target_adapter: str | None = field(default=None, metadata={"help": "PEFT adapter merged into the target"})
     chat_template: str | None = field(
         default=None, metadata={"help": ".jinja file for a tokenizer without a chat template"}

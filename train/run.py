@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from transformers import set_seed
 
@@ -123,37 +124,53 @@ def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
     return Target.from_pretrained(run.target, dtype, args.device, run.target_adapter, run.chat_template)
 
 
-def load_data(run: RunOptions, target: Target) -> tuple[Any, Any, DistilledDataset, DraftCollator]:
-    """(rows to train on, held-out rows, the dataset they come from, their collator)."""
-    distilled = load_distilled(run.dataset)
-    check_fingerprint(distilled.manifest["target"]["fingerprint"], target.fingerprint(), f"--dataset {run.dataset}")
+def load_data(run: RunOptions, target: Target) -> tuple[Any, Any, list[DistilledDataset], DraftCollator]:
+    """(rows to train on, held-out rows, the datasets they come from, their collator).
+
+    Rows are held out by their id, so a conversation that several datasets hold is on one side in all of them.
+    """
+    parts = [_load_labelled(folder, run, target) for folder in run.dataset]
+    cached = {part.hidden_dtype for part in parts}
+    if len(cached) > 1:
+        told = ", ".join(f"{folder}: {part.hidden_dtype or 'none'}" for folder, part in zip(run.dataset, parts))
+        raise ValueError(
+            f"datasets trained on together must all have cached hidden states of one type, or none; got {told}; distil "
+            "them alike"
+        )
+    dataset = datasets.concatenate_datasets([part.dataset for part in parts])
+    if len(dataset) <= run.held_out:
+        raise ValueError(
+            f"--held_out {run.held_out} must leave rows to train on; --dataset {' '.join(run.dataset)} has "
+            f"{len(dataset)}; lower it or distil more conversations"
+        )
+    training, held_out = split_held_out(dataset, rows=run.held_out)
+    longest = run.max_length or max(int(part.manifest["settings"]["max_length"]) for part in parts)
+    hidden = getattr(torch, parts[0].hidden_dtype) if parts[0].hidden_dtype else None
+    collator = DraftCollator(target.tokenizer.pad_token_id or 0, longest, run.packing, hidden)
+    return training, held_out, parts, collator
+
+
+def _load_labelled(folder: str, run: RunOptions, target: Target) -> DistilledDataset:
+    """One dataset, checked to be this target's."""
+    distilled = load_distilled(folder)
+    check_fingerprint(distilled.manifest["target"]["fingerprint"], target.fingerprint(), f"--dataset {folder}")
     labelled_by = distilled.manifest["settings"].get("target_adapter")
     if labelled_by != run.target_adapter:
         raise ValueError(
-            f"labels and head must be made with the same adapter; --dataset {run.dataset} was distilled with "
+            f"labels and head must be made with the same adapter; --dataset {folder} was distilled with "
             f"{labelled_by or 'none'}, --target_adapter is {run.target_adapter or 'none'}; pass the same to both"
         )
-    rows = len(distilled.dataset)
-    if rows <= run.held_out:
-        raise ValueError(
-            f"--held_out {run.held_out} must leave rows to train on; --dataset {run.dataset} has {rows}; lower it or "
-            "distil more conversations"
-        )
-    training, held_out = split_held_out(distilled.dataset, rows=run.held_out)
-    longest = run.max_length or int(distilled.manifest["settings"]["max_length"])
-    hidden = getattr(torch, distilled.hidden_dtype) if distilled.hidden_dtype else None
-    collator = DraftCollator(target.tokenizer.pad_token_id or 0, longest, run.packing, hidden)
-    return training, held_out, distilled, collator
+    return distilled
 
 
 def head_config(
-    kind: type[HeadConfig], settings: dict[str, Any], run: RunOptions, target: Target, data: DistilledDataset
+    kind: type[HeadConfig], settings: dict[str, Any], run: RunOptions, target: Target, data: list[DistilledDataset]
 ) -> HeadConfig:
     """The head's configuration: its settings, the target's sizes and identity, the tokens that end a turn."""
     return kind(
         **target_sizes(target.config),
         **settings,
-        end_token_ids=list(data.manifest["end_token_ids"]),
+        end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
         target=run.target,
         target_fingerprint=target.fingerprint(),
     )
@@ -175,7 +192,7 @@ def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
     trainer.final_metrics = trainer.evaluate()
 
 
-def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: DistilledDataset) -> Path:
+def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: list[DistilledDataset]) -> Path:
     """Write RUN/head: weights, configuration, provenance and model card. Called on every process."""
     folder = Path(trainer.args.output_dir or "") / "head"
     if trainer.args.process_index != 0:
@@ -188,7 +205,9 @@ def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any],
         "python": platform.python_version(),
         "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
         "options": run_settings(run, settings, trainer.args),
-        "data": {"fingerprint": data.manifest["data"]["fingerprint"], "counts": data.manifest["counts"]},
+        "data": [
+            {"fingerprint": part.manifest["data"]["fingerprint"], "counts": part.manifest["counts"]} for part in data
+        ],
         "steps": trainer.state.global_step,
         "minutes": round(trainer.clock.elapsed, 2),
         "metrics": metrics,

@@ -190,6 +190,19 @@ def test_a_dataset_with_cached_hidden_states_is_trained_on_without_the_targets_f
     assert len(losses(tmp_path / "run")) == 6
 
 
+def test_several_datasets_are_trained_on_together(distil, dataset, tmp_path):
+    more = distil(tmp_path / "more", "--limit", "20")
+    both = [*command(dataset, tmp_path / "both"), "--dataset", dataset, more]
+    done = subprocess.run(both, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    provenance = json.loads((tmp_path / "both" / "head" / "provenance.json").read_text())
+    assert [part["counts"]["rows"] for part in provenance["data"]] == [48, 20]
+    cached = distil(tmp_path / "cached", "--hidden_states", "float32")
+    mixed = [*command(dataset, tmp_path / "mixed"), "--dataset", dataset, cached]
+    done = subprocess.run(mixed, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "or none; got" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
     other = tmp_path / "dataset"
     shutil.copytree(dataset, other)
