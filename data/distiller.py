@@ -173,8 +173,10 @@ class Distiller:
         answered = turn + 1 < len(row.messages) and row.messages[turn + 1]["role"] == "assistant"
         if not wanted or not answered:
             return []
-        ids = self.target.tokenizer(row.messages[turn + 1]["content"], add_special_tokens=False)["input_ids"]
-        return list(ids[: min(wanted, len(ids) // 2)])
+        ids = self.target.tokenizer(
+            row.messages[turn + 1]["content"], add_special_tokens=False, truncation=True, max_length=2 * wanted
+        )["input_ids"]
+        return list(ids[: len(ids) // 2])
 
 
 def prefix_length(row_id: str, longest: int) -> int:

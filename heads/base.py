@@ -198,6 +198,10 @@ class DraftHead(nn.Module, ABC):
         """The type of the head's own weights."""
         return next(self.parameters()).dtype
 
+    def weights_read(self) -> int:
+        """Weights one draft of full depth reads, the lent LM head included: what a draft costs where memory is slow."""
+        return sum(p.numel() for p in self.parameters())
+
     @torch.no_grad()
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads."""

@@ -118,6 +118,15 @@ class ChimeraHead(DraftHead):
         """The vocabulary matrices of `projection: full`."""
         return tuple(f"heads.{k}.weight" for k in range(self.config.heads)) if self.config.projection == "full" else ()
 
+    def weights_read(self) -> int:
+        """Encoder and block once a level, each head once; with `shared` also the LM head once a level."""
+        config = self.config
+        own = sum(p.numel() for p in self.heads.parameters())
+        level = super().weights_read() - own
+        if config.projection == "shared":
+            level += config.vocab_size * config.hidden_size
+        return own + config.heads * level
+
     @torch.no_grad()
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """The output norm starts at the scale of h, each head as the target's LM head on the block's output.

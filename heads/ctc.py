@@ -139,6 +139,11 @@ class CTCHead(DraftHead):
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
         self.blank_bias = nn.Parameter(torch.zeros(1))  # DeepSpeed broadcasts no 0-dimensional parameters
 
+    def weights_read(self) -> int:
+        """Every weight and the LM head once; chained frames read them once a frame."""
+        once = super().weights_read() + self.config.vocab_size * self.config.hidden_size
+        return once * (self.config.frames if self.config.chained else 1)
+
     @torch.no_grad()
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
