@@ -28,8 +28,9 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	$(BIN)/python scripts/quickstart.py --output runs/quickstart
 
+# Two processes of one thread each; a file's tests share one process and what it prepared.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -5,8 +5,18 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from heads.losses import ctc_loss_fused, ctc_loss_reference, interleave_blank, lattice_log_prob
+from heads.base import TargetView
+from heads.losses import (
+    _fused_linear_cross_entropy,
+    ctc_loss_fused,
+    ctc_loss_reference,
+    interleave_blank,
+    lattice_log_prob,
+    linear_cross_entropy,
+    soft_cross_entropy,
+)
 from inference.ctc_search import collapsed
 
 
@@ -132,3 +142,42 @@ def test_labels_beyond_the_length_do_not_matter():
     for row, length in enumerate(values["lengths"].tolist()):
         changed["labels"][row, length:] = 59
     assert torch.allclose(fused(values)[0], fused(changed)[0])
+
+
+@pytest.mark.parametrize("count,rows_per_chunk", [(0, 4), (10, 1), (10, 4), (10, 100)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_chunked_cross_entropies_equal_whole_logits_in_value_and_gradient(count, rows_per_chunk, biased):
+    torch.manual_seed(count)
+    states, weight, bias = torch.randn(count, 8), torch.randn(13, 8), torch.randn(13) if biased else None
+    labels, aims = torch.randint(13, (count,)), torch.randn(count, 8)
+    target = TargetView(torch.nn.Embedding(13, 8), torch.randn(13, 8), torch.randn(13))
+    wanted = target.logits(aims).softmax(-1)
+
+    def gradients(loss_of):
+        leaves = [x.clone().requires_grad_() for x in (states, weight)]
+        loss = loss_of(*leaves)
+        loss.backward()
+        return loss.detach(), *(leaf.grad for leaf in leaves)
+
+    size = {"chunk_bytes": 4 * 13 * rows_per_chunk, "bias": bias}
+    pairs = [
+        (
+            gradients(lambda x, w: linear_cross_entropy(x, w, labels, **size)),
+            gradients(lambda x, w: F.cross_entropy(F.linear(x, w, bias), labels, reduction="sum")),
+        ),
+        (
+            gradients(lambda x, w: soft_cross_entropy(x, w, aims, target, **size)),
+            gradients(lambda x, w: F.cross_entropy(F.linear(x, w, bias), wanted, reduction="sum")),
+        ),
+    ]
+    for chunked, whole in pairs:
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(chunked, whole))
+
+
+def test_the_librarys_kernel_equals_the_chunks():
+    """Only GPUs take this path; torch's own (2.13) runs here as well."""
+    kernel = _fused_linear_cross_entropy()
+    if kernel is None:
+        pytest.skip("neither liger-kernel nor torch's linear_cross_entropy is installed")
+    states, weight, labels = torch.randn(40, 8), torch.randn(13, 8), torch.randint(13, (40,))
+    assert torch.allclose(kernel(states, weight, labels, None), linear_cross_entropy(states, weight, labels), rtol=1e-5)
