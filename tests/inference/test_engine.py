@@ -199,7 +199,7 @@ LEVEL_HEADS = [
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_every_node_is_scored_as_the_training_forward_scores_its_path(name, kind, settings):
     """After 20 steps with partial acceptances: each drafted path against the teacher-forced head on that very text."""
-    target = load_target(name, torch.float32)
+    target = load_target(name, torch.float64)
     head = make_head(target, kind, scale=0.7, **settings).eval()  # sharp enough for deep trees
     drafter = drafter_for(head, target, 24, **({"kgram_cache": 16} if settings == {} and kind == "chimera" else {}))
     text = decode_with_partial_acceptances(target, drafter)
