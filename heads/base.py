@@ -73,7 +73,7 @@ class HeadLoss:
 
 
 @dataclass
-class HeadConfig:
+class HeadConfig(ABC):
     """Sizes a head takes from its target, and which target that was. Subclasses add what the method needs."""
 
     kind: ClassVar[str] = ""
@@ -91,9 +91,9 @@ class HeadConfig:
     anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
 
     @property
+    @abstractmethod
     def offsets(self) -> int:
         """U, how many labels behind the base token a head drafts."""
-        raise NotImplementedError
 
     @property
     def windows_agree(self) -> bool:

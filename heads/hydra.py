@@ -24,7 +24,7 @@ from heads.attention import causal_attention
 from heads.base import HeadLoss, Rows, TargetView, at
 from heads.block import DecoderBlock
 from heads.losses import linear_cross_entropy, soft_cross_entropy
-from heads.medusa import MedusaConfig, MedusaHead, OffsetHead
+from heads.medusa import MedusaConfig, OffsetHead, OffsetHeads
 from heads.windows import Windows
 
 
@@ -65,7 +65,7 @@ class TokenHead(OffsetHead):
         nn.init.zeros_(self.tokens.weight)
 
 
-class HydraHead(MedusaHead):
+class HydraHead(OffsetHeads):
     """K heads of growing input; see the module's head."""
 
     config: HydraConfig

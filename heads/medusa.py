@@ -65,8 +65,8 @@ class OffsetHead(nn.Module):
         self.vocabulary = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
-class MedusaHead(DraftHead):
-    """K heads that read one hidden state; see the module's head."""
+class OffsetHeads(DraftHead):
+    """One network per offset, each with a vocabulary matrix of its own: what Medusa and Hydra share."""
 
     config: MedusaConfig
     tables = ("vocabulary.weight",)
@@ -89,6 +89,10 @@ class MedusaHead(DraftHead):
         """Every vocabulary matrix starts as the target's LM head."""
         for head in self.each:
             head.vocabulary.weight.copy_(target.lm_head_weight)
+
+
+class MedusaHead(OffsetHeads):
+    """K heads that read one hidden state; see the module's head."""
 
     def draft_log_probs(self, hidden: Tensor) -> Tensor:
         """[..., H] h_n → [..., K, V] log-probabilities in float32."""
