@@ -88,6 +88,7 @@ class HeadConfig(ABC):
     end_token_ids: list[int] = field(default_factory=list)
     target: str = ""
     target_fingerprint: dict[str, Any] = field(default_factory=dict)
+    tree_temperature: float = 1.0  # divides the log-probabilities a draft tree is built from; scripts/tune_tree.py
     anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
 
     @property
@@ -103,6 +104,8 @@ class HeadConfig(ABC):
     def __post_init__(self) -> None:
         if self.anchors < 0:
             raise ValueError(f"--anchors must be 0 (all) or more; got {self.anchors}")
+        if not self.tree_temperature > 0:
+            raise ValueError(f"tree_temperature must be above 0; got {self.tree_temperature}; 1 leaves drafts alone")
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from data.collate import DraftCollator, split_held_out
-from data.shards import load_distilled
+from data.collate import DraftCollator
 from heads.accuracy import TOP
 from heads.base import DraftHead
 from heads.checkpoint import load_head
 from inference.config_file import parse_with_config
 from inference.target import Target
+from train.options import RunOptions
+from train.run import load_data
 
 
 @torch.inference_mode()
@@ -67,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     made.add_argument("--target", help="the target the heads were trained for: a folder or a hub id")
     made.add_argument("--heads", nargs="+", metavar="NAME=RUN/head", help="the heads, by the names the table uses")
-    made.add_argument("--dataset", help="what scripts/distill.py wrote with this target")
+    made.add_argument("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
     made.add_argument("--rows", type=int, default=64, help="held-out rows to count on (default 64)")
     made.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
     made.add_argument("--output", type=Path, help="folder for accuracy.json and accuracy.md")
@@ -83,14 +84,7 @@ def main() -> None:
         if len(named) != len(args.heads):
             raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
         target = Target.from_pretrained(args.target)
-        distilled = load_distilled(args.dataset)
-        rows = len(distilled.dataset)
-        if not 0 < args.rows < rows:
-            raise ValueError(f"--rows must be from 1 to {rows - 1}, the dataset has {rows} rows; got {args.rows}")
-        hidden = getattr(torch, distilled.hidden_dtype) if distilled.hidden_dtype else None
-        longest = int(distilled.manifest["settings"]["max_length"])
-        collator = DraftCollator(target.tokenizer.pad_token_id or 0, longest, False, hidden)
-        _, held_out = split_held_out(distilled.dataset, rows=args.rows)
+        _, held_out, _, collator = load_data(RunOptions(args.target, args.dataset, held_out=args.rows), target)
         heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
     except (ValueError, OSError) as error:
         sys.exit(f"scripts/accuracy.py: {error}")

@@ -13,7 +13,7 @@ import torch
 
 from heads.base import Rows, TargetView
 from heads.ctc import CTCHead
-from inference.ctc_search import build_tree
+from inference.drafters.ctc import draft_tree
 from train.run import train_head
 from train.simulate import ProposeAt
 
@@ -22,7 +22,7 @@ def propose_from(head: CTCHead, rows: Rows, view: TargetView, max_nodes: int) ->
     """How the CTC drafter drafts along one row: the head's frames at every anchor, the decoder's own tree."""
     anchors = torch.arange(rows.input_ids.shape[1], device=rows.hidden.device)[None]
     frames = head.drafted_frames(rows, anchors, view)[0]
-    return lambda anchor: build_tree(head.frame_log_probs(frames[anchor], view), max_nodes)
+    return lambda anchor: draft_tree(head, view, frames[anchor], max_nodes)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ behind d: E → the step gives E, the end. Three steps for five tokens: β = 1.6
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from heads.base import DraftHead, Rows, TargetView
 from inference.tree import DraftTree, ancestor_rows, depths
 from inference.verify import greedy_path
 
@@ -33,6 +35,23 @@ def walk(row: Tensor, start: int, end: int, propose_at: ProposeAt) -> tuple[int,
         done += int(on_path.sum())  # the drafts accepted and the token the target adds
         steps += 1
     return end - start, steps
+
+
+def simulate_row(
+    head: DraftHead,
+    batch: dict[str, Tensor],
+    hidden: Tensor,
+    view: TargetView,
+    propose_from: Callable[[Any, Rows, TargetView], ProposeAt],
+) -> list[tuple[int, int]]:
+    """(new tokens, target steps) of every greedy answer in a batch of one row, whose `hidden` is [1, L, H]."""
+    text = batch["input_ids"][0]
+    spans = list(answers(batch["mask"][0], text, batch["greedy_ids"][0]))
+    if not spans:
+        return []
+    rows = Rows(hidden.to(head.dtype), batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+    propose_at = propose_from(head, rows, view)
+    return [walk(text, start, end, propose_at) for start, end in spans]
 
 
 def answers(mask: Tensor, input_ids: Tensor, greedy_ids: Tensor) -> Iterator[tuple[int, int]]:

@@ -19,11 +19,11 @@ from transformers import ProgressCallback, Trainer
 
 from data.collate import DraftCollator
 from heads.accuracy import TOP
-from heads.base import DraftHead, HeadLoss, Rows
+from heads.base import DraftHead, HeadLoss
 from inference.target import Target
 from train.optimizer import MuonWithAdamW
 from train.options import HeadTrainingArguments
-from train.simulate import answers, walk
+from train.simulate import simulate_row
 from train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
 
 
@@ -229,14 +229,8 @@ class DraftHeadTrainer(Trainer):
         runs = []
         for row in self._share(self.simulate_dataset):
             batch = self._prepare_inputs(self.data_collator([row]))
-            spans = list(answers(batch["mask"][0], batch["input_ids"][0], batch["greedy_ids"][0]))
-            if not spans:
-                continue
             with self.compute_loss_context_manager():
-                hidden = self.hidden_states(batch).to(head.dtype)
-                rows = Rows(hidden, batch["input_ids"], batch["segment_ids"], batch["position_ids"])
-                propose_at = self.propose_from(head, rows, self.view)
-                runs += [walk(batch["input_ids"][0], start, end, propose_at) for start, end in spans]
+                runs += simulate_row(head, batch, self.hidden_states(batch), self.view, self.propose_from)
         totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
         tokens, steps = self._sum_over_processes(totals).tolist()
         return {"simulated_beta": tokens / steps if steps else math.nan}

@@ -49,6 +49,14 @@ class Drafter(Protocol):
         """Draft what may come after the base token."""
 
 
+def tempered(log_probs: Tensor, temperature: float) -> Tensor:
+    """[..., V] log-probabilities as trees are built from them: `log softmax(log p / temperature)`.
+
+    A head trained on the text it drafts is too sure of itself on other text; above 1, the temperature spreads the tree.
+    """
+    return log_probs if temperature == 1 else (log_probs / temperature).log_softmax(-1)
+
+
 def check_max_nodes(max_nodes: int) -> int:
     """The node budget, or a ValueError for one that leaves no draft."""
     if max_nodes < 1:

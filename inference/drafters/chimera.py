@@ -18,7 +18,7 @@ from heads.attention import TreeAttention
 from heads.base import Rows, TargetView
 from heads.block import DecoderBlock, grouped_attention
 from heads.chimera import ChimeraHead, KGramEncoder
-from inference.drafters.base import VerifiedStep, check_max_nodes
+from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
 from inference.drafters.kgram_cache import KGramCache
 from inference.level_tree import grow_tree
 from inference.target import Target
@@ -69,7 +69,7 @@ def draft_tree(
         fusion.enter(parents)
         fused = head.fuse(encoded, positions, fusion)[0]
         logits = head.head_logits(level, context.last.expand(len(tokens), -1), fused, view)
-        return logits.float().log_softmax(-1)
+        return tempered(logits.float().log_softmax(-1), head.config.tree_temperature)
 
     root = torch.zeros(1, dtype=torch.long, device=base.device)
     return grow_tree(level_log_probs(0, base[None], root)[0], level_log_probs, max_nodes, head.config.heads)

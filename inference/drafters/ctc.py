@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from heads.attention import chain_attention
+from heads.base import TargetView
 from heads.block import Attend, DecoderBlock, grouped_attention
 from heads.ctc import CTCHead
 from inference.ctc_search import TREE_MODES, build_tree
-from inference.drafters.base import VerifiedStep, check_max_nodes
+from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
 from inference.target import Target
 from inference.tree import DraftTree
+
+
+def draft_tree(head: CTCHead, view: TargetView, frames: Tensor, max_nodes: int, tree: str = "prefix") -> DraftTree:
+    """The tree of collapsed candidates of one anchor's frames [T, H]."""
+    log_probs = tempered(head.frame_log_probs(frames, view), head.config.tree_temperature)
+    return build_tree(log_probs, max_nodes, tree)
 
 
 class CTCDrafter:
@@ -92,4 +99,4 @@ class CTCDrafter:
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` collapsed candidates."""
-        return build_tree(self.head.frame_log_probs(self.frames(), self.view), self.max_nodes, self.tree)
+        return draft_tree(self.head, self.view, self.frames(), self.max_nodes, self.tree)

@@ -13,7 +13,7 @@ from torch import Tensor
 from heads.base import TargetView
 from heads.block import grouped_attention
 from heads.hydra import HydraHead
-from inference.drafters.base import VerifiedStep, check_max_nodes
+from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
@@ -26,10 +26,13 @@ def draft_tree(head: HydraHead, view: TargetView, state: Tensor, base: Tensor, m
     def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         nonlocal paths
         paths = torch.cat([paths[parents], view.embed(tokens)[:, None].to(state.dtype)], dim=1)
-        return head.next_log_probs(level, state.expand(len(tokens), -1), paths)
+        return log_probs(level)
 
-    first = head.next_log_probs(0, state[None], paths)[0]
-    return grow_tree(first, expand, max_nodes, head.config.heads)
+    def log_probs(level: int) -> Tensor:
+        states = state.expand(len(paths), -1)
+        return tempered(head.next_log_probs(level, states, paths), head.config.tree_temperature)
+
+    return grow_tree(log_probs(0)[0], expand, max_nodes, head.config.heads)
 
 
 class HydraDrafter:

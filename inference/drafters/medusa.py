@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.medusa import MedusaHead
 from inference.ctc_search import build_tree
-from inference.drafters.base import VerifiedStep, check_max_nodes
+from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
@@ -17,12 +17,13 @@ from inference.tree import DraftTree
 TREES = ("best", "raw", "prefix")
 
 
-def draft_tree(log_probs: Tensor, max_nodes: int, tree: str = "best") -> DraftTree:
-    """A tree of distributions [K, V] that do not depend on what is drafted.
+def draft_tree(head: MedusaHead, last: Tensor, max_nodes: int, tree: str = "best") -> DraftTree:
+    """A tree of K distributions that do not depend on what is drafted, from h_n `last [H]`.
 
     `best`: the most probable combinations as they are. `raw` and `prefix` put them through the CTC collapse as if each
     offset were a frame that is never blank (the CTC-drafter paper's Table 2: linear heads with CTC verification).
     """
+    log_probs = tempered(head.draft_log_probs(last), head.config.tree_temperature)
     if tree != "best":
         return build_tree(torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf), max_nodes, tree)
 
@@ -54,12 +55,8 @@ class MedusaDrafter:
         """Take the last committed token's hidden state."""
         self._last = step.hidden[-1].to(self.head.dtype)
 
-    def log_probs(self) -> Tensor:
-        """[K, V] at the present anchor."""
-        assert self._last is not None, "observe the prefill before proposing"
-        return self.head.draft_log_probs(self._last)
-
     @torch.inference_mode()
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
-        return draft_tree(self.log_probs(), self.max_nodes, self.tree)
+        assert self._last is not None, "observe the prefill before proposing"
+        return draft_tree(self.head, self._last, self.max_nodes, self.tree)

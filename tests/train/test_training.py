@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -105,6 +106,25 @@ def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninte
         cwd=ROOT, check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert failed.returncode == 1 and "NAME=RUN/head" in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
+    head = tmp_path / "head"
+    shutil.copytree(uninterrupted / "head", head)
+    dataset = distil(tmp_path / "own", "--labels", "generate", "--max_new_tokens", "24")
+    command = [
+        sys.executable, "scripts/tune_tree.py", "--target", TARGET, "--head", str(head), "--dataset", dataset,
+        "--rows", "8", "--max_nodes", "2", "--threads", "1", "--temperatures", "0.05", "1", "50",
+    ]  # fmt: skip
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    betas = {float(t): float(b) for t, b in re.findall(r"temperature (\S+) +simulated β (\S+)", told)}
+    assert len(betas) == 3 and len(set(betas.values())) > 1, told
+    chosen = json.loads((head / "config.json").read_text())["tree_temperature"]
+    assert betas[chosen] == max(betas.values())
+    failed = subprocess.run(
+        [*command, "--temperatures", "0"], cwd=ROOT, check=False, capture_output=True, text=True
+    )  # fmt: skip
+    assert failed.returncode == 1 and "above 0; got 0" in failed.stderr and "Traceback" not in failed.stderr
 
 
 def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
