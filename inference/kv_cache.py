@@ -66,25 +66,25 @@ class KVCache(Cache):
     """The cache of every layer of a target, with room for `capacity` rows (committed text plus one forward)."""
 
     def __init__(self, layers: int, capacity: int) -> None:
-        self._own = [PreallocatedLayer(capacity) for _ in range(layers)]
-        super().__init__(layers=list(self._own))
+        self.own = [PreallocatedLayer(capacity) for _ in range(layers)]
+        super().__init__(layers=list(self.own))
         self.capacity = capacity
         self.length = 0
 
     def keep(self, rows: Tensor) -> None:
         """Commit `rows [A]` of the last forward in every layer; the other rows of that forward are forgotten."""
-        for layer in self._own:
+        for layer in self.own:
             layer.keep(rows)
         self.length += rows.numel()
 
     def keep_first(self, count: int) -> None:
         """Commit the first `count` rows of the last forward: nothing has to move (prefill, plain steps)."""
-        for layer in self._own:
+        for layer in self.own:
             layer.length += count
         self.length += count
 
     def clear(self) -> None:
         """Forget the text, keep the memory."""
-        for layer in self._own:
+        for layer in self.own:
             layer.length = 0
         self.length = 0

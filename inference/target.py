@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from data.fingerprint import target_fingerprint
 from heads.base import TargetView
+from inference.fused_decoder import FusedDecoder
 from inference.kv_cache import KVCache
 
 
@@ -50,6 +51,21 @@ class Target:
                 f"{reason}; pick another --target"
             )
         self._check_masks()
+        self._fused: FusedDecoder | None = None
+        self._modules_only = not FusedDecoder.can_drive(model)
+
+    @property
+    def fused(self) -> FusedDecoder | None:
+        """The fast forward of Llama-like decoders, made when first decoding; None where the modules must do."""
+        if self._fused is None and not self._modules_only:
+            self._fused = FusedDecoder(self.model, self._kinds())
+        return self._fused
+
+    def _kinds(self) -> list[str]:
+        """What each layer sees: full_attention or sliding_attention."""
+        if self._per_layer_type:
+            return list(self.config.layer_types)
+        return ["full_attention" if self.window is None else "sliding_attention"] * self.config.num_hidden_layers
 
     @classmethod
     def from_pretrained(
@@ -123,20 +139,45 @@ class Target:
         """A cache with room for `capacity` rows."""
         return KVCache(self.config.num_hidden_layers, capacity)
 
-    def _mask(self, visible: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
-        """The 4-D mask(s) the decoder takes from `visible [B, R, C]` and positions `[B, R]`, `[B, C]`.
+    def _masks(self, visible: Tensor, query_positions: Tensor, key_positions: Tensor) -> dict[str, Tensor]:
+        """Who sees whom, `[B, R, C]` per kind of layer, from `visible [B, R, C]` and positions `[B, R]`, `[B, C]`.
 
         A mask we hand over replaces the decoder's own, so its sliding window must be in ours. Window w, row at
         position 9: sees positions 10-w … 9, as far as `visible` has them.
         """
-        full = visible[:, None]
         if self.window is None:
-            return full
+            return {"full_attention": visible}
         near = key_positions[:, None, :] > query_positions[:, :, None] - self.window
-        windowed = (visible & near)[:, None]
-        if self._per_layer_type:
-            return {"full_attention": full, "sliding_attention": windowed}
-        return windowed
+        windowed = {"sliding_attention": visible & near}
+        return {"full_attention": visible, **windowed} if self._per_layer_type else windowed
+
+    def _through_modules(self, token_ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: Any) -> Tensor:
+        """[B, R, H] by transformers' own decoder."""
+        as_taken = {kind: mask[:, None] for kind, mask in masks.items()}
+        mask: Any = as_taken if self._per_layer_type else next(iter(as_taken.values()))
+        return self.decoder(
+            input_ids=token_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).last_hidden_state
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
+        """Hidden `[R, H]` of R rows that see the whole cached text, and each other as `sees [R, R]` says."""
+        committed = cache.length
+        everything = len(sees) == 1 and (self.window is None or committed < self.window)
+        if everything and self.fused is not None:
+            return self.fused(token_ids[None], positions[None], dict.fromkeys(self._kinds()), cache)[0]
+        visible = torch.cat([sees.new_ones(len(sees), committed), sees], dim=1)
+        keys = torch.cat([torch.arange(committed, device=positions.device), positions])
+        masks = self._masks(visible[None], positions[None], keys[None])
+        forward = self.fused or self._through_modules
+        return forward(token_ids[None], positions[None], masks, cache)[0]
+
+    def choices(self, hidden: Tensor) -> Tensor:
+        """[..., H] → [...], the target's own next token behind each hidden state."""
+        return (self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden)).argmax(-1)
 
     def forward_tree(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """One forward over R rows behind the cached text: hidden `[R, H]` and the target's choice `[R]` at each row.
@@ -144,52 +185,26 @@ class Target:
         token_ids [R] int64; depths [R] int64, distance from the first row in the text; sees [R, R] bool, which rows
         each row sees. Every row sees the whole cached text. Rows are written to `cache` but not committed.
         """
-        committed = cache.length
-        positions = (depths + committed)[None]
-        visible = torch.cat([sees.new_ones(len(sees), committed), sees], dim=1)[None]
-        keys = torch.cat([torch.arange(committed, device=positions.device)[None], positions], dim=1)
-        hidden = self.decoder(
-            input_ids=token_ids[None],
-            attention_mask=self._mask(visible, positions, keys),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[0]
-        return hidden, self.lm_head(hidden).argmax(-1)
+        hidden = self._forward(token_ids, depths + cache.length, sees, cache)
+        return hidden, self.choices(hidden)
 
     def prefill(self, prompt: Tensor, cache: KVCache, rows_per_forward: int = 2048) -> tuple[Tensor, Tensor]:
         """Commit a prompt `[n]`: its hidden states `[n, H]` and the target's next token `[]`."""
         pieces = []
-        for start in range(0, prompt.numel(), rows_per_forward):
-            chunk = prompt[start : start + rows_per_forward]
-            steps = torch.arange(chunk.numel(), device=prompt.device)
-            positions = (steps + start)[None]
-            keys = torch.arange(start + chunk.numel(), device=prompt.device)[None]
-            visible = keys[:, None, :] <= positions[:, :, None]
-            pieces.append(
-                self.decoder(
-                    input_ids=chunk[None],
-                    attention_mask=self._mask(visible, positions, keys),
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                ).last_hidden_state[0]
-            )
+        for chunk in prompt.split(rows_per_forward):
+            index = torch.arange(chunk.numel(), device=prompt.device)
+            pieces.append(self._forward(chunk, index + cache.length, index <= index[:, None], cache))
             cache.keep_first(chunk.numel())
         hidden = torch.cat(pieces)
-        return hidden, self.lm_head(hidden[-1]).argmax(-1)
+        return hidden, self.choices(hidden[-1])
 
     @torch.no_grad()
     def forward_rows(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Hidden states `[B, L, H]` of whole (possibly packed) rows: a token sees its own conversation only."""
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
-        return self.decoder(
-            input_ids=input_ids,
-            attention_mask=self._mask(visible, position_ids, position_ids),
-            position_ids=position_ids,
-            use_cache=False,
-        ).last_hidden_state
+        masks = self._masks(visible, position_ids, position_ids)
+        return self._through_modules(input_ids, position_ids, masks, None)
 
     @torch.no_grad()
     def _check_masks(self) -> None:
