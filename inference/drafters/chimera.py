@@ -16,9 +16,10 @@ from torch import Tensor
 
 from heads.attention import TreeAttention
 from heads.base import Rows, TargetView
-from heads.block import DecoderBlock, grouped_attention
+from heads.block import DecoderBlock
 from heads.chimera import ChimeraHead, KGramEncoder
 from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
+from inference.drafters.block_cache import BlockCache
 from inference.drafters.kgram_cache import KGramCache
 from inference.level_tree import grow_tree
 from inference.target import Target
@@ -134,25 +135,19 @@ class ChimeraDrafter:
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
         self.context: ChimeraContext | None = None
         self._base: Tensor | None = None
-        self._fusion: KeysValues | None = None
-        self._encoder: KeysValues | None = None
+        self._fusion = BlockCache(head)
+        self._encoder = BlockCache(head) if isinstance(head.encoder, DecoderBlock) else None
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Room for `capacity` tokens and a tree of drafts; reused when large enough."""
+        """Room for `capacity` tokens and a tree of drafts."""
         self.context = None
         room = capacity + self.max_nodes * self.head.config.heads + 1
-        if self._fusion is None or self._fusion[0].shape[2] < 2 * room:
-            self._fusion = self._buffer(2 * room)
-            self._encoder = self._buffer(room) if isinstance(self.head.encoder, DecoderBlock) else None
-
-    def _buffer(self, slots: int) -> KeysValues:
-        config, like = self.head.config, self.head.norm.weight
-        shape = (1, config.num_key_value_heads, -(-slots // 256) * 256, config.head_dim)
-        return like.new_zeros(shape), like.new_zeros(shape)
+        self._fusion.reserve(2 * room)
+        if self._encoder is not None:
+            self._encoder.reserve(room)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""
-        assert self._fusion is not None, "begin before observing"
         hidden = step.hidden.to(self.head.dtype)
         order, before = self.head.config.order, self.context
         start = 0 if before is None else before.length
@@ -160,29 +155,26 @@ class ChimeraDrafter:
         recent = step.tokens.new_full((order - 1,), -1) if before is None else before.recent
         text = torch.cat([recent, step.tokens])
         positions = torch.arange(start, end, device=hidden.device)
-        encoded = self._encode(text, step.tokens, positions)
+        encoded = self._encode(text, step.tokens, positions, start)
         grams = self.head.block.context_keys_values(encoded[None], positions[None])
         past = self.head.block.context_keys_values(hidden[None], positions[None])
-        for buffer, g, h in zip(self._fusion, grams, past):
-            buffer[:, :, 2 * start : 2 * end : 2] = g
-            buffer[:, :, 2 * start + 1 : 2 * end : 2] = h
-        self.context = ChimeraContext(self._fusion, self._encoder, end, hidden[-1], text[len(text) - (order - 1) :])
+        keys, values = (torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past))
+        self._fusion.write(2 * start, keys, values)
+        self.context = ChimeraContext(
+            (self._fusion.keys, self._fusion.values),
+            None if self._encoder is None else (self._encoder.keys, self._encoder.values),
+            end,
+            hidden[-1],
+            text[len(text) - (order - 1) :],
+        )
         self._base = step.base
 
-    def _encode(self, text: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
-        """g [A, H] of the newly committed tokens."""
+    def _encode(self, text: Tensor, tokens: Tensor, positions: Tensor, start: int) -> Tensor:
+        """g [A, H] of the newly committed tokens, the first of which is token `start` of the text."""
         if self._encoder is None:
             return encode_grams(self.head, self.view, text.unfold(0, self.head.config.order, 1), self.cache)
-        keys_so_far, values_so_far = self._encoder
-        start, end = int(positions[0]), int(positions[-1]) + 1
-        visible = torch.arange(end, device=tokens.device) <= positions[:, None]
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys_so_far[:, :, start:end], values_so_far[:, :, start:end] = keys, values
-            return grouped_attention(queries, keys_so_far[:, :, :end], values_so_far[:, :, :end], visible)
-
         states = self.view.embed(tokens).to(self.head.dtype)
-        return self.head.encoder(states[None], positions[None], attend)[0]
+        return self.head.encoder(states[None], positions[None], self._encoder.entering(start, causal=True))[0]
 
     @torch.inference_mode()
     def propose(self) -> DraftTree:

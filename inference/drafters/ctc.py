@@ -12,10 +12,11 @@ from torch import Tensor
 
 from heads.attention import chain_attention
 from heads.base import TargetView
-from heads.block import Attend, DecoderBlock, grouped_attention
+from heads.block import DecoderBlock
 from heads.ctc import CTCHead
 from inference.ctc_search import TREE_MODES, build_tree
 from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
+from inference.drafters.block_cache import BlockCache
 from inference.target import Target
 from inference.tree import DraftTree
 
@@ -44,18 +45,14 @@ class CTCDrafter:
         self.max_depth = head.config.frames
         self.length = 0
         self._state: Tensor | None = None  # c_n, [H]
-        self._cache: list[tuple[Tensor, Tensor]] = []  # per block: keys, values [1, G, C, D]
+        self._cache = [BlockCache(head) for _ in head.blocks]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Room for the context states of `capacity` tokens and one draft's frames; reused when large enough."""
+        """Room for the context states of `capacity` tokens and one draft's frames."""
         self.length = 0
         self._state = None
-        needed = capacity + self.head.config.frames
-        if self._cache and self._cache[0][0].shape[2] >= needed:
-            return
-        config, like = self.head.config, self.head.norm.weight
-        shape = (1, config.num_key_value_heads, -(-needed // 256) * 256, config.head_dim)
-        self._cache = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in self.head.blocks]
+        for cache in self._cache:
+            cache.reserve(capacity + self.head.config.frames)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""
@@ -64,11 +61,9 @@ class CTCDrafter:
         states = self.head.context_states(hidden, next_ids, self.view)[None]  # [1, A, H]
         end = self.length + step.tokens.numel()
         positions = torch.arange(self.length + 1, end + 1, device=states.device)[None]
-        for block, (keys, values) in zip(self.head.blocks, self._cache):
+        for block, cache in zip(self.head.blocks, self._cache):
             assert isinstance(block, DecoderBlock)
-            keys[:, :, self.length : end], values[:, :, self.length : end] = block.context_keys_values(
-                states, positions
-            )
+            cache.write(self.length, *block.context_keys_values(states, positions))
         self.length = end
         self._state = states[0, -1]
 
@@ -78,24 +73,13 @@ class CTCDrafter:
         base_position = torch.full((1, 1), self.length, device=self._state.device)
         if self.head.config.chained:
             earlier = self.length - 1  # c_n itself opens the chain
-            keys, values = (cache[:, :, :earlier] for cache in self._cache[0])
-            sees = torch.ones(1, 1, earlier, dtype=torch.bool, device=keys.device)
-            attend_chain = chain_attention((keys, values), sees)
+            context = self._cache[0].keys[:, :, :earlier], self._cache[0].values[:, :, :earlier]
+            sees = torch.ones(1, 1, earlier, dtype=torch.bool, device=base_position.device)
+            attend_chain = chain_attention(context, sees)
             return self.head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
-        attend = [self._attend(keys, values) for keys, values in self._cache]
+        # frames see the whole context and each other; they lie behind the context, overwritten each step
+        attend = [cache.entering(self.length, causal=False) for cache in self._cache]
         return self.head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
-
-    def _attend(self, context_keys: Tensor, context_values: Tensor) -> Attend:
-        """Frames see the whole context and each other: no mask. They lie behind the context, overwritten each step."""
-        length = self.length
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            end = length + keys.shape[2]
-            context_keys[:, :, length:end] = keys
-            context_values[:, :, length:end] = values
-            return grouped_attention(queries, context_keys[:, :, :end], context_values[:, :, :end])
-
-        return attend
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` collapsed candidates."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from heads.base import TargetView
-from heads.block import grouped_attention
 from heads.hydra import HydraHead
 from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
+from inference.drafters.block_cache import BlockCache
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
@@ -48,39 +48,22 @@ class HydraDrafter:
         self.length = 0
         self._state: Tensor | None = None  # s_n, [H]
         self._base: Tensor | None = None
-        self._cache: tuple[Tensor, Tensor] | None = None  # keys, values [1, G, C, D]
+        self._cache = BlockCache(head) if head.config.prefix_attention else None
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Room for `capacity` tokens in the prefix block's cache; reused when large enough."""
+        """Room for `capacity` tokens in the prefix block's cache."""
         self.length, self._state, self._base = 0, None, None
-        config = self.head.config
-        if not config.prefix_attention or (self._cache and self._cache[0].shape[2] >= capacity):
-            return
-        shape = (1, config.num_key_value_heads, -(-capacity // 256) * 256, config.head_dim)
-        like = self.head.each[0].vocabulary.weight
-        self._cache = (like.new_zeros(shape), like.new_zeros(shape))
+        if self._cache is not None:
+            self._cache.reserve(capacity)
 
     def observe(self, step: VerifiedStep) -> None:
         """Take in the committed tokens' hidden states."""
         hidden = step.hidden.to(self.head.dtype)
-        self._base = step.base
+        end = self.length + len(hidden)
         if self._cache is not None:
-            hidden = self._through_prefix(hidden)
-        self.length += len(hidden)
-        self._state = hidden[-1]
-
-    def _through_prefix(self, hidden: Tensor) -> Tensor:
-        assert self._cache is not None
-        keys_so_far, values_so_far = self._cache
-        start, end = self.length, self.length + len(hidden)
-        positions = torch.arange(start, end, device=hidden.device)
-        visible = torch.arange(end, device=hidden.device) <= positions[:, None]
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys_so_far[:, :, start:end], values_so_far[:, :, start:end] = keys, values
-            return grouped_attention(queries, keys_so_far[:, :, :end], values_so_far[:, :, :end], visible)
-
-        return self.head.prefix(hidden[None], positions[None], attend)[0]
+            positions = torch.arange(self.length, end, device=hidden.device)[None]
+            hidden = self.head.prefix(hidden[None], positions, self._cache.entering(self.length, causal=True))[0]
+        self._base, self._state, self.length = step.base, hidden[-1], end
 
     @torch.inference_mode()
     def propose(self) -> DraftTree:

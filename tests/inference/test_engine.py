@@ -174,10 +174,10 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
     hidden = target.forward_rows(text, segments, positions)
     with torch.inference_mode():
         states = head.context_states(hidden, torch.nn.functional.pad(text[:, 1:], (0, 1)), target.view())
-        for block, (keys, values) in zip(head.blocks, drafter._cache):
+        for block, cache in zip(head.blocks, drafter._cache):
             expected = block.context_keys_values(states[:, :committed], positions[:, :committed] + 1)
-            assert torch.allclose(keys[:, :, :committed], expected[0], atol=1e-5)
-            assert torch.allclose(values[:, :, :committed], expected[1], atol=1e-5)
+            assert torch.allclose(cache.keys[:, :, :committed], expected[0], atol=1e-5)
+            assert torch.allclose(cache.values[:, :, :committed], expected[1], atol=1e-5)
         anchor = torch.tensor([[committed - 1]])
         row = (Rows(hidden, text, segments, positions), anchor, target.view())
         assert torch.allclose(drafter.frames(), head.drafted_frames(*row)[0, 0], atol=1e-5)
