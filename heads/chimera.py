@@ -171,16 +171,17 @@ class ChimeraHead(DraftHead):
         """f [B, Q, H] of queries g [B, Q, H] at `positions [B, Q]`."""
         return self.norm(self.block(encoded, positions, attend))
 
-    def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
-        """[..., V] of head k from h_n [..., H] and f [..., H]."""
+    def read_out(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the logits of head k are the product of, from h_n and f [..., H]: states, vocabulary matrix, bias."""
         read = torch.cat([last, fused], dim=-1) if self.config.residual else fused
         if self.config.projection == "full":
-            return self.each[k](read)
-        return target.logits((fused + self.each[k](read)).to(target.lm_head_weight.dtype))
+            return read, self.each[k].weight, None
+        states = fused + self.each[k](read)
+        return states.to(target.lm_head_weight.dtype), target.lm_head_weight, target.lm_head_bias
 
-    def _stacked_logits(self, k: int, target: TargetView, states: Tensor) -> Tensor:
-        """`head_logits` of [N, 2, H]: h_n and f."""
-        return self.head_logits(k, states[:, 0], states[:, 1], target)
+    def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
+        """[..., V] of head k from h_n [..., H] and f [..., H]."""
+        return F.linear(*self.read_out(k, last, fused, target))
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -205,22 +206,16 @@ class ChimeraHead(DraftHead):
         labels, lengths = windows.labels[valid], windows.lengths[valid]
         loss = HeadLoss.zero(len(last), last.device)
         hits = []
-        for k, head in enumerate(self.each):
+        for k in range(config.heads):
             counted = lengths > k
             f, h, y = fused[counted, k], last[counted], labels[counted, k]
-            read = torch.cat([h, f], dim=-1) if config.residual else f
-            if config.projection == "full":
-                ce = linear_cross_entropy(read, head.weight, y)
-            else:
-                ce = linear_cross_entropy(f + head(read), target.lm_head_weight, y, target.lm_head_bias)
+            states, vocabulary, bias = self.read_out(k, h, f, target)
             index = (anchors + 1 + k).clamp(max=rows.input_ids.shape[1] - 1)
             aims = at(rows.hidden, index)[valid][counted]  # h_{n+1+k}
-            loss.add(f"ce_{k}", ce, config.ce_weight)
+            loss.add(f"ce_{k}", linear_cross_entropy(states, vocabulary, y, bias), config.ce_weight)
             loss.add(f"mse_{k}", F.mse_loss(f, aims, reduction="none").mean(-1).sum(), config.mse_weight)
             if not self.training:
-                states = torch.stack([h, f], dim=1)
-                logits_of = functools.partial(self._stacked_logits, k, target)
-                hits.append(offset_hits(logits_of, states, y))
+                hits.append(offset_hits(functools.partial(F.linear, weight=vocabulary, bias=bias), states, y))
         loss.score(hits, lengths)
         return loss
 

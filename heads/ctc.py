@@ -257,15 +257,15 @@ class CTCHead(DraftHead):
             closed,
             lm_bias=target.lm_head_bias,
         )
-        parts = {"ctc": ctc.detach(), "infeasible_count": infeasible.sum()}
-        total = config.ctc_weight * ctc
+        loss = HeadLoss.zero(len(kept), kept.device)
+        loss.add("ctc", ctc, config.ctc_weight)
+        loss.parts["infeasible_count"] = infeasible.sum()
         if config.chained:
             aims = at(rows.hidden, windows.anchors + 1)[windows.valid]  # h_{n+1}
             regression = F.smooth_l1_loss(kept[:, 0], aims, reduction="none").mean(-1).sum()
             soft = soft_cross_entropy(kept[:, 0], target.lm_head_weight, aims, target, target.lm_head_bias)
-            parts |= {"regression": regression.detach(), "soft": soft.detach()}
-            total = total + config.regression_weight * regression + config.soft_weight * soft
-        loss = HeadLoss(total, torch.tensor(len(kept), device=kept.device), parts)
+            loss.add("regression", regression, config.regression_weight)
+            loss.add("soft", soft, config.soft_weight)
         if not self.training:
             drafted = self.drafted_frames(rows, windows.anchors, target)[windows.valid] if config.chained else kept
             loss.correct, loss.counted = teacher_forced_hits(
