@@ -9,7 +9,7 @@ Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/val
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +46,13 @@ class FusedLayer:
 class FusedDecoder:
     """Computes what `model.get_decoder()` computes over a preallocated cache, up to rounding."""
 
-    def __init__(self, model: Any, kinds: Sequence[str]) -> None:
+    def __init__(self, model: Any, kinds: Sequence[str], window: int | None = None) -> None:
         """Merges the model's projections in place; `model` computes what it did before. See `can_drive`.
 
-        kinds: what each layer sees, the keys of the masks it will be called with.
+        kinds: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
         """
         decoder, config = model.get_decoder(), model.config
+        self.window = window
         self.embedding = model.get_input_embeddings()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = decoder.layers[0].self_attn.head_dim
@@ -64,7 +65,7 @@ class FusedDecoder:
         self.lm_head_weight = _by_columns(weight) if columns else weight
         self.rotary = decoder.rotary_emb
         self.layers = [self._fuse(layer, kind, columns) for layer, kind in zip(decoder.layers, kinds)]
-        self._tables: tuple[Tensor, Tensor] | None = None  # cos, signed sin [positions, 1, D]
+        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     @staticmethod
     def can_drive(model: Any) -> bool:
@@ -104,30 +105,90 @@ class FusedDecoder:
 
         masks: per kind of layer [B, R, K] bool, who sees whom among cached text and rows; None: all see all.
         """
-        batch, rows = token_ids.shape
-        cos, sin = self._rotation(positions, cache.capacity)
-        repeat = self.heads // self.kv_heads
-        bias = {kind: self._bias(mask, repeat) for kind, mask in masks.items()}
         states = self.embedding(token_ids)
-        for layer, kept in zip(self.layers, cache.own):
+        keys, values = cache.buffers(self._shape(states))
+        end = cache.length + token_ids.shape[1]
+        slots = torch.arange(cache.length, end, device=token_ids.device)
+        cos, sin = self._rotation(positions)
+        return self._layers(states, cos, sin, slots, self._biases(masks, states), end, keys, values)
+
+    def compile(self) -> None:
+        """From now on `step` is one compiled program for every number of rows, whatever the text's length."""
+        self._compiled = torch.compile(self._step, options={"cpp_wrapper": self.embedding.weight.device.type == "cpu"})
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `step` can be used."""
+        return self._compiled is not None
+
+    def step(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Hidden `[R, H]` and choices `[R]` of R rows behind the cached text; see `Target.forward_tree`."""
+        keys, values = cache.buffers(self.embedding.weight.new_empty(1, self.kv_heads, 0, self.head_dim))
+        for buffer in (*keys, *values):
+            torch._dynamo.maybe_mark_dynamic(buffer, 2)  # a cache of any capacity runs the same program
+        assert self._compiled is not None, "compile first"
+        length = torch.tensor(cache.length, device=token_ids.device)
+        return self._compiled(token_ids, depths, sees, length, keys, values)
+
+    def _step(
+        self,
+        token_ids: Tensor,
+        depths: Tensor,
+        sees: Tensor,
+        length: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """All tensors, no sizes read: the text's `length []` lies on the device, rows beyond it are masked."""
+        rows, capacity = len(token_ids), keys[0].shape[2]
+        positions = depths + length
+        slots = length + torch.arange(rows, device=token_ids.device)
+        index = torch.arange(capacity, device=token_ids.device)
+        row = (index - length).clamp(0, rows - 1)
+        in_tree = (index >= length) & (index < length + rows)
+        visible = (index < length) | (in_tree & sees[:, row])
+        masks = {"full_attention": visible[None]}
+        if self.window is not None:
+            key_positions = torch.where(in_tree, positions[row], index)
+            near = key_positions > positions[:, None] - self.window
+            masks["sliding_attention"] = (visible & near)[None]
+        states = self.embedding(token_ids[None])
+        biases = self._biases(masks, states)
+        hidden = self._layers(states, *self._rotation(positions[None]), slots, biases, capacity, keys, values)[0]
+        return hidden, self.logits(hidden).argmax(-1)
+
+    def _layers(
+        self,
+        states: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        biases: Mapping[str, Tensor | None],
+        end: int,
+        all_keys: list[Tensor],
+        all_values: list[Tensor],
+    ) -> Tensor:
+        """Every layer in turn. Rows go to `slots [R]` of the buffers [B, G, C, D] and read the first `end` of them."""
+        batch, rows, _ = states.shape
+        repeat = self.heads // self.kv_heads
+        for layer, keys_kept, values_kept in zip(self.layers, all_keys, all_values):
             merged = F.linear(self._normed(states, layer.attention_norm), layer.qkv_weight, layer.qkv_bias)
             merged = merged.view(batch, rows, -1, self.head_dim)  # [B, R, N + 2G, D]
             queries_keys, values = merged.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
             if layer.q_norm is not None:
                 queries, keys = queries_keys.split([self.heads, self.kv_heads], dim=2)
                 queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
-            half = self.head_dim // 2
-            turned = torch.addcmul(queries_keys * cos, queries_keys.roll(half, -1), sin).transpose(1, 2)
-            queries, keys = turned.split([self.heads, self.kv_heads], dim=1)
-            all_keys, all_values = kept.update(keys, values.transpose(1, 2))
+            turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
+            queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
+            keys_kept.index_copy_(2, slots, keys)
+            values_kept.index_copy_(2, slots, values.transpose(1, 2))
             # the queries of one key head are rows of one product: no key is repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = grouped_attention(queries, all_keys, all_values, bias[layer.kind])
+            attended = grouped_attention(queries, keys_kept[:, :, :end], values_kept[:, :, :end], biases[layer.kind])
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             states = states + F.linear(attended, layer.o_weight, layer.o_bias)
-            gate, up = F.linear(self._normed(states, layer.mlp_norm), layer.gate_up_weight, layer.gate_up_bias).chunk(
-                2, dim=-1
-            )
+            merged = F.linear(self._normed(states, layer.mlp_norm), layer.gate_up_weight, layer.gate_up_bias)
+            gate, up = merged.chunk(2, dim=-1)
             states = states + F.linear(F.silu(gate) * up, layer.down_weight, layer.down_bias)
         return self._normed(states, self.norm)
 
@@ -141,22 +202,26 @@ class FusedDecoder:
             return F.rms_norm(states, (states.shape[-1],), norm.weight, self.eps)
         return norm(states)
 
-    @staticmethod
-    def _bias(mask: Tensor | None, repeat: int) -> Tensor | None:
-        """[B, 1, repeat·R, K] bool for queries grouped by key head."""
-        return None if mask is None else mask.repeat(1, repeat, 1)[:, None]
+    def _shape(self, states: Tensor) -> Tensor:
+        """An empty tensor of a cache's batch, heads, head size, type and device."""
+        return states.new_empty(states.shape[0], self.kv_heads, 0, self.head_dim)
 
-    def _rotation(self, positions: Tensor, upto: int) -> tuple[Tensor, Tensor]:
-        """cos and sin `[B, R, 1, D]`, sin with the sign of the half it turns."""
-        if self._tables is None or len(self._tables[0]) < upto:
-            like = self.embedding.weight
-            every = torch.arange(upto, device=like.device)[None]
-            cos, sin = self.rotary(like, every)
-            half = self.head_dim // 2
-            signed = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
-            self._tables = cos[0, :, None].contiguous(), signed[0, :, None].contiguous()
-        cos, sin = self._tables
-        return cos[positions], sin[positions]
+    def _biases(self, masks: Mapping[str, Tensor | None], states: Tensor) -> dict[str, Any]:
+        """[B, 1, N/G·R, K] per kind of layer, for queries grouped by key head: 0 where a key is seen, else −inf."""
+        repeat = self.heads // self.kv_heads
+        biases: dict[str, Any] = dict.fromkeys(masks)
+        for kind, mask in masks.items():
+            if mask is not None:
+                bias = torch.zeros(mask.shape, dtype=states.dtype, device=states.device).masked_fill_(~mask, -torch.inf)
+                biases[kind] = bias.repeat(1, repeat, 1)[:, None]
+        return biases
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin `[..., 1, D]` of positions `[...]`, sin with the sign of the half it turns."""
+        angles = positions[..., None, None].float() * self.rotary.inv_freq
+        cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
+        dtype = self.embedding.weight.dtype
+        return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 def _by_columns(weight: Tensor) -> Tensor:

@@ -71,6 +71,15 @@ class KVCache(Cache):
         self.capacity = capacity
         self.length = 0
 
+    def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values [B, G, C, D] of every layer, for a forward that writes its rows itself; allocated `like` one
+        layer's states the first time."""
+        for layer in self.own:
+            if not layer.is_initialized:
+                layer.lazy_initialization(like, like)
+        pairs = [(layer.keys, layer.values) for layer in self.own]
+        return [keys for keys, _ in pairs if keys is not None], [values for _, values in pairs if values is not None]
+
     def keep(self, rows: Tensor) -> None:
         """Commit `rows [A]` of the last forward in every layer; the other rows of that forward are forgotten."""
         for layer in self.own:

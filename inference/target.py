@@ -58,7 +58,7 @@ class Target:
     def fused(self) -> FusedDecoder | None:
         """The fast forward of Llama-like decoders, made when first decoding; None where the modules must do."""
         if self._fused is None and not self._modules_only:
-            self._fused = FusedDecoder(self.model, self._kinds())
+            self._fused = FusedDecoder(self.model, self._kinds(), self.window)
         return self._fused
 
     def _kinds(self) -> list[str]:
@@ -185,6 +185,8 @@ class Target:
         token_ids [R] int64; depths [R] int64, distance from the first row in the text; sees [R, R] bool, which rows
         each row sees. Every row sees the whole cached text. Rows are written to `cache` but not committed.
         """
+        if self.fused is not None and self.fused.compiled:
+            return self.fused.step(token_ids, depths, sees, cache)
         hidden = self._forward(token_ids, depths + cache.length, sees, cache)
         return hidden, self.choices(hidden)
 

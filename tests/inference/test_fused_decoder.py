@@ -14,11 +14,11 @@ from scripts.lossless_matrix import RANDOM_TARGETS
 TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
 
 
-def decode(target):
+def decode(target, prompt=21):
     """Hidden states of a prompt longer than the window, then of a tree, then of one more row."""
-    cache = target.new_cache(64)
+    cache = target.new_cache(prompt + 43)
     generator = torch.Generator().manual_seed(0)
-    pieces = [target.prefill(torch.randint(0, 211, (21,), generator=generator), cache, rows_per_forward=8)[0]]
+    pieces = [target.prefill(torch.randint(0, 211, (prompt,), generator=generator), cache, rows_per_forward=8)[0]]
     sees = ancestor_rows(TREE, 4)
     rows = torch.randint(0, 211, (len(sees),), generator=generator)
     pieces.append(target.forward_tree(rows, depths(sees), sees, cache)[0])
@@ -41,6 +41,19 @@ def test_it_equals_the_modules_before_and_after_the_merge(name, dtype, tolerance
         assert fused.fused is not None and modules.fused is None
         after = fused.forward_rows(*rows_of(fused))
     assert torch.allclose(before, after, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_compiled_step_equals_the_modules_at_every_length_without_compiling_again(name):
+    torch.manual_seed(0)
+    model = RANDOM_TARGETS[name]()
+    compiled, modules = Target(model), Target(copy.deepcopy(model))
+    modules._modules_only = True
+    compiled.fused.compile()
+    with torch.inference_mode():
+        assert torch.allclose(decode(compiled), decode(modules), atol=1e-3)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.allclose(decode(compiled, 33), decode(modules, 33), atol=1e-3)
 
 
 def rows_of(target):
