@@ -124,8 +124,11 @@ class FusedDecoder:
     def step(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Hidden `[R, H]` and choices `[R]` of R rows behind the cached text; see `Target.forward_tree`."""
         keys, values = cache.buffers(self.embedding.weight.new_empty(1, self.kv_heads, 0, self.head_dim))
-        for buffer in (*keys, *values):
-            torch._dynamo.maybe_mark_dynamic(buffer, 2)  # a cache of any capacity runs the same program
+        for buffer in (*keys, *values):  # a cache of any capacity and a tree of any size run one program
+            torch._dynamo.maybe_mark_dynamic(buffer, 2)
+        if len(token_ids) > 1:
+            for rows in (token_ids, depths, sees):
+                torch._dynamo.maybe_mark_dynamic(rows, list(range(rows.dim())))
         assert self._compiled is not None, "compile first"
         length = torch.tensor(cache.length, device=token_ids.device)
         return self._compiled(token_ids, depths, sees, length, keys, values)

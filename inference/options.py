@@ -43,6 +43,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="default: cuda when there is one, else cpu")
     add("--temperature", type=float, default=0.0, help="0, greedy decoding, for now")
+    add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
     add("--threads", type=int, help="CPU threads (default: torch's choice)")
     add("--seed", type=int, default=0, help="of the bootstrap over questions (default 0)")
     return parser
@@ -72,7 +73,12 @@ def load_target(options: argparse.Namespace) -> Target:
     if options.threads:
         torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    return Target.from_pretrained(options.target, dtype, options.device, options.target_adapter, options.chat_template)
+    target = Target.from_pretrained(
+        options.target, dtype, options.device, options.target_adapter, options.chat_template
+    )
+    if options.compile:
+        target.compile()
+    return target
 
 
 def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
@@ -164,5 +170,5 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 def describe_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The settings' entry in a report."""
-    names = ("max_new_tokens", "temperature", "seed", "max_nodes", "limit", "stop_at_loops")
+    names = ("max_new_tokens", "temperature", "seed", "max_nodes", "limit", "stop_at_loops", "compile")
     return {name: getattr(options, name) for name in names}

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from data.fingerprint import target_fingerprint
 from heads.base import TargetView
-from inference.fused_decoder import FusedDecoder
+from inference.fused_decoder import FAMILY, FusedDecoder
 from inference.kv_cache import KVCache
 
 
@@ -60,6 +60,19 @@ class Target:
         if self._fused is None and not self._modules_only:
             self._fused = FusedDecoder(self.model, self._kinds(), self.window)
         return self._fused
+
+    def compile(self) -> None:
+        """Decode through a compiled program from now on; ValueError for a target that runs through its modules."""
+        if self.fused is None:
+            raise ValueError(
+                f"--compile needs a target of {', '.join(FAMILY)} on one device, unquantised; {self.name} is of "
+                f"{self.config.model_type}; leave it out"
+            )
+        self.fused.compile()
+        with torch.inference_mode():  # one row has a program of its own; all are made now, not while decoding
+            for rows in (1, 5, 9):
+                first = torch.arange(rows, device=self.device)
+                self.forward_tree(first + 1, first, first <= first[:, None], self.new_cache(256))
 
     def _kinds(self) -> list[str]:
         """What each layer sees: full_attention or sliding_attention."""
