@@ -88,6 +88,7 @@ class HeadConfig(ABC):
     end_token_ids: list[int] = field(default_factory=list)
     target: str = ""
     target_fingerprint: dict[str, Any] = field(default_factory=dict)
+    token_scale: float = 1.0  # what heads multiply the target's embeddings by; `DraftHead.start_from` sets it
     tree_temperature: float = 1.0  # divides the log-probabilities a draft tree is built from; scripts/tune_tree.py
     anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
 
@@ -180,6 +181,11 @@ def at(rows: Tensor, index: Tensor) -> Tensor:
     return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[-1]))
 
 
+def root_mean_square(states: Tensor) -> Tensor:
+    """[] float32, the size of a typical entry."""
+    return states.float().pow(2).mean().sqrt()
+
+
 class DraftHead(nn.Module, ABC):
     """A module that drafts what follows the base token, from the target's hidden states.
 
@@ -207,7 +213,17 @@ class DraftHead(nn.Module, ABC):
 
     @torch.no_grad()
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
-        """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads."""
+        """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads.
+
+        The base's: token states get the scale of hidden states. Embeddings are often tens of times smaller, and a
+        head that reads both side by side would be long in noticing them.
+        """
+        tokens = target.embed(torch.arange(min(self.config.vocab_size, 4096), device=hidden.device))
+        self.config.token_scale = float(root_mean_square(hidden) / root_mean_square(tokens))
+
+    def token_states(self, token_ids: Tensor, target: TargetView) -> Tensor:
+        """[...] int64 → [..., H], the target's embeddings at the scale of its hidden states."""
+        return target.embed(token_ids).to(self.dtype) * self.config.token_scale
 
     @abstractmethod
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from heads.accuracy import offset_hits
 from heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
-from heads.base import DraftHead, HeadLoss, Rows, TargetView, at
+from heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
 from heads.block import Attend, DecoderBlock
 from heads.losses import linear_cross_entropy
 from heads.medusa import OffsetConfig
@@ -133,8 +133,9 @@ class ChimeraHead(DraftHead):
 
         `full` starts as [0 | W_lm] and `shared` as LM(f): f is regressed to the target's hidden state.
         """
+        super().start_from(hidden, target)
         size = self.config.hidden_size
-        self.norm.weight.fill_(hidden.float().pow(2).mean().sqrt())
+        self.norm.weight.fill_(root_mean_square(hidden))
         if self.config.projection == "full":
             for head in self.each:
                 head.weight.zero_()
@@ -151,7 +152,7 @@ class ChimeraHead(DraftHead):
 
     def recent_states(self, input_ids: Tensor, segment_ids: Tensor, target: TargetView) -> Tensor:
         """[B, L, k, H], the embeddings of every index's k-gram, zero where the conversation has not begun."""
-        states = target.embed(input_ids).to(self.dtype)
+        states = self.token_states(input_ids, target)
         length = input_ids.shape[1]
         grams = []
         for back in range(self.config.order - 1, -1, -1):

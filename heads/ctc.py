@@ -2,10 +2,10 @@
 
 Shapes: B batch, L length, A anchors a row, N windows, T frames, U labels, H hidden, V vocabulary (blank = class V).
 
-Context states `c_i = W[e(x_{i+1}); h_i]` sit at position i+1; frame t of anchor n starts as `c_n + q_t`, sits at
-position n+1+t, and attends to all c_i (i ≤ n) and to the other frames of its anchor. The output is normalised and read
-by the target's own frozen LM head; one learned row more gives the blank. The base token `x_{n+1}` is known before
-drafting and stands outside the alignment.
+Context states `c_i = W[e(x_{i+1}); h_i]`, e at the scale of h, sit at position i+1; frame t of anchor n starts as
+`c_n + q_t`, sits at position n+1+t, and attends to all c_i (i ≤ n) and to the other frames of its anchor. The output is
+normalised and read by the target's own frozen LM head; one learned row more gives the blank. The base token `x_{n+1}`
+is known before drafting and stands outside the alignment.
 
 `frames_from: chain` is the layer of the authors' published code, kept to be measured: the block runs causally over the
 context states, its output f_i regresses h_{i+1}, frame t of anchor n is f_{n+t} under teacher forcing in training; in
@@ -30,7 +30,7 @@ from heads.attention import (
     dense_frame_attention,
     flex_frame_attention,
 )
-from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at, root_mean_square
 from heads.block import Attend, DecoderBlock
 from heads.losses import ctc_loss_fused, soft_cross_entropy
 from heads.prefix_scores import teacher_forced_hits
@@ -133,7 +133,7 @@ class CTCHead(DraftHead):
                 self.context_proj.weight.zero_()
                 self.context_proj.weight[:, hidden:].fill_diagonal_(1.0)
         if not config.chained:
-            self.frame_queries = nn.Parameter(0.02 * torch.randn(config.frames, hidden))
+            self.frame_queries = nn.Parameter(torch.randn(config.frames, hidden))
         self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.blocks))
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
@@ -148,11 +148,16 @@ class CTCHead(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
-        At first the frames' output is the hidden state scaled to one length for all, so the blank's bias is the mean
-        log-normaliser of the target's logits there.
+        The queries start as large as a hidden state, so that frames differ from the first step on. At first a frame's
+        output is hidden state and query scaled to one length, so the blank's bias is the mean log-normaliser of the
+        target's logits there.
         """
+        super().start_from(hidden, target)
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
-        self.norm.weight.fill_(sample.float().pow(2).mean(-1).sqrt().mean())
+        self.norm.weight.fill_(root_mean_square(sample))
+        if not self.config.chained:
+            self.frame_queries.mul_(root_mean_square(sample) / root_mean_square(self.frame_queries))
+            sample = (sample[:64, None] + self.frame_queries).flatten(0, 1)
         logits = target.logits(self.norm(sample).to(target.lm_head_weight.dtype))
         self.blank_bias.copy_(logits.float().logsumexp(-1).mean())
 
@@ -160,7 +165,7 @@ class CTCHead(DraftHead):
         """c `[B, L, H]` from hidden `[B, L, H]` and the token after each position `[B, L]`."""
         if self.config.context == "hidden":
             return hidden
-        return self.context_proj(torch.cat([target.embed(next_ids).to(hidden.dtype), hidden], dim=-1))
+        return self.context_proj(torch.cat([self.token_states(next_ids, target), hidden], dim=-1))
 
     def draft_frames(self, anchor_states: Tensor, positions: Tensor, attend: list[Attend]) -> Tensor:
         """What the LM head reads for every frame.

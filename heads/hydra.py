@@ -107,7 +107,7 @@ class HydraHead(OffsetHeads):
         offsets = torch.arange(1, self.config.heads + 1, device=anchors.device)
         ahead = (anchors[:, :, None] + offsets).clamp(max=rows.input_ids.shape[1] - 1)  # n+1 … n+K
         tokens = rows.input_ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, ahead)[valid]  # [N, K]
-        token_states = target.embed(tokens).to(states.dtype)
+        token_states = self.token_states(tokens, target)
         loss = HeadLoss.zero(len(states), states.device)
         hits = []
         for k, head in enumerate(self.each):

@@ -87,6 +87,7 @@ class OffsetHeads(DraftHead):
     @torch.no_grad()
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Every vocabulary matrix starts as the target's LM head."""
+        super().start_from(hidden, target)
         for head in self.each:
             head.vocabulary.weight.copy_(target.lm_head_weight)
 

@@ -81,7 +81,7 @@ def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGra
 
     def encode(some: Tensor) -> Tensor:
         known = some >= 0
-        states = view.embed(some.clamp(min=0)).to(head.dtype) * known[..., None]
+        states = head.token_states(some.clamp(min=0), view) * known[..., None]
         return head.encoder(states)
 
     return encode(grams) if cache is None else cache.lookup(grams, encode)

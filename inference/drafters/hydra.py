@@ -21,11 +21,11 @@ from inference.tree import DraftTree
 
 def draft_tree(head: HydraHead, view: TargetView, state: Tensor, base: Tensor, max_nodes: int) -> DraftTree:
     """The best tree behind base token `base []`, from s_n [H]."""
-    paths = view.embed(base)[None, None].to(state.dtype)  # [W, tokens known, H]
+    paths = head.token_states(base, view)[None, None]  # [W, tokens known, H]
 
     def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         nonlocal paths
-        paths = torch.cat([paths[parents], view.embed(tokens)[:, None].to(state.dtype)], dim=1)
+        paths = torch.cat([paths[parents], head.token_states(tokens, view)[:, None]], dim=1)
         return log_probs(level)
 
     def log_probs(level: int) -> Tensor:

@@ -107,16 +107,26 @@ def test_both_attention_paths_equal_one_call_with_the_whole_mask(chunk):
     assert torch.allclose(flex, expected, atol=1e-5)
 
 
-def test_training_starts_from_the_hidden_state_and_a_blank_of_one_half(view):
+def test_training_starts_with_frames_that_differ_and_a_blank_of_one_half(view):
     torch.manual_seed(0)
     head = CTCHead(CTCConfig(**SIZES))
     values = batch()
     head.start_from(values["hidden"], view)
-    frames = frames_of(head, values, torch.tensor([[5, 9], [5, 9]]), view)
-    blank = head.frame_log_probs(frames, view)[..., -1].exp()
+    with torch.no_grad():
+        frames = frames_of(head, values, torch.tensor([[5, 9], [5, 9]]), view)
+        blank = head.frame_log_probs(frames, view)[..., -1].exp()
+        started = values["hidden"][0, 5] + head.frame_queries
     assert 0.3 < float(blank.mean()) < 0.7
-    direction = torch.cosine_similarity(frames[0, 0, 0], values["hidden"][0, 5], dim=0)
-    assert float(direction) > 0.98
+    assert torch.cosine_similarity(frames[0, 0], started, dim=-1).min() > 0.98
+    assert torch.cosine_similarity(frames[0, 0, 0], frames[0, 0, 1], dim=0) < 0.9
+
+
+def test_tokens_are_read_at_the_scale_of_hidden_states(view):
+    head, values = CTCHead(CTCConfig(**SIZES)), batch()
+    head.start_from(5 * values["hidden"], view)
+    every = torch.arange(head.config.vocab_size)
+    size = head.token_states(every, view).pow(2).mean().sqrt()
+    assert torch.allclose(size, 5 * values["hidden"].pow(2).mean().sqrt(), rtol=1e-3)
 
 
 def test_the_lent_target_is_no_part_of_the_head(view):

@@ -80,7 +80,7 @@ def draft_of(head, rows, anchors, view):
         return head.draft_log_probs(last)
     state = head.row_states(rows)[0, anchors[0]]
     ahead = rows.input_ids[0, anchors[0, 0] + 1 : anchors[0, 0] + 1 + head.config.heads]
-    tokens = view.embed(ahead)[None]
+    tokens = head.token_states(ahead, view)[None]
     return torch.stack([head.next_log_probs(k, state, tokens[:, : k + 1]) for k in range(head.config.heads)])
 
 

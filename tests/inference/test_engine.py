@@ -230,7 +230,7 @@ def path_log_probs(head, rows, anchor, k, view):
     if head.config.kind == "medusa":
         return head.draft_log_probs(rows.hidden[0, anchor])[k]
     if head.config.kind == "hydra":
-        tokens = view.embed(rows.input_ids[0, anchor + 1 : anchor + 2 + k])
+        tokens = head.token_states(rows.input_ids[0, anchor + 1 : anchor + 2 + k], view)
         return head.next_log_probs(k, head.row_states(rows)[0, anchor], tokens)
     fused = head.train_outputs(rows, anchors, view)[0, 0, k]
     return head.head_logits(k, rows.hidden[0, anchor], fused, view).log_softmax(-1)
