@@ -26,7 +26,7 @@ class TargetView:
     embedding: nn.Module
     lm_head_weight: Tensor  # [V, H]
     lm_head_bias: Tensor | None = None  # [V]
-    first_layer: nn.Module | None = None  # where the target has a list of decoder layers
+    layers: nn.ModuleList | None = None  # where the target has a list of decoder layers
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] int64 → [..., H], the target's input embeddings."""

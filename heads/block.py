@@ -36,6 +36,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+_LLAMA_NAMES = {
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "o_proj",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_proj": "gate_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "down_proj",
+}
+"""A Llama layer's names → this block's."""
+
+
 class DecoderBlock(nn.Module):
     """One pre-norm decoder block of the target's shape; output projections start at zero, so it starts as identity."""
 
@@ -61,6 +75,19 @@ class DecoderBlock(nn.Module):
             nn.init.normal_(projection.weight, std=hidden**-0.5)
         for projection in (self.o_proj, self.down_proj):
             nn.init.zeros_(projection.weight)
+
+    def differs_from(self, layer: nn.Module) -> list[str]:
+        """Names of parameters that this block and a decoder layer of a target do not have in common, or not alike."""
+        given, wanted = dict(layer.named_parameters()), dict(self.named_parameters())
+        ours = {f"{theirs}.weight": wanted[f"{name}.weight"] for theirs, name in _LLAMA_NAMES.items()}
+        shared = ours.keys() & given.keys()
+        unlike = {name for name in shared if ours[name].shape != given[name].shape}
+        return sorted(ours.keys() ^ given.keys() | unlike)
+
+    def copy_from(self, layer: nn.Module) -> None:
+        """Take over the weights of a decoder layer from which this block does not differ."""
+        given = dict(layer.named_parameters())
+        self.load_state_dict({f"{name}.weight": given[f"{theirs}.weight"] for theirs, name in _LLAMA_NAMES.items()})
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)

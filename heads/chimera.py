@@ -141,12 +141,13 @@ class ChimeraHead(DraftHead):
                 head.weight.zero_()
                 head.weight[:, -size:] = target.lm_head_weight
         if isinstance(self.encoder, DecoderBlock):
-            if target.first_layer is None:
+            different = ["all of it"] if target.layers is None else self.encoder.differs_from(target.layers[0])
+            if different or target.layers is None:
                 raise ValueError(
-                    f"--encoder {self.config.encoder} needs the target's first layer, and this target's cannot be "
-                    "lent; use --encoder kgram"
+                    f"--encoder {self.config.encoder} copies a Llama-like first layer (norms, q/k/v/o, gate/up/down, "
+                    f"no biases); this target's differs in {', '.join(different)}; use --encoder kgram"
                 )
-            copy_layer(target.first_layer, self.encoder)
+            self.encoder.copy_from(target.layers[0])
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
@@ -219,27 +220,3 @@ class ChimeraHead(DraftHead):
                 hits.append(offset_hits(functools.partial(F.linear, weight=vocabulary, bias=bias), states, y))
         loss.score(hits, lengths)
         return loss
-
-
-def copy_layer(layer: nn.Module, block: DecoderBlock) -> None:
-    """Copy a Llama-like decoder layer into a block; ValueError if the layer has parts the block has not."""
-    names = {
-        "input_layernorm": "attention_norm",
-        "self_attn.q_proj": "q_proj",
-        "self_attn.k_proj": "k_proj",
-        "self_attn.v_proj": "v_proj",
-        "self_attn.o_proj": "o_proj",
-        "post_attention_layernorm": "mlp_norm",
-        "mlp.gate_proj": "gate_proj",
-        "mlp.up_proj": "up_proj",
-        "mlp.down_proj": "down_proj",
-    }
-    given = dict(layer.named_parameters())
-    wanted = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in names.items()}
-    if set(given) != set(wanted):
-        different = ", ".join(sorted(set(given) ^ set(wanted)))
-        raise ValueError(
-            "--encoder target_layer0_… copies a Llama-like first layer (norms, q/k/v/o, gate/up/down, no biases); this "
-            f"target's differs in {different}; use --encoder kgram"
-        )
-    block.load_state_dict({wanted[name]: value for name, value in given.items()})

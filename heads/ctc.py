@@ -31,7 +31,7 @@ from heads.attention import (
     flex_frame_attention,
 )
 from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at, root_mean_square
-from heads.block import Attend, DecoderBlock
+from heads.block import Attend, DecoderBlock, grouped_attention
 from heads.losses import ctc_loss_fused, soft_cross_entropy
 from heads.prefix_scores import teacher_forced_hits
 from heads.windows import Windows
@@ -148,17 +148,24 @@ class CTCHead(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
-        The queries start as large as a hidden state, so that frames differ from the first step on. At first a frame's
-        output is hidden state and query scaled to one length, so the blank's bias is the mean log-normaliser of the
-        target's logits there.
+        The first block starts as the target's last layer where it has the same parts, the queries as large as a
+        hidden state, so that frames differ from the first step on. The blank's bias is the mean log-normaliser of the
+        target's logits at frames that see each other only.
         """
         super().start_from(hidden, target)
+        block = self.blocks[0]
+        assert isinstance(block, DecoderBlock)
+        if target.layers is not None and not block.differs_from(target.layers[-1]):
+            block.copy_from(target.layers[-1])
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
         self.norm.weight.fill_(root_mean_square(sample))
-        if not self.config.chained:
+        if self.config.chained:
+            frames = self.norm(sample)
+        else:
             self.frame_queries.mul_(root_mean_square(sample) / root_mean_square(self.frame_queries))
-            sample = (sample[:64, None] + self.frame_queries).flatten(0, 1)
-        logits = target.logits(self.norm(sample).to(target.lm_head_weight.dtype))
+            alone, nowhere = sample[:64, None], torch.zeros(len(sample[:64]), 1, dtype=torch.long, device=hidden.device)
+            frames = self.draft_frames(alone, nowhere, [grouped_attention] * len(self.blocks))
+        logits = target.logits(frames.to(target.lm_head_weight.dtype))
         self.blank_bias.copy_(logits.float().logsumexp(-1).mean())
 
     def context_states(self, hidden: Tensor, next_ids: Tensor, target: TargetView) -> Tensor:

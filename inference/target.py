@@ -145,8 +145,12 @@ class Target:
     def view(self) -> TargetView:
         """The embedding and LM head, lent to a draft head."""
         layers = getattr(self.decoder, "layers", None)
-        first = layers[0] if isinstance(layers, torch.nn.ModuleList) else None
-        return TargetView(self.embedding, self.lm_head.weight, getattr(self.lm_head, "bias", None), first)
+        return TargetView(
+            self.embedding,
+            self.lm_head.weight,
+            getattr(self.lm_head, "bias", None),
+            layers if isinstance(layers, torch.nn.ModuleList) else None,
+        )
 
     def new_cache(self, capacity: int) -> KVCache:
         """A cache with room for `capacity` rows."""

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.attention import dense_fusion_attention, dense_mask, flex_fusion_attention, fusion_mask
 from heads.base import Rows, TargetView
 from heads.block import grouped_attention
-from heads.chimera import ChimeraConfig, ChimeraHead, copy_layer
+from heads.chimera import ChimeraConfig, ChimeraHead
 from inference.target import Target
 from tests.heads.small import SIZES, disturbed, lent_target, text
 
@@ -154,7 +154,7 @@ def test_the_targets_first_layer_as_encoder_is_that_layer():
     assert all(p.requires_grad for p in make_head(encoder="target_layer0_finetuned").encoder.parameters())
 
 
-def test_a_first_layer_the_block_cannot_copy_is_refused():
+def test_a_first_layer_the_encoder_cannot_copy_is_refused():
     target = tiny_llama(attention_bias=True)
     with pytest.raises(ValueError, match=r"q_proj\.bias.*use --encoder kgram"):
-        copy_layer(target.view().first_layer, make_head().block)
+        make_head(encoder="target_layer0_frozen").start_from(text(length=16).hidden, target.view())
