@@ -15,9 +15,10 @@ from torch import Tensor
 
 from inference.drafters.base import Drafter, VerifiedStep
 from inference.kv_cache import KVCache
+from inference.sampling import Sampling
 from inference.target import Target
 from inference.tree import DraftTree, ancestor_rows, depths
-from inference.verify import greedy_path
+from inference.verify import TypicalAcceptance, greedy_path
 
 
 class ContextError(ValueError):
@@ -32,16 +33,22 @@ class GenerationSettings:
     eos_token_ids   tokens that end an answer
     stop_strings    texts that end an answer once the decoded answer contains one
     stop            given the new tokens so far, the length at which to cut them, or None
+    sampling        draws tokens, losslessly; None: greedy
+    typical         lossy: accepts what is typical of the target instead of what it says; None: exact verification
     """
 
     max_new_tokens: int = 128
     eos_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     stop: Callable[[list[int]], int | None] | None = None
+    sampling: Sampling | None = None
+    typical: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"--max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        if self.sampling is not None and self.typical is not None:
+            raise ValueError("typical acceptance has a rule of its own for what is kept; leave --temperature out")
 
 
 @dataclass
@@ -117,7 +124,7 @@ class DecodingEngine:
         stopper = _Stopper(settings, self.target.tokenizer, limit)
         clock = _Clock()
         cache = self._reserve(len(prompt_ids) + limit + self.drafter.max_nodes + 1)
-        base = self._prefill(prompt_ids, cache, limit, clock)
+        base = self._prefill(prompt_ids, cache, limit, settings, clock)
         new = [int(base)]
         while True:
             kept, reason = stopper.cut(result.tokens, new)
@@ -131,7 +138,7 @@ class DecodingEngine:
             if reason:
                 result.seconds = clock.seconds()
                 return
-            base, new = self._step(base, cache, limit - len(result.tokens), clock)
+            base, new = self._step(base, cache, limit - len(result.tokens), settings, clock)
 
     def _reserve(self, capacity: int) -> KVCache:
         """A cleared cache with room for `capacity` rows; grown in steps, reused when it is large enough."""
@@ -142,18 +149,23 @@ class DecodingEngine:
         return self._cache
 
     @torch.inference_mode()
-    def _prefill(self, prompt_ids: list[int], cache: KVCache, limit: int, clock: _Clock) -> Tensor:
+    def _prefill(
+        self, prompt_ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: _Clock
+    ) -> Tensor:
         prompt = torch.tensor(prompt_ids, dtype=torch.long, device=self.target.device)
         self.drafter.begin(prompt, prompt.numel() + limit)
         clock.lap("draft")
-        hidden, base = self.target.prefill(prompt, cache)
+        hidden, logits = self.target.prefill(prompt, cache)
+        base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings)[0]
         clock.lap("verify")
         self.drafter.observe(VerifiedStep(prompt, hidden, base))
         clock.lap("draft")
         return base
 
     @torch.inference_mode()
-    def _step(self, base: Tensor, cache: KVCache, remaining: int, clock: _Clock) -> tuple[Tensor, list[int]]:
+    def _step(
+        self, base: Tensor, cache: KVCache, remaining: int, settings: GenerationSettings, clock: _Clock
+    ) -> tuple[Tensor, list[int]]:
         """One target step: the next base token (on the device) and the new tokens, drafts accepted and base."""
         tree = self.drafter.propose()
         if remaining < self.drafter.max_depth:  # the last few steps: no node beyond the tokens wanted
@@ -162,10 +174,15 @@ class DecodingEngine:
 
         sees = ancestor_rows(tree.parents, self.drafter.max_depth)
         rows = torch.cat([base[None], tree.tokens])
-        hidden, choices = self.target.forward_tree(rows, depths(sees), sees, cache)
+        depth = depths(sees)
+        hidden, logits = self.target.forward_tree(rows, depth, sees, cache)
         clock.lap("verify")
 
-        on_path, next_base = greedy_path(tree, choices, sees)
+        chosen = choices(logits, depth + cache.length + 1, settings)
+        if settings.typical is None:
+            on_path, next_base = greedy_path(tree, chosen, sees)
+        else:
+            on_path, next_base = settings.typical.path(tree, logits, sees)
         packed = torch.cat([on_path.long(), rows, next_base[None]]).tolist()  # the step's one synchronisation
         path = [row for row in range(len(rows)) if packed[row]]
         new = [packed[len(rows) + row] for row in path[1:]] + [packed[-1]]
@@ -176,9 +193,14 @@ class DecodingEngine:
             cache.keep(kept)
         clock.lap("accept")
 
-        self.drafter.observe(VerifiedStep(rows[kept], hidden[kept], next_base, choices, tree))
+        self.drafter.observe(VerifiedStep(rows[kept], hidden[kept], next_base, chosen, tree))
         clock.lap("draft")
         return next_base, new
+
+
+def choices(logits: Tensor, positions: Tensor, settings: GenerationSettings) -> Tensor:
+    """[R] int64, the target's own token behind each of R rows, to stand at absolute `positions [R]`."""
+    return logits.argmax(-1) if settings.sampling is None else settings.sampling.choices(logits, positions)
 
 
 def within_depth(tree: DraftTree, most: int, levels: int) -> DraftTree:

@@ -122,7 +122,7 @@ class FusedDecoder:
         return self._compiled is not None
 
     def step(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Hidden `[R, H]` and choices `[R]` of R rows behind the cached text; see `Target.forward_tree`."""
+        """Hidden `[R, H]` and logits `[R, V]` of R rows behind the cached text; see `Target.forward_tree`."""
         keys, values = cache.buffers(self.embedding.weight.new_empty(1, self.kv_heads, 0, self.head_dim))
         for buffer in (*keys, *values):  # a cache of any capacity and a tree of any size run one program
             torch._dynamo.maybe_mark_dynamic(buffer, 2)
@@ -158,7 +158,7 @@ class FusedDecoder:
         states = self.embedding(token_ids[None])
         biases = self._biases(masks, states)
         hidden = self._layers(states, *self._rotation(positions[None]), slots, biases, capacity, keys, values)[0]
-        return hidden, self.logits(hidden).argmax(-1)
+        return hidden, self.logits(hidden)
 
     def _layers(
         self,

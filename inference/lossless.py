@@ -20,10 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from inference.drafters.base import Drafter
 from inference.engine import DecodingEngine, GenerationSettings
+from inference.sampling import Sampling, gumbel
 from inference.target import Target
 
 NOISE_PROMPTS = 4
@@ -81,6 +89,7 @@ class Oracle:
                     eos_token_id=list(settings.eos_token_ids) or None,
                     pad_token_id=settings.eos_token_ids[0] if settings.eos_token_ids else 0,
                 ),
+                logits_processor=_drawn_as(settings.sampling),
             )
         return self._cut(output_1L[0, len(prompt) :].tolist())
 
@@ -107,7 +116,9 @@ class Oracle:
             if not texts:
                 raise ValueError("noise is measured on answered prompts; ask for an answer first")
             chosen = texts[:: max(1, len(texts) // NOISE_PROMPTS)][:NOISE_PROMPTS]
-            self._noise = max(gap_noise(self.target.model, text, self.target.device) for text in chosen)
+            noise = max(gap_noise(self.target.model, text, self.target.device) for text in chosen)
+            sampling = self.settings.sampling
+            self._noise = noise if sampling is None else noise / sampling.temperature
         return self._noise
 
     @property
@@ -121,8 +132,31 @@ class Oracle:
         if self._precise is None:
             self._precise = copy.deepcopy(self.target.model).to(HIGHER_PRECISION[self.target.dtype])
         ids_1L = torch.tensor([list(context)], device=self.target.device)
-        logits_V = self._precise(input_ids=ids_1L, use_cache=False).logits[0, -1]
-        return abs(float(logits_V[token]) - float(logits_V[other]))
+        logits_1V = self._precise(input_ids=ids_1L, use_cache=False).logits[:, -1]
+        for process in _drawn_as(self.settings.sampling):
+            logits_1V = process(ids_1L, logits_1V)
+        return abs(float(logits_1V[0, token]) - float(logits_1V[0, other]))
+
+
+class _FixedNoise(LogitsProcessor):
+    """Adds the noise that sampling has at the next position: `generate`'s greedy choice is then the token drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        position = torch.tensor([input_ids.shape[1]], device=scores.device)
+        return scores.double() + gumbel(self.seed, position, scores.shape[-1])
+
+
+def _drawn_as(sampling: Sampling | None) -> LogitsProcessorList:
+    """transformers' own temperature, top-k and top-p, then the noise; nothing for greedy answers."""
+    if sampling is None:
+        return LogitsProcessorList()
+    warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    return LogitsProcessorList([*warpers, _FixedNoise(sampling.seed)])
 
 
 @contextmanager

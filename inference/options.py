@@ -13,9 +13,24 @@ from inference.config_file import parse_with_config
 from inference.drafters.base import Drafter
 from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.engine import GenerationSettings
+from inference.sampling import Sampling
 from inference.target import Target
+from inference.verify import TypicalAcceptance
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+ACCEPTANCE = ("exact", "typical")
+DESCRIBED = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "acceptance",
+    "seed",
+    "max_nodes",
+    "limit",
+    "stop_at_loops",
+    "compile",
+)
 REQUIRED = ("target", "drafters", "benchmarks", "output")
 
 
@@ -42,10 +57,13 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     add("--stop_at_loops", action="store_true", help="end an answer where it repeats itself for good")
     add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="default: cuda when there is one, else cpu")
-    add("--temperature", type=float, default=0.0, help="0, greedy decoding, for now")
+    add("--temperature", type=float, default=0.0, help="above 0: draw tokens, losslessly; 0: greedy (default)")
+    add("--top_k", type=int, default=0, help="draw among the k most probable tokens only; 0: all")
+    add("--top_p", type=float, default=1.0, help="draw among the most probable tokens of this total; 1: all")
+    add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
     add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
     add("--threads", type=int, help="CPU threads (default: torch's choice)")
-    add("--seed", type=int, default=0, help="of the bootstrap over questions (default 0)")
+    add("--seed", type=int, default=0, help="of drawn tokens and of the bootstrap over questions (default 0)")
     return parser
 
 
@@ -55,13 +73,25 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
     for name in ("max_new_tokens", "max_nodes", "limit", "threads"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
-    if options.temperature != 0:
+    if options.acceptance not in ACCEPTANCE:
+        raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
+    if options.temperature < 0:
+        raise ValueError(f"--temperature must be 0 (greedy) or more, got {options.temperature:g}")
+    if options.temperature == 0 and (options.top_k, options.top_p) != (0, 1.0):
         raise ValueError(
-            f"--temperature must be 0 for now (decoding is greedy), got {options.temperature}; leave it out"
+            f"--top_k and --top_p need --temperature above 0 (greedy decoding draws nothing), got {options.top_k} and "
+            f"{options.top_p:g}; set it or leave them out"
         )
+    GenerationSettings(**_acceptance(options))  # its rules hold before anything is loaded
     if options.dtype not in (None, *DTYPES):
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
     return options
+
+
+def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `GenerationSettings` that say which tokens are kept."""
+    drawn = Sampling(options.temperature, options.top_k, options.top_p, options.seed) if options.temperature else None
+    return {"sampling": drawn, "typical": TypicalAcceptance() if options.acceptance == "typical" else None}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -141,6 +171,7 @@ def generation_settings(
         max_new_tokens=options.max_new_tokens,
         eos_token_ids=target.eos_token_ids,
         stop=IncrementalStop(new_loop_detector) if options.stop_at_loops else None,
+        **_acceptance(options),
     )
 
 
@@ -170,5 +201,5 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 def describe_settings(options: argparse.Namespace) -> dict[str, Any]:
     """The settings' entry in a report."""
-    names = ("max_new_tokens", "temperature", "seed", "max_nodes", "limit", "stop_at_loops", "compile")
-    return {name: getattr(options, name) for name in names}
+    lossy = {"acceptance": "typical (LOSSY)"} if options.acceptance == "typical" else {}
+    return {name: getattr(options, name) for name in DESCRIBED} | lossy

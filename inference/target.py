@@ -192,12 +192,12 @@ class Target:
         forward = self.fused or self._through_modules
         return forward(token_ids[None], positions[None], masks, cache)[0]
 
-    def choices(self, hidden: Tensor) -> Tensor:
-        """[..., H] → [...], the target's own next token behind each hidden state."""
-        return (self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden)).argmax(-1)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] → [..., V], the target's LM head."""
+        return self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden)
 
     def forward_tree(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """One forward over R rows behind the cached text: hidden `[R, H]` and the target's choice `[R]` at each row.
+        """One forward over R rows behind the cached text: hidden `[R, H]` and logits `[R, V]`.
 
         token_ids [R] int64; depths [R] int64, distance from the first row in the text; sees [R, R] bool, which rows
         each row sees. Every row sees the whole cached text. Rows are written to `cache` but not committed.
@@ -205,17 +205,17 @@ class Target:
         if self.fused is not None and self.fused.compiled:
             return self.fused.step(token_ids, depths, sees, cache)
         hidden = self._forward(token_ids, depths + cache.length, sees, cache)
-        return hidden, self.choices(hidden)
+        return hidden, self.logits(hidden)
 
     def prefill(self, prompt: Tensor, cache: KVCache, rows_per_forward: int = 2048) -> tuple[Tensor, Tensor]:
-        """Commit a prompt `[n]`: its hidden states `[n, H]` and the target's next token `[]`."""
+        """Commit a prompt `[n]`: its hidden states `[n, H]` and the logits `[V]` of what follows."""
         pieces = []
         for chunk in prompt.split(rows_per_forward):
             index = torch.arange(chunk.numel(), device=prompt.device)
             pieces.append(self._forward(chunk, index + cache.length, index <= index[:, None], cache))
             cache.keep_first(chunk.numel())
         hidden = torch.cat(pieces)
-        return hidden, self.choices(hidden[-1])
+        return hidden, self.logits(hidden[-1])
 
     @torch.no_grad()
     def forward_rows(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ Shapes: M nodes, R = M+1 rows of the target forward (row 0 = base token).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -27,3 +29,34 @@ def greedy_path(tree: DraftTree, choices: Tensor, sees: Tensor) -> tuple[Tensor,
     depth = torch.where(accepted, sees.sum(-1), 0)
     last = depth.argmax()
     return sees[last], choices[last]
+
+
+@dataclass(frozen=True)
+class TypicalAcceptance:
+    """**Lossy.** Keeps drafts the target finds typical instead of those it says (Medusa, section 3.3.1).
+
+    A draft c behind a parent with distribution p is accepted when `p(c) > min(epsilon, delta · exp(−H(p)))`; of the
+    longest accepted paths the most probable one is kept, and the next base token is the target's greedy choice.
+    """
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < 1 or not 0 < self.delta <= 1:
+            raise ValueError(
+                f"typical acceptance needs 0 < epsilon < 1 and 0 < delta <= 1; got {self.epsilon:g} and {self.delta:g}"
+            )
+
+    def path(self, tree: DraftTree, logits: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        """As `greedy_path`, from the logits `[R, V]`."""
+        log_p = logits.float().log_softmax(-1)
+        threshold = (self.delta * (log_p.exp() * log_p).nan_to_num().sum(-1).exp()).clamp(max=self.epsilon)  # e^(−H)
+        parents = tree.parents + 1
+        said = log_p[parents].gather(1, tree.tokens[:, None])[:, 0]
+        agrees = torch.cat([sees.new_ones(1), (said.exp() > threshold[parents]) & tree.candidate])
+        accepted = ~(sees & ~agrees[None, :]).any(-1)
+        depth = torch.where(accepted, sees.sum(-1), 0)
+        total = (sees.float() @ torch.cat([said.new_zeros(1), said])).masked_fill(depth < depth.max(), -torch.inf)
+        last = total.argmax()
+        return sees[last], logits[last].argmax()

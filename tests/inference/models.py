@@ -1,12 +1,13 @@
-"""Small random models and heads the inference tests share."""
+"""Small random models, heads and a drafter the inference tests share."""
 
 import torch
 
 from heads.base import target_sizes
 from heads.checkpoint import head_classes
+from inference.tree import DraftTree
 from scripts.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
 
-__all__ = ["RANDOM_TARGETS", "load_target", "make_head", "make_prompts", "untrained_head"]
+__all__ = ["RANDOM_TARGETS", "ScriptedDrafter", "load_target", "make_head", "make_prompts", "untrained_head"]
 
 
 def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):
@@ -17,3 +18,21 @@ def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):
     for parameter in head.parameters():
         parameter.data += scale * torch.randn_like(parameter)
     return head.to(target.dtype)
+
+
+class ScriptedDrafter:
+    """Drafts the continuation it was given: every draft accepted, `depth` tokens a step."""
+
+    def __init__(self, answer, depth):
+        self.answer, self.max_nodes, self.max_depth = answer, depth, depth
+
+    def begin(self, prompt, capacity):
+        self.position = -len(prompt)
+
+    def observe(self, step):
+        self.position += step.tokens.numel()
+
+    def propose(self):
+        tokens = self.answer[self.position + 1 :][: self.max_depth]
+        tokens = torch.tensor(tokens + [0] * (self.max_depth - len(tokens)))
+        return DraftTree.build(tokens, torch.arange(len(tokens)) - 1)

@@ -11,27 +11,9 @@ from inference.engine import ContextError, DecodingEngine, GenerationSettings
 from inference.lossless import Oracle
 from inference.target import Target
 from inference.tree import DraftTree, ancestor_rows, depths
-from tests.inference.models import load_target, make_head, make_prompts
+from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
 
 PROMPT = list(range(3, 40))
-
-
-class ScriptedDrafter:
-    """Drafts the continuation it was given: every draft accepted, `depth` tokens a step."""
-
-    def __init__(self, answer, depth):
-        self.answer, self.max_nodes, self.max_depth = answer, depth, depth
-
-    def begin(self, prompt, capacity):
-        self.position = -len(prompt)
-
-    def observe(self, step):
-        self.position += step.tokens.numel()
-
-    def propose(self):
-        tokens = self.answer[self.position + 1 :][: self.max_depth]
-        tokens = torch.tensor(tokens + [0] * (self.max_depth - len(tokens)))
-        return DraftTree.build(tokens, torch.arange(len(tokens)) - 1)
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,10 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--temperature", "0.7"], "--temperature must be 0 for now (decoding is greedy), got 0.7"),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy) or more, got -1"),
+        (["--top_p", "0.9"], "--top_k and --top_p need --temperature above 0"),
+        (["--temperature", "1", "--top_p", "1.5"], "--top_p must be above 0 and at most 1"),
+        (["--temperature", "1", "--acceptance", "typical"], "leave --temperature out"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, got 'mt.jsonl'"),
         (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),

@@ -1,0 +1,155 @@
+"""Sampling with fixed noise: the law of what comes out, the noise itself, and trees against the plain loop."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.lossless import Oracle, check_prompts
+from inference.sampling import Sampling, gumbel, uniform
+from inference.tree import DraftTree, ancestor_rows
+from inference.verify import TypicalAcceptance, greedy_path
+from tests.inference.models import ScriptedDrafter, load_target, make_prompts
+
+
+def all_trees(nodes, vocabulary, depth):
+    """Every tree of this many nodes, as paths, up to the names of tokens: each node's children are 0, 1, …"""
+    if nodes == 0:
+        yield ()
+        return
+    for tree in all_trees(nodes - 1, vocabulary, depth):
+        for parent in [(), *tree]:
+            child = (*parent, sum(path[:-1] == parent for path in tree))
+            if len(child) <= depth and child[-1] < vocabulary and tuple(sorted((*tree, child))) == (*tree, child):
+                yield (*tree, child)
+
+
+def as_tree(paths):
+    parents = [paths.index(path[:-1]) if len(path) > 1 else -1 for path in paths]
+    return DraftTree.build(torch.tensor([path[-1] for path in paths]), torch.tensor(parents))
+
+
+@pytest.mark.parametrize("vocabulary,nodes", [(2, 5), (3, 4), (8, 3)])
+def test_the_law_of_a_steps_tokens_is_the_targets_whatever_the_tree(vocabulary, nodes):
+    """Exact: every outcome of the rows' draws, weighed by its probability, through the verification itself."""
+    length = 4
+    generator = torch.Generator().manual_seed(0)
+    p = {
+        prefix: torch.rand(vocabulary, generator=generator, dtype=torch.float64) + 0.05
+        for size in range(length)
+        for prefix in itertools.product(range(vocabulary), repeat=size)
+    }
+    p = {prefix: (values / values.sum()).tolist() for prefix, values in p.items()}
+
+    def law_behind(prefix, weight, out):  # what the target says next, up to `length` tokens
+        if len(prefix) == length:
+            out[prefix] = out.get(prefix, 0.0) + weight
+            return
+        for token in range(vocabulary):
+            law_behind((*prefix, token), weight * p[prefix][token], out)
+
+    expected = {}
+    law_behind((), 1.0, expected)
+    trees = list(all_trees(nodes, vocabulary, 3))
+    assert len(trees) > 4
+    for paths in trees:
+        tree, rows = as_tree(paths), [(), *paths]
+        sees = ancestor_rows(tree.parents, 3)
+        found = {}
+        for drawn in itertools.product(range(vocabulary), repeat=len(rows)):
+            weight = math.prod(p[row][token] for row, token in zip(rows, drawn))
+            on_path, base = greedy_path(tree, torch.tensor(drawn), sees)
+            last = rows[int(on_path.nonzero()[-1])]
+            law_behind((*last, int(base)), weight, found)
+        distance = sum(abs(expected[key] - found.get(key, 0.0)) for key in expected) / 2
+        assert distance <= 1e-12, (paths, distance)
+
+
+def g_statistic(counts, expected):
+    """2 Σ O log(O/E), which has a χ² distribution; its normal approximation, in standard deviations."""
+    counts, expected = counts.double(), expected.double()
+    statistic = float(2 * (counts * (counts / expected).log())[counts > 0].sum())
+    freedom = counts.numel() - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def test_a_million_draws_have_the_law_and_do_not_remember():
+    logits = torch.randn(8, generator=torch.Generator().manual_seed(3))
+    sampling = Sampling(temperature=0.8, seed=11)
+    draws = torch.cat(
+        [
+            sampling.choices(logits.expand(50_000, -1), torch.arange(start, start + 50_000))
+            for start in range(0, 1_000_000, 50_000)
+        ]
+    )
+    p = (logits.double() / 0.8).softmax(-1)
+    assert abs(g_statistic(draws.bincount(minlength=8), 1e6 * p)) < 5
+    pairs = (8 * draws[::2] + draws[1::2]).bincount(minlength=64)
+    assert abs(g_statistic(pairs, 5e5 * torch.outer(p, p).flatten())) < 5
+    other = Sampling(temperature=0.8, seed=12).choices(logits.expand(50_000, -1), torch.arange(50_000))
+    seeds = (8 * draws[:50_000] + other).bincount(minlength=64)
+    assert abs(g_statistic(seeds, 5e4 * torch.outer(p, p).flatten())) < 5
+
+
+def test_noise_belongs_to_seed_position_and_token_alone():
+    whole = gumbel(5, torch.arange(10), 300)
+    assert torch.equal(gumbel(5, torch.tensor([7, 3]), 300), whole[[7, 3]])
+    assert torch.equal(gumbel(5, torch.arange(10), 100), whole[:, :100])
+    assert not torch.equal(gumbel(6, torch.arange(10), 300), whole)
+    spread = uniform(1, torch.arange(200), 5000)
+    assert spread.min() > 0 and spread.max() < 1
+    assert abs(float(spread.mean()) - 0.5) < 1e-3 and abs(float(spread.var()) - 1 / 12) < 1e-3
+
+
+@pytest.mark.parametrize("temperature,top_k,top_p", [(0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.8), (0.9, 20, 0.6)])
+def test_logits_are_warped_as_transformers_warps_them(temperature, top_k, top_p):
+    logits = torch.randn(6, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = TemperatureLogitsWarper(temperature)(None, logits)
+    expected = TopKLogitsWarper(top_k)(None, expected) if top_k else expected
+    expected = TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected
+    assert torch.equal(Sampling(temperature, top_k, top_p).warped(logits), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("sampling", [Sampling(0.7, seed=1), Sampling(1.0, top_k=20, top_p=0.9, seed=2)])
+def test_trees_draw_what_the_plain_loop_draws(name, sampling):
+    target = load_target(name, torch.float64)
+    settings = GenerationSettings(40, sampling=sampling)
+    prompts = make_prompts(target, 4)
+    oracle = Oracle(target, settings)
+    greedy = Oracle(target, GenerationSettings(40))
+    for drafter in (VanillaDrafter(target.device), ScriptedDrafter(oracle.answer(prompts[0]), 5)):
+        counts = check_prompts(target, drafter, prompts, settings, oracle)
+        assert counts.identical_turns == 4, counts.differences
+    assert any(oracle.answer(prompt) != greedy.answer(prompt) for prompt in prompts)
+    drafted = DecodingEngine(target, ScriptedDrafter(oracle.answer(prompts[0]), 5)).generate(prompts[0], settings)
+    assert drafted.target_steps < 20  # the script was accepted
+
+
+@pytest.mark.parametrize("rule,value", [("temperature", 0.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 2.0)])
+def test_settings_that_draw_nothing_are_refused(rule, value):
+    with pytest.raises(ValueError, match=f"--{rule} must be .* got"):
+        Sampling(**{rule: value})
+
+
+def test_typical_acceptance_keeps_the_longest_most_probable_path():
+    """Root row: tokens 1 and 2 are typical; behind 1 nothing is, behind 2 token 3 is."""
+    tree = as_tree([(1,), (2,), (1, 5), (2, 3)])
+    logits = torch.full((5, 6), -9.0)
+    logits[0, 1], logits[0, 2] = 2.0, 1.5
+    logits[1, 4] = 5.0  # sure of another token: 5 is refused
+    logits[2, 3] = 5.0
+    logits[4, 0] = 1.0
+    sees = ancestor_rows(tree.parents, 2)
+    on_path, base = TypicalAcceptance().path(tree, logits, sees)
+    assert on_path.nonzero()[:, 0].tolist() == [0, 2, 4] and int(base) == 0
+    greedy, base = greedy_path(tree, logits.argmax(-1), sees)
+    assert greedy.nonzero()[:, 0].tolist() == [0, 1] and int(base) == 4
+    with pytest.raises(ValueError, match="typical acceptance needs"):
+        TypicalAcceptance(epsilon=2.0)
+    with pytest.raises(ValueError, match="leave --temperature out"):
+        GenerationSettings(sampling=Sampling(), typical=TypicalAcceptance())
