@@ -1,0 +1,16 @@
+"""The list of seeded defects keeps up with the code, and planting one is noticed."""
+
+import pytest
+
+from scripts.seeded_defects import DEFECTS, ROOT, kills
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
+def test_every_defect_still_has_its_place(defect):
+    assert (ROOT / defect.file).read_text(encoding="utf-8").count(defect.right) == 1
+    tests = [part for part in defect.tests.split() if part.endswith(".py")]
+    assert tests and all((ROOT / path).is_file() for path in tests)
+
+
+def test_a_planted_defect_is_caught():
+    assert kills(next(defect for defect in DEFECTS if defect.name == "labels behind a disagreement"))
