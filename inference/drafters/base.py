@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -47,6 +48,12 @@ class Drafter(Protocol):
 
     def propose(self) -> DraftTree:
         """Draft what may come after the base token."""
+
+    def generate_fn(self, streamer: Any = None) -> Callable[..., Tensor]:
+        """For `model.generate(…, custom_generate=…)` of transformers; see `inference.generate`."""
+        from inference.generate import generate_fn  # which needs the engine, and that needs this contract
+
+        return generate_fn(self, streamer)
 
 
 def tempered(log_probs: Tensor, temperature: float) -> Tensor:

@@ -18,7 +18,7 @@ from heads.attention import TreeAttention
 from heads.base import Rows, TargetView
 from heads.block import DecoderBlock
 from heads.chimera import ChimeraHead, KGramEncoder
-from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
+from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.drafters.block_cache import BlockCache
 from inference.drafters.kgram_cache import KGramCache
 from inference.level_tree import grow_tree
@@ -117,7 +117,7 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
     return at_anchor
 
 
-class ChimeraDrafter:
+class ChimeraDrafter(Drafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
     options: ClassVar[dict[str, Any]] = {"kgram_cache": 0}

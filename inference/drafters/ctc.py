@@ -15,7 +15,7 @@ from heads.base import TargetView
 from heads.block import DecoderBlock
 from heads.ctc import CTCHead
 from inference.ctc_search import TREE_MODES, build_tree
-from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
+from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.drafters.block_cache import BlockCache
 from inference.target import Target
 from inference.tree import DraftTree
@@ -27,7 +27,7 @@ def draft_tree(head: CTCHead, view: TargetView, frames: Tensor, max_nodes: int, 
     return build_tree(log_probs, max_nodes, tree)
 
 
-class CTCDrafter:
+class CTCDrafter(Drafter):
     """Keeps the keys and values of the context states `c_i`, rolled forward with the *verified* hidden states.
 
     `c_i` needs the token after i, which is known for every committed i: the next committed token, or the base token.

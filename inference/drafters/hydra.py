@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heads.base import TargetView
 from heads.hydra import HydraHead
-from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
+from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.drafters.block_cache import BlockCache
 from inference.level_tree import grow_tree
 from inference.target import Target
@@ -35,7 +35,7 @@ def draft_tree(head: HydraHead, view: TargetView, state: Tensor, base: Tensor, m
     return grow_tree(log_probs(0)[0], expand, max_nodes, head.config.heads)
 
 
-class HydraDrafter:
+class HydraDrafter(Drafter):
     """Keeps s_n and the base token; with prefix attention also the keys and values of h_1 … h_n in the head's block."""
 
     options: ClassVar[dict[str, Any]] = {}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.medusa import MedusaHead
 from inference.ctc_search import build_tree
-from inference.drafters.base import VerifiedStep, check_max_nodes, tempered
+from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
@@ -33,7 +33,7 @@ def draft_tree(head: MedusaHead, last: Tensor, max_nodes: int, tree: str = "best
     return grow_tree(log_probs[0], expand, max_nodes, len(log_probs))
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Keeps the target's hidden state of the last committed token."""
 
     options: ClassVar[dict[str, Any]] = {"tree": "best"}

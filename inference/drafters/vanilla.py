@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.drafters.base import VerifiedStep
+from inference.drafters.base import Drafter, VerifiedStep
 from inference.tree import DraftTree
 
 
-class VanillaDrafter:
+class VanillaDrafter(Drafter):
     """Proposes the empty tree."""
 
     max_nodes = 0

@@ -1,0 +1,113 @@
+"""`model.generate(custom_generate=…)`: the tokens of `generate` itself, or a refusal."""
+
+import pytest
+import torch
+from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+
+from inference.drafters.registry import drafter_for
+from inference.drafters.vanilla import VanillaDrafter
+from tests.inference.models import load_target, make_head, make_prompts
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target("llama", torch.float64)
+
+
+@pytest.fixture(scope="module", params=["vanilla", "ctc", "chimera"])
+def drafter(request, target):
+    if request.param == "vanilla":
+        return VanillaDrafter(target.device)
+    return drafter_for(make_head(target, request.param), target, 8)
+
+
+def both(target, drafter, prompts, **settings):
+    """What transformers says and what we say."""
+    ids = torch.tensor(prompts)
+    mask = settings.pop("attention_mask", torch.ones_like(ids))
+    run = {"attention_mask": mask, "max_new_tokens": 24, "pad_token_id": 0, **settings}
+    return target.model.generate(ids, **run), target.model.generate(ids, **run, custom_generate=drafter.generate_fn())
+
+
+def test_the_tokens_are_those_of_generate(target, drafter):
+    for prompt in make_prompts(target, 3):
+        expected, ours = both(target, drafter, [prompt], do_sample=False)
+        assert torch.equal(expected, ours)
+
+
+def test_lists_of_eos_and_stopping_criteria_end_where_generate_ends(target, drafter):
+    prompt = make_prompts(target, 1)[0]
+    free = both(target, drafter, [prompt], do_sample=False)[0][0, len(prompt) :].tolist()
+
+    class AtLength(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= len(prompt) + 7)
+
+    for settings in (
+        {"eos_token_id": [free[9], free[4]]},
+        {"stopping_criteria": StoppingCriteriaList([AtLength(), MaxTimeCriteria(1000)])},
+    ):
+        expected, ours = both(target, drafter, [prompt], do_sample=False, **settings)
+        assert torch.equal(expected, ours) and ours.shape[1] < len(prompt) + 24
+
+
+def test_left_padded_batches_are_decoded_one_by_one(target, drafter):
+    short, long = sorted(make_prompts(target, 2), key=len)
+    padding = len(long) - len(short)
+    mask = torch.tensor([[0] * padding + [1] * len(short), [1] * len(long)])
+    expected, ours = both(target, drafter, [[0] * padding + short, long], attention_mask=mask, do_sample=False)
+    assert torch.equal(expected, ours)
+
+
+def test_drawn_tokens_depend_on_torchs_seed_and_not_on_the_drafter(target, drafter):
+    prompt = torch.tensor([make_prompts(target, 1)[0]])
+    settings = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 16, "pad_token_id": 0}
+
+    def drawn(with_drafter, seed):
+        torch.manual_seed(seed)
+        mask = torch.ones_like(prompt)
+        return target.model.generate(
+            prompt, attention_mask=mask, **settings, custom_generate=with_drafter.generate_fn()
+        )
+
+    plain = VanillaDrafter(target.device)
+    assert torch.equal(drawn(drafter, 1), drawn(plain, 1))
+    assert not torch.equal(drawn(plain, 1), drawn(plain, 2))
+
+
+def test_a_streamer_receives_every_token_once(target, drafter):
+    class Collector:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.tolist()
+
+        def end(self):
+            self.ended = True
+
+    prompt = make_prompts(target, 1)[0]
+    collector = Collector()
+    ids = torch.tensor([prompt])
+    answer = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0,
+        custom_generate=drafter.generate_fn(streamer=collector),
+    )  # fmt: skip
+    assert collector.ended and collector.tokens == answer[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings,told",
+    [
+        ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor"),
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "token ids only; got return_dict_in_generate"),
+    ],
+)
+def test_what_drafting_cannot_honour_is_refused(target, settings, told):
+    ids = torch.tensor([make_prompts(target, 1)[0]])
+    with pytest.raises(ValueError, match=told):
+        target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, pad_token_id=0, do_sample=False, **settings,
+            custom_generate=VanillaDrafter(target.device).generate_fn(),
+        )  # fmt: skip
