@@ -101,63 +101,75 @@ class FusedDecoder:
     def __call__(
         self, token_ids: Tensor, positions: Tensor, masks: Mapping[str, Tensor | None], cache: KVCache
     ) -> Tensor:
-        """[B, R, H], what the LM head reads, for `token_ids [B, R]` at `positions [B, R]` behind the cached text.
+        """[1, R, H], what the LM head reads, for `token_ids [1, R]` at `positions [1, R]` behind the cached text.
 
-        masks: per kind of layer [B, R, K] bool, who sees whom among cached text and rows; None: all see all.
+        masks: per kind of layer [1, R, K] bool, who sees whom among cached text and rows; None: all see all.
         """
         states = self.embedding(token_ids)
-        keys, values = cache.buffers(self._shape(states))
+        keys, values = cache.buffers(self.like)
         end = cache.length + token_ids.shape[1]
-        slots = torch.arange(cache.length, end, device=token_ids.device)
+        slots = torch.arange(cache.length, end, device=token_ids.device)[None]
         cos, sin = self._rotation(positions)
         return self._layers(states, cos, sin, slots, self._biases(masks, states), end, keys, values)
 
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor [1, G, 0, D] of a cache's heads, head size, type and device."""
+        return self.embedding.weight.new_empty(1, self.kv_heads, 0, self.head_dim)
+
     def compile(self) -> None:
-        """From now on `step` is one compiled program for every number of rows, whatever the text's length."""
-        self._compiled = torch.compile(self._step, options={"cpp_wrapper": self.embedding.weight.device.type == "cpu"})
+        """From now on `step` is a compiled program, whatever the text's length: one for single rows, one for trees."""
+        on_cpu = self.embedding.weight.device.type == "cpu"
+        self._compiled = torch.compile(self._step, options={"cpp_wrapper": on_cpu})
 
     @property
     def compiled(self) -> bool:
-        """Whether `step` can be used."""
+        """Whether `step` is a compiled program."""
         return self._compiled is not None
 
     def step(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Hidden `[R, H]` and logits `[R, V]` of R rows behind the cached text; see `Target.forward_tree`."""
-        keys, values = cache.buffers(self.embedding.weight.new_empty(1, self.kv_heads, 0, self.head_dim))
+        """Hidden `[B, R, H]` and logits `[B, R, V]` of R rows behind the cached text of each of B sequences.
+
+        token_ids and depths [B, R] int64; sees [B, R, R] bool; see `Target.forward_tree`.
+        """
+        keys, values = cache.buffers(self.like)
+        lengths = torch.tensor(cache.lengths, device=token_ids.device)
+        if self._compiled is None:
+            return self._step(token_ids, depths, sees, lengths, keys, values)
         for buffer in (*keys, *values):  # a cache of any capacity and a tree of any size run one program
             torch._dynamo.maybe_mark_dynamic(buffer, 2)
-        if len(token_ids) > 1:
+        if token_ids.shape[1] > 1:
             for rows in (token_ids, depths, sees):
-                torch._dynamo.maybe_mark_dynamic(rows, list(range(rows.dim())))
-        assert self._compiled is not None, "compile first"
-        length = torch.tensor(cache.length, device=token_ids.device)
-        return self._compiled(token_ids, depths, sees, length, keys, values)
+                torch._dynamo.maybe_mark_dynamic(rows, list(range(1, rows.dim())))
+        return self._compiled(token_ids, depths, sees, lengths, keys, values)
 
     def _step(
         self,
         token_ids: Tensor,
         depths: Tensor,
         sees: Tensor,
-        length: Tensor,
+        lengths: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """All tensors, no sizes read: the text's `length []` lies on the device, rows beyond it are masked."""
-        rows, capacity = len(token_ids), keys[0].shape[2]
-        positions = depths + length
-        slots = length + torch.arange(rows, device=token_ids.device)
-        index = torch.arange(capacity, device=token_ids.device)
-        row = (index - length).clamp(0, rows - 1)
-        in_tree = (index >= length) & (index < length + rows)
-        visible = (index < length) | (in_tree & sees[:, row])
-        masks = {"full_attention": visible[None]}
+        """All tensors, no sizes read: the texts' `lengths [B]` lie on the device, rows beyond them are masked."""
+        rows, capacity = token_ids.shape[1], keys[0].shape[2]
+        lengths = lengths[:, None]
+        positions = depths + lengths
+        slots = lengths + torch.arange(rows, device=token_ids.device)
+        index = torch.arange(capacity, device=token_ids.device)[None]  # against lengths: [B, C]
+        row = (index - lengths).clamp(0, rows - 1)
+        in_tree = (index >= lengths) & (index < lengths + rows)
+        seen = sees.gather(2, row[:, None].expand(-1, rows, -1))
+        visible = (index < lengths)[:, None] | (in_tree[:, None] & seen)
+        masks = {"full_attention": visible}
         if self.window is not None:
-            key_positions = torch.where(in_tree, positions[row], index)
-            near = key_positions > positions[:, None] - self.window
-            masks["sliding_attention"] = (visible & near)[None]
-        states = self.embedding(token_ids[None])
+            key_positions = torch.where(in_tree, positions.gather(1, row), index)
+            near = key_positions[:, None] > positions[:, :, None] - self.window
+            masks["sliding_attention"] = visible & near
+        states = self.embedding(token_ids)
         biases = self._biases(masks, states)
-        hidden = self._layers(states, *self._rotation(positions[None]), slots, biases, capacity, keys, values)[0]
+        hidden = self._layers(states, *self._rotation(positions), slots, biases, capacity, keys, values)
         return hidden, self.logits(hidden)
 
     def _layers(
@@ -171,7 +183,7 @@ class FusedDecoder:
         all_keys: list[Tensor],
         all_values: list[Tensor],
     ) -> Tensor:
-        """Every layer in turn. Rows go to `slots [R]` of the buffers [B, G, C, D] and read the first `end` of them."""
+        """Every layer in turn. Rows go to `slots [B, R]` of the buffers [B, G, C, D], of which `end` are read."""
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
         for layer, keys_kept, values_kept in zip(self.layers, all_keys, all_values):
@@ -183,8 +195,8 @@ class FusedDecoder:
                 queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
             turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
             queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
-            keys_kept.index_copy_(2, slots, keys)
-            values_kept.index_copy_(2, slots, values.transpose(1, 2))
+            _write(keys_kept, slots, keys)
+            _write(values_kept, slots, values.transpose(1, 2))
             # the queries of one key head are rows of one product: no key is repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
             attended = grouped_attention(queries, keys_kept[:, :, :end], values_kept[:, :, :end], biases[layer.kind])
@@ -205,10 +217,6 @@ class FusedDecoder:
             return F.rms_norm(states, (states.shape[-1],), norm.weight, self.eps)
         return norm(states)
 
-    def _shape(self, states: Tensor) -> Tensor:
-        """An empty tensor of a cache's batch, heads, head size, type and device."""
-        return states.new_empty(states.shape[0], self.kv_heads, 0, self.head_dim)
-
     def _biases(self, masks: Mapping[str, Tensor | None], states: Tensor) -> dict[str, Any]:
         """[B, 1, N/G·R, K] per kind of layer, for queries grouped by key head: 0 where a key is seen, else −inf."""
         repeat = self.heads // self.kv_heads
@@ -225,6 +233,14 @@ class FusedDecoder:
         cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
         dtype = self.embedding.weight.dtype
         return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
+
+
+def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
+    """Put states `[B, G, R, D]` into `slots [B, R]` of a buffer [B, G, C, D]."""
+    if len(slots) == 1:
+        buffer.index_copy_(2, slots[0], states)
+    else:
+        buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
 
 
 def _by_columns(weight: Tensor) -> Tensor:

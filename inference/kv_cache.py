@@ -1,34 +1,32 @@
 """A preallocated key/value cache: a step writes its rows behind the committed text, then keeps the accepted path.
 
-Shapes: B batch, G key/value heads, C capacity, D head size, R rows of one forward.
+Shapes: N layers, B sequences, G key/value heads, C capacity, D head size, R rows of one forward, A accepted rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's keys and values `[B, G, C, D]`; `length` rows are committed, a forward's rows come behind them."""
+    """One layer's keys and values `[B, G, C, D]`, views of its cache's memory, as transformers' modules use them."""
 
     is_sliding = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, cache: KVCache, index: int) -> None:
         super().__init__()
-        self.capacity = capacity
-        self.length = 0
+        self.cache, self.index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate `[B, G, C, D]` like the first states seen."""
-
-        def room(states: Tensor) -> Tensor:
-            batch, heads, _, size = states.shape
-            return states.new_zeros(batch, heads, self.capacity, size)
-
-        self.keys, self.values = room(key_states), room(value_states)
+        """Take a share of the cache's memory, which the first layer makes it allocate."""
+        self.cache.allocate(key_states)
+        assert self.cache.store is not None
+        self.keys, self.values = self.cache.store[self.index]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -37,63 +35,87 @@ class PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        end = self.length + key_states.shape[2]
-        assert end <= self.capacity, f"cache of {self.capacity} rows asked to hold {end}"
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
+        start = self.cache.length
+        end = start + key_states.shape[2]
+        assert end <= self.cache.capacity, f"cache of {self.cache.capacity} rows asked to hold {end}"
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def keep(self, rows: Tensor) -> None:
-        """Commit the last forward's `rows [A]` (ascending): move them, in place, right behind the committed ones."""
-        assert self.keys is not None and self.values is not None
-        source = rows.to(self.keys.device) + self.length
-        end = self.length + rows.numel()
-        self.keys[:, :, self.length : end] = self.keys[:, :, source]
-        self.values[:, :, self.length : end] = self.values[:, :, source]
-        self.length = end
-
     def get_seq_length(self) -> int:
-        return self.length
+        return self.cache.length
 
     def get_max_length(self) -> int:
-        return self.capacity
+        return self.cache.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.cache.length + query_length, 0
 
 
 class KVCache(Cache):
-    """The cache of every layer of a target, with room for `capacity` rows (committed text plus one forward)."""
+    """The cache of every layer of a target, with room for `capacity` rows (committed text plus one forward) a sequence.
 
-    def __init__(self, layers: int, capacity: int) -> None:
-        self.own = [PreallocatedLayer(capacity) for _ in range(layers)]
-        super().__init__(layers=list(self.own))
+    store    [N, 2, B, G, C, D] keys and values, allocated when the first states are seen
+    lengths  committed rows of each sequence; `length` is that of the only one
+    """
+
+    def __init__(self, layers: int, capacity: int, batch: int = 1) -> None:
+        super().__init__(layers=[PreallocatedLayer(self, index) for index in range(layers)])
         self.capacity = capacity
-        self.length = 0
+        self.lengths = [0] * batch
+        self.store: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Committed rows of a cache of one sequence."""
+        (length,) = self.lengths
+        return length
+
+    def allocate(self, like: Tensor) -> Tensor:
+        """The memory, made the first time for states `[B, G, R, D]` like these."""
+        if self.store is None:
+            _, heads, _, size = like.shape
+            self.store = like.new_zeros(len(self.layers), 2, len(self.lengths), heads, self.capacity, size)
+        return self.store
 
     def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values [B, G, C, D] of every layer, for a forward that writes its rows itself; allocated `like` one
-        layer's states the first time."""
-        for layer in self.own:
-            if not layer.is_initialized:
-                layer.lazy_initialization(like, like)
-        pairs = [(layer.keys, layer.values) for layer in self.own]
-        return [keys for keys, _ in pairs if keys is not None], [values for _, values in pairs if values is not None]
+        """Keys and values [B, G, C, D] of every layer, for a forward that writes its rows itself."""
+        store = self.allocate(like)
+        return list(store[:, 0].unbind()), list(store[:, 1].unbind())
+
+    def only(self, sequence: int, like: Tensor) -> KVCache:
+        """A cache of one sequence of this one, in the same memory, empty: to prefill it."""
+        one = KVCache(len(self.layers), self.capacity)
+        one.store = self.allocate(like)[:, :, sequence : sequence + 1]
+        return one
 
     def keep(self, rows: Tensor) -> None:
-        """Commit `rows [A]` of the last forward in every layer; the other rows of that forward are forgotten."""
-        for layer in self.own:
-            layer.keep(rows)
-        self.length += rows.numel()
+        """Commit `rows [A]` (ascending) of the last forward in every layer, in place; its other rows are forgotten."""
+        assert self.store is not None
+        end = self.length + rows.numel()
+        self.store[..., self.length : end, :] = self.store[..., rows + self.length, :]
+        self.lengths = [end]
 
     def keep_first(self, count: int) -> None:
         """Commit the first `count` rows of the last forward: nothing has to move (prefill, plain steps)."""
-        for layer in self.own:
-            layer.length += count
-        self.length += count
+        self.lengths = [self.length + count]
+
+    def keep_each(self, paths: Sequence[Sequence[int]]) -> None:
+        """`keep` for every sequence its own rows, which may differ in number; none: nothing is committed there."""
+        assert self.store is not None
+        longest = max(map(len, paths))
+        rows = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=self.store.device)
+        starts = torch.tensor(self.lengths, device=rows.device)[:, None]
+        into = (starts + torch.arange(longest, device=rows.device)).clamp(max=self.capacity - 1)
+
+        def index(slots: Tensor) -> Tensor:
+            layers, two, _, heads, _, size = self.allocate(rows).shape
+            return slots[None, None, :, None, :, None].expand(layers, two, -1, heads, -1, size)
+
+        kept = self.store.gather(4, index(starts + rows))
+        self.store.scatter_(4, index(into), kept)  # what lies behind a shorter path is not committed
+        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
 
     def clear(self) -> None:
         """Forget the text, keep the memory."""
-        for layer in self.own:
-            layer.length = 0
-        self.length = 0
+        self.lengths = [0] * len(self.lengths)

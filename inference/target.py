@@ -152,9 +152,9 @@ class Target:
             layers if isinstance(layers, torch.nn.ModuleList) else None,
         )
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """A cache with room for `capacity` rows."""
-        return KVCache(self.config.num_hidden_layers, capacity)
+    def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
+        """A cache with room for `capacity` rows of each of `batch` sequences."""
+        return KVCache(self.config.num_hidden_layers, capacity, batch)
 
     def _masks(self, visible: Tensor, query_positions: Tensor, key_positions: Tensor) -> dict[str, Tensor]:
         """Who sees whom, `[B, R, C]` per kind of layer, from `visible [B, R, C]` and positions `[B, R]`, `[B, C]`.
@@ -203,7 +203,8 @@ class Target:
         each row sees. Every row sees the whole cached text. Rows are written to `cache` but not committed.
         """
         if self.fused is not None and self.fused.compiled:
-            return self.fused.step(token_ids, depths, sees, cache)
+            hidden, logits = self.fused.step(token_ids[None], depths[None], sees[None], cache)
+            return hidden[0], logits[0]
         hidden = self._forward(token_ids, depths + cache.length, sees, cache)
         return hidden, self.logits(hidden)
 

@@ -75,15 +75,15 @@ DEFECTS = (
     Defect(
         "compaction off by one",
         "inference/kv_cache.py",
-        "source = rows.to(self.keys.device) + self.length",
-        "source = (rows.to(self.keys.device) + self.length - 1).clamp(min=0)",
+        "self.store[..., self.length : end, :] = self.store[..., rows + self.length, :]",
+        "self.store[..., self.length : end, :] = self.store[..., rows + self.length - 1, :]",
         ENGINE,
     ),
     Defect(
         "compaction of keys only",
         "inference/kv_cache.py",
-        "self.values[:, :, self.length : end] = self.values[:, :, source]",
-        "pass",
+        "self.store[..., self.length : end, :] = self.store[..., rows + self.length, :]",
+        "self.store[:, 0, ..., self.length : end, :] = self.store[:, 0, ..., rows + self.length, :]",
         ENGINE,
     ),
     Defect(
@@ -96,8 +96,8 @@ DEFECTS = (
     Defect(
         "the committed text masked by one row",
         "inference/fused_decoder.py",
-        "visible = (index < length) | (in_tree & sees[:, row])",
-        "visible = (index < length - 1) | (in_tree & sees[:, row])",
+        "visible = (index < lengths)[:, None] | (in_tree[:, None] & seen)",
+        "visible = (index < lengths - 1)[:, None] | (in_tree[:, None] & seen)",
         f"{FUSED} -k compiled",
     ),
     Defect(

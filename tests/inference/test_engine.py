@@ -103,14 +103,17 @@ def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
 
 
 def decode_with_partial_acceptances(target, drafter):
-    """The text decoded while `drafter` observes steps of which one, two or no draft is right."""
+    """The text decoded while `drafter` observes steps of which no, one, two or three drafts are right.
+
+    Beside every draft of the script stands a wrong one, in front of it: accepted rows are never simply the first ones.
+    """
     answer = Oracle(target, GenerationSettings(100)).answer(PROMPT)
     hints = ScriptedDrafter(answer, 3)
     step_number = 0
     begin, observe = drafter.begin, drafter.observe
 
     class Both:
-        max_nodes, max_depth = 3, 3
+        max_nodes, max_depth = 6, 3
 
         def begin(self, *arguments):
             begin(*arguments)
@@ -125,8 +128,9 @@ def decode_with_partial_acceptances(target, drafter):
             step_number += 1
             drafter.propose()  # what drafting leaves in the drafter's buffers must not matter
             tree = hints.propose()
-            tokens = torch.where(torch.arange(3) < step_number % 4, tree.tokens, (tree.tokens + 1) % 211)
-            return DraftTree.build(tokens, tree.parents)
+            right = torch.where(torch.arange(3) < step_number % 4, tree.tokens, (tree.tokens + 1) % 211)
+            tokens = torch.stack([(tree.tokens + 2) % 211, right], dim=1).flatten()
+            return DraftTree.build(tokens, torch.tensor([-1, -1, 1, 1, 3, 3]))
 
     result = DecodingEngine(target, Both()).generate(PROMPT, GenerationSettings(60))
     assert len(result.accept_lengths) > 20 and set(result.accept_lengths) == {1, 2, 3, 4}
