@@ -107,21 +107,9 @@ class DecodingEngine:
         """The answer step by step: the new tokens of each target step as they are verified."""
         yield from self._run(prompt_ids, settings or GenerationSettings(), Generation())
 
-    def room(self, prompt_tokens: int, max_new_tokens: int) -> int:
-        """How many of `max_new_tokens` fit behind the prompt; raises ContextError if none does."""
-        left = self.target.max_positions - prompt_tokens
-        if prompt_tokens < 1:
-            raise ContextError("a prompt must have at least one token; got none; render the chat template first")
-        if left < 1:
-            raise ContextError(
-                f"the prompt and one new token must fit the target's {self.target.max_positions} positions; the "
-                f"prompt has {prompt_tokens} tokens; shorten it or pick another target"
-            )
-        return min(left, max_new_tokens)
-
     def _run(self, prompt_ids: list[int], settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
-        limit = self.room(len(prompt_ids), settings.max_new_tokens)
-        stopper = _Stopper(settings, self.target.tokenizer, limit)
+        limit = room(self.target, len(prompt_ids), settings.max_new_tokens)
+        stopper = Stopper(settings, self.target.tokenizer, limit)
         clock = _Clock()
         cache = self._reserve(len(prompt_ids) + limit + self.drafter.max_nodes + 1)
         base = self._prefill(prompt_ids, cache, limit, settings, clock)
@@ -208,7 +196,20 @@ def within_depth(tree: DraftTree, most: int, levels: int) -> DraftTree:
     return tree.select(depths(ancestor_rows(tree.parents, levels))[1:] <= most)
 
 
-class _Stopper:
+def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
+    """How many of `max_new_tokens` fit behind the prompt; raises ContextError if none does."""
+    left = target.max_positions - prompt_tokens
+    if prompt_tokens < 1:
+        raise ContextError("a prompt must have at least one token; got none; render the chat template first")
+    if left < 1:
+        raise ContextError(
+            f"the prompt and one new token must fit the target's {target.max_positions} positions; the "
+            f"prompt has {prompt_tokens} tokens; shorten it or pick another target"
+        )
+    return min(left, max_new_tokens)
+
+
+class Stopper:
     """Finds where an answer ends inside the tokens of a step."""
 
     def __init__(self, settings: GenerationSettings, tokenizer: object, limit: int) -> None:

@@ -1,0 +1,61 @@
+"""Several sequences at once answer as one by one, whatever each accepts and whenever each ends."""
+
+import pytest
+import torch
+
+from inference.batch import BatchEngine
+from inference.drafters.registry import drafter_for
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import ContextError, DecodingEngine, GenerationSettings
+from inference.lossless import Oracle
+from inference.sampling import Sampling
+from inference.verify import TypicalAcceptance
+from scripts.lossless_matrix import trained_head
+from tests.inference.models import load_target, make_prompts
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def target(request):
+    return load_target(request.param, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts(target):
+    return make_prompts(target, 7)
+
+
+@pytest.fixture(scope="module")
+def make_drafters(target, prompts):
+    oracle = Oracle(target, GenerationSettings(40))
+    texts = [(prompt, oracle.answer(prompt)) for prompt in prompts]
+    heads = {kind: trained_head(target, texts, 60, kind) for kind in ("ctc", "chimera")}
+    return {
+        "vanilla": lambda: VanillaDrafter(target.device),
+        **{kind: lambda head=head: drafter_for(head, target, 8) for kind, head in heads.items()},
+    }
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("kind", ["vanilla", "ctc", "chimera"])
+def test_a_batch_answers_as_one_by_one(target, prompts, make_drafters, kind, batch):
+    oracle = Oracle(target, GenerationSettings(40))
+    ends = tuple({oracle.answer(prompt)[place] for place, prompt in enumerate(prompts[:3], start=5)})
+    for settings in (GenerationSettings(40), GenerationSettings(40, ends), GenerationSettings(30, sampling=Sampling())):
+        together = BatchEngine(target, make_drafters[kind], batch).generate(prompts, settings)
+        alone = DecodingEngine(target, make_drafters[kind]())
+        for prompt, answer in zip(prompts, together):
+            expected = alone.generate(prompt, settings)
+            assert answer.tokens == expected.tokens and answer.finish_reason == expected.finish_reason
+            assert answer.accept_lengths == expected.accept_lengths
+    assert kind == "vanilla" or any(len(set(answer.accept_lengths)) > 1 for answer in together)
+
+
+def test_what_cannot_be_batched_is_refused(target, prompts):
+    engine = BatchEngine(target, lambda: VanillaDrafter(target.device), 2)
+    assert engine.generate([]) == []
+    with pytest.raises(ContextError, match="positions"):
+        engine.generate([prompts[0], [1] * target.max_positions])
+    with pytest.raises(ValueError, match="exactly"):
+        engine.generate(prompts, GenerationSettings(typical=TypicalAcceptance()))
+    with pytest.raises(ValueError, match="at least one sequence; got 0"):
+        BatchEngine(target, lambda: VanillaDrafter(target.device), 0)
