@@ -5,7 +5,8 @@
 - vanilla against transformers' own `generate`, tokens per second, the same prompts;
 - a forward over a tree of 8, 16, 32, 64 nodes against one over a single row, behind `--prompt_tokens` of text, and
   beside it the floor: nothing but the matrix products of the same forward;
-- for every drafter the same prompts: β, γ against vanilla, and η = γ / β, what of the accepted length becomes speed.
+- for every drafter the same prompts: β, γ against vanilla, and η = γ / β, what of the accepted length becomes speed;
+- with `--batches 4 16`, tokens per second of that many sequences at once over those of one by one.
 
 Arms take turns; figures are medians of the ratios of neighbouring runs, with their quartiles.
 """
@@ -29,7 +30,9 @@ from torch import Tensor
 
 from data.rendering import render_prompt
 from data.synthetic import questions
+from inference.batch import BatchEngine
 from inference.config_file import parse_with_config
+from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings
 from inference.options import DTYPES, drafter_specs, load_drafters, load_target
@@ -110,6 +113,24 @@ def bench_decoding(
     return result
 
 
+def bench_batches(
+    target: Target, specs: list[DrafterSpec], options: argparse.Namespace, texts: list[list[int]]
+) -> dict[str, Any]:
+    """For every drafter and batch size: seconds of one by one over seconds of the batch, the same prompts."""
+    settings = GenerationSettings(max_new_tokens=options.new_tokens)
+    found = {}
+    for spec in specs:
+
+        def make(spec: DrafterSpec = spec) -> Any:
+            return build_drafter(spec, target, options.max_nodes)
+
+        engines = {size: BatchEngine(target, make, size) for size in (1, *options.batches)}
+        arms = {str(size): (lambda engine=engine: engine.generate(texts, settings)) for size, engine in engines.items()}
+        taken = in_turn(arms, max(2, options.repeats // 3), target.device)
+        found[spec.name] = {str(size): ratio(taken["1"], taken[str(size)]) for size in options.batches}
+    return found
+
+
 @torch.inference_mode()
 def bench_verification(target: Target, text: list[int], repeats: int) -> dict[str, Any]:
     """Seconds of a tree's forward over those of one row's, by node count; and of bare matrix products."""
@@ -159,6 +180,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt_tokens", type=int, default=256, help="text behind which trees are verified (default 256)")
     add("--new_tokens", type=int, default=128, help="tokens of an answer (default 128)")
     add("--repeats", type=int, default=9, help="runs of every arm (default 9)")
+    add("--batches", type=int, nargs="*", default=[], help="also decode this many sequences at once")
     add("--compile", action="store_true", help="decode through a compiled target")
     add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="default: cuda when there is one, else cpu")
@@ -186,7 +208,10 @@ def main() -> int:
             if getattr(options, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
         target = load_target(options)
-        drafters = load_drafters(drafter_specs(options.drafters), target, options.max_nodes)
+        specs = drafter_specs(options.drafters)
+        drafters = load_drafters(specs, target, options.max_nodes)
+        if min(options.batches, default=1) < 1:
+            raise ValueError(f"--batches must be at least 1, got {min(options.batches)}")
         room = target.max_positions - options.prompt_tokens
         if room < max(NODES) + 1:
             raise ValueError(
@@ -201,6 +226,10 @@ def main() -> int:
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result = bench_decoding(target, drafters, texts, options.new_tokens, options.repeats)
     result |= bench_verification(target, filler, 10 * options.repeats)
+    if options.batches:
+        many = prompts(target, max(options.batches), options.prompt_tokens)
+        batched = bench_batches(target, specs, options, many)
+        result |= {f"batch_over_one_by_one {name}": ratios for name, ratios in batched.items()}
     Console().print(table(result))
     settings = {"threads": torch.get_num_threads(), "compile": options.compile, "device": str(target.device)}
     medians = {
