@@ -1,16 +1,19 @@
-"""Choose the temperature a head's draft trees are built with: the one of the highest simulated β on held-out rows.
+"""Trees that fit a head and this machine: their temperature and their number of nodes, measured on held-out rows.
 
-    python scripts/tune_tree.py --target TARGET --head runs/ctc/head --dataset runs/distilled
+    python scripts/tune_tree.py --target TARGET --head runs/ctc/head --dataset runs/distilled --output tree.json
+    python scripts/evaluate.py … --drafters ctc=runs/ctc/head,tuned=tree.json
 
-A tree is as good as the probabilities it is built from. Every temperature of the grid builds the trees along the same
-rows; the best is written to the head's config.json as `tree_temperature`, which its drafter reads. The drafts change,
-what is decoded does not. Rows are chosen as training chooses its held-out rows: keep `--rows` up to its `--held_out`.
+A tree is as good as the probabilities it is built from: every temperature of the grid builds the trees along the same
+rows, and the one of the highest simulated β is kept. Then the prompts of those rows are decoded with every number of
+nodes, in turn, and the one that gives the most tokens per second here is kept. What is decoded does not change. Rows
+are chosen as training chooses its held-out rows: keep `--rows` up to its `--held_out`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,18 @@ from rich.progress import track
 
 from data.collate import DraftCollator
 from heads.base import DraftHead, Rows, TargetView
-from heads.checkpoint import CONFIG, load_head, write_text
+from heads.checkpoint import load_head, write_text
 from inference.config_file import parse_with_config
+from inference.drafters.registry import drafter_for
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.report import environment
 from inference.target import Target
 from train.options import RunOptions
 from train.run import load_data
 from train.simulate import ProposeAt, simulate_row
 
+NODES = (2, 4, 8, 16, 32, 64)
 GRID = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 
 
@@ -55,46 +63,96 @@ def simulated_betas(
     return {temperature: float(tokens / steps) for temperature, (tokens, steps) in totals.items()}
 
 
+def decoding_speed(
+    head: DraftHead, target: Target, prompts: list[list[int]], nodes: list[int], new_tokens: int
+) -> dict[int, dict[str, float]]:
+    """Nodes → β, γ against vanilla and milliseconds a step, the arms in turn prompt by prompt; 0 nodes: vanilla."""
+    drafters = {0: VanillaDrafter(target.device), **{count: drafter_for(head, target, count) for count in nodes}}
+    engines = {count: DecodingEngine(target, drafter) for count, drafter in drafters.items()}
+    settings = GenerationSettings(new_tokens, target.eos_token_ids)
+    totals = {count: [0, 0, 0.0] for count in engines}  # tokens, steps, seconds
+    for engine in engines.values():
+        engine.generate(prompts[0], settings)
+    for turn, prompt in enumerate(track(prompts, "decoding with every number of nodes")):
+        order = list(engines)
+        for count in order[turn % len(order) :] + order[: turn % len(order)]:
+            answer = engines[count].generate(prompt, settings)
+            for place, value in enumerate((len(answer.tokens), answer.target_steps, answer.seconds["total"])):
+                totals[count][place] += value
+    vanilla = totals[0][2] / totals[0][0]
+    return {
+        count: {"beta": tokens / steps, "gamma": vanilla * tokens / spent, "milliseconds_a_step": 1e3 * spent / steps}
+        for count, (tokens, steps, spent) in totals.items()
+        if count
+    }
+
+
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
-    made.add_argument("--target", help="the target the head was trained for: a folder or a hub id")
-    made.add_argument("--head", help="RUN/head; its config.json is rewritten")
-    made.add_argument("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
-    made.add_argument("--rows", type=int, default=64, help="held-out rows to walk along (default 64)")
-    made.add_argument("--max_nodes", type=int, default=32, help="nodes of a tree (default 32)")
-    made.add_argument("--temperatures", type=float, nargs="+", default=list(GRID), help="the grid")
-    made.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
+    add = made.add_argument
+    add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
+    add("--target", help="the target the head was trained for: a folder or a hub id")
+    add("--head", help="RUN/head")
+    add("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
+    add("--output", type=Path, help="the JSON to write, for a drafter's option tuned=FILE")
+    add("--rows", type=int, default=64, help="held-out rows to walk along (default 64)")
+    add("--prompts", type=int, default=16, help="of these rows, how many are decoded for the speed (default 16)")
+    add("--new_tokens", type=int, default=64, help="longest answer when decoding (default 64)")
+    add("--max_nodes", type=int, default=32, help="nodes of the trees that the temperature is chosen for (default 32)")
+    add("--temperatures", type=float, nargs="+", default=list(GRID), help="the grid")
+    add("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes to try")
+    add("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
     return made
 
 
 def main() -> None:
     try:
-        args = parse_with_config(parser(), None, ("target", "head", "dataset"))
+        args = parse_with_config(parser(), None, ("target", "head", "dataset", "output"))
         if args.threads:
             torch.set_num_threads(args.threads)
         if min(args.temperatures) <= 0:
             raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
-        if args.max_nodes < 1:
-            raise ValueError(f"--max_nodes must be at least 1; got {args.max_nodes}")
+        for name in ("max_nodes", "prompts", "new_tokens"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
+        if min(args.nodes) < 1:
+            raise ValueError(f"--nodes must be at least 1; got {min(args.nodes)}")
         target = Target.from_pretrained(args.target)
         _, held_out, _, collator = load_data(RunOptions(args.target, args.dataset, held_out=args.rows), target)
-        head = load_head(args.head, target.fingerprint()).to(target.device).eval()
+        head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
     except (ValueError, OSError) as error:
         sys.exit(f"scripts/tune_tree.py: {error}")
     betas = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)
-    for temperature, beta in betas.items():
-        print(f"temperature {temperature:<5g} simulated β {beta:.3f}")
     best = max(betas, key=lambda temperature: betas[temperature])
+    for temperature, beta in betas.items():
+        print(f"temperature {temperature:<5g} simulated β {beta:.3f}{'  <' if temperature == best else ''}")
     if betas[best] != betas[best]:
         sys.exit(
             f"scripts/tune_tree.py: simulated β needs answers that are the target's own greedy text; the {args.rows} "
             "held-out rows hold none; distil with --labels generate"
         )
     head.config.tree_temperature = best
-    write_text(Path(args.head) / CONFIG, head.config.to_json_string())
-    print(f"written: tree_temperature {best:g} in {Path(args.head) / CONFIG}")
+    prompts = [row["input_ids"][: row["assistant_mask"].index(True)] for row in held_out.select(range(args.prompts))]
+    speeds = decoding_speed(head, target, prompts, args.nodes, args.new_tokens)
+    fastest = max(speeds, key=lambda count: speeds[count]["gamma"])
+    for count, speed in speeds.items():
+        print(
+            f"{count:>3} nodes  β {speed['beta']:.2f}  γ {speed['gamma']:.2f}  {speed['milliseconds_a_step']:.2f} ms a "
+            f"step{'  <' if count == fastest else ''}"
+        )
+    if speeds[fastest]["gamma"] < 1:
+        print("no number of nodes is faster than decoding without drafts on this machine")
+    tuned = {
+        "tree_temperature": best,
+        "max_nodes": fastest,
+        "simulated_beta": betas,
+        "speed": speeds,
+        "environment": environment(str(target.device)),
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(args.output, json.dumps(tuned, indent=1) + "\n")
+    print(f"written: temperature {best:g} and {fastest} nodes in {args.output}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ of a head comes from its checkpoint when it is left out; a name alone is a draft
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,11 @@ def _vanilla(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
 def _head_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
     if not part.path:
         raise ValueError(f"a {part.kind} drafter needs a trained head: write NAME=RUN/head; got no path")
-    options = _take_options(part, {"max_nodes": max_nodes, **drafter_class(part.kind).options})
+    tuned = _tuned(part)
+    found = {"max_nodes": tuned.get("max_nodes", max_nodes), **drafter_class(part.kind).options}
+    options = _take_options(part, found, also=("tuned",))
     head = load_head(part.path, target.fingerprint()).to(target.device, target.dtype)
+    head.config.tree_temperature = tuned.get("tree_temperature", head.config.tree_temperature)
     if head.config.kind != part.kind:
         raise ValueError(
             f"a {part.kind} drafter needs a {part.kind} head; {part.path} holds one of kind {head.config.kind}; leave "
@@ -132,16 +136,31 @@ def whole_number(key: str, value: str) -> int:
         raise ValueError(f"drafter option {key} must be a whole number; got {value!r}") from None
 
 
-def _take_options(part: DrafterPart, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The part's options over the defaults, as values of the defaults' types."""
-    unknown = sorted(set(part.options) - set(defaults))
+def _tuned(part: DrafterPart) -> dict[str, Any]:
+    """What scripts/tune_tree.py found, from the option tuned=FILE; empty without it."""
+    path = part.options.get("tuned")
+    if path is None:
+        return {}
+    try:
+        tuned = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {"max_nodes": int(tuned["max_nodes"]), "tree_temperature": float(tuned["tree_temperature"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"tuned= names a file of scripts/tune_tree.py with max_nodes and tree_temperature; {path} is none ({error})"
+        ) from None
+
+
+def _take_options(part: DrafterPart, defaults: dict[str, Any], also: Sequence[str] = ()) -> dict[str, Any]:
+    """The part's options over the defaults, as values of the defaults' types; `also` names ones read elsewhere."""
+    unknown = sorted(set(part.options) - set(defaults) - set(also))
     if unknown:
         raise ValueError(
             f"unknown option {', '.join(unknown)} of a {part.kind} drafter; valid are "
-            f"{', '.join(sorted(defaults)) or 'none'}"
+            f"{', '.join(sorted({*defaults, *also})) or 'none'}"
         )
     given = {
         key: whole_number(key, value) if isinstance(defaults[key], int) else value
         for key, value in part.options.items()
+        if key not in also
     }
     return {**defaults, **given}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from data.collate import DraftCollator
 from data.shards import load_distilled
 from data.synthetic import conversations
+from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.target import Target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,18 +110,26 @@ def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninte
 
 
 def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
-    head = tmp_path / "head"
-    shutil.copytree(uninterrupted / "head", head)
+    head, tree = uninterrupted / "head", tmp_path / "tree.json"
     dataset = distil(tmp_path / "own", "--labels", "generate", "--max_new_tokens", "24")
     command = [
         sys.executable, "scripts/tune_tree.py", "--target", TARGET, "--head", str(head), "--dataset", dataset,
-        "--rows", "8", "--max_nodes", "2", "--threads", "1", "--temperatures", "0.05", "1", "50",
+        "--output", str(tree), "--rows", "8", "--max_nodes", "2", "--threads", "1", "--temperatures", "0.05", "1", "50",
+        "--prompts", "2", "--new_tokens", "8", "--nodes", "3", "5",
     ]  # fmt: skip
     told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     betas = {float(t): float(b) for t, b in re.findall(r"temperature (\S+) +simulated β (\S+)", told)}
     assert len(betas) == 3 and len(set(betas.values())) > 1, told
-    chosen = json.loads((head / "config.json").read_text())["tree_temperature"]
-    assert betas[chosen] == max(betas.values())
+    tuned = json.loads(tree.read_text())
+    assert betas[tuned["tree_temperature"]] == max(betas.values())
+    assert tuned["max_nodes"] == int(max(tuned["speed"], key=lambda nodes: tuned["speed"][nodes]["gamma"]))
+    target = Target.from_pretrained(TARGET)
+    drafter = build_drafter(DrafterSpec.parse(f"ctc={head},tuned={tree}"), target, 32)
+    assert drafter.max_nodes == tuned["max_nodes"]
+    assert drafter.head.config.tree_temperature == tuned["tree_temperature"]
+    assert build_drafter(DrafterSpec.parse(f"ctc={head},tuned={tree},max_nodes=7"), target, 32).max_nodes == 7
+    with pytest.raises(ValueError, match="is none"):
+        build_drafter(DrafterSpec.parse(f"ctc={head},tuned={head / 'config.json'}"), target, 32)
     failed = subprocess.run(
         [*command, "--temperatures", "0"], cwd=ROOT, check=False, capture_output=True, text=True
     )  # fmt: skip
