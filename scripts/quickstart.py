@@ -26,7 +26,7 @@ from data.synthetic import conversations, questions, word_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
-MUON = ("--head_optimizer", "muon", "--learning_rate", "1e-2")
+MUON = ("--head_optimizer", "muon", "--learning_rate", "6e-3")
 HEADS = {
     "medusa": ("Medusa heads", *MUON),
     "chimera": ("a Chimera head", *MUON),
