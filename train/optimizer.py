@@ -69,10 +69,9 @@ class MuonWithAdamW(Optimizer):
         rest = [p for name, p in named if not (p.dim() == 2 and matrices(name))]
         self.parts: tuple[Optimizer, ...] = ()
         super().__init__(chosen + rest, {"lr": lr})
-        self.parts = (
-            Muon(chosen, lr, weight_decay),
-            AdamW(rest, lr=lr, weight_decay=0.0, betas=betas),
-        )
+        muon = (Muon(chosen, lr, weight_decay),) if chosen else ()
+        adamw = (AdamW(rest, lr=lr, weight_decay=0.0, betas=betas),) if rest else ()
+        self.parts = (*muon, *adamw)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

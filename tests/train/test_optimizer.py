@@ -33,6 +33,16 @@ def test_muon_gets_the_matrices_asked_for_and_adamw_the_rest():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("is_matrix,kind", [(True, Muon), (False, torch.optim.AdamW)])
+def test_a_head_may_have_parameters_of_one_sort_only(is_matrix, kind):
+    matrix = nn.Parameter(torch.ones(3, 2))
+    optimizer = MuonWithAdamW([("weight", matrix)], lambda name: is_matrix, 0.01, 0.1, (0.9, 0.999))
+    assert [type(part) for part in optimizer.parts] == [kind]
+    matrix.sum().backward()
+    optimizer.step()
+    assert not torch.equal(matrix, torch.ones(3, 2))
+
+
 def test_a_schedule_reaches_both_parts():
     _, optimizer = make()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
