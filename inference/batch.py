@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference.drafters.base import Drafter, VerifiedStep
-from inference.engine import Generation, GenerationSettings, Stopper, choices, room, within_depth
+from inference.engine import Generation, GenerationSettings, Stopper, choices, propose, room
 from inference.kv_cache import KVCache
 from inference.target import Target
 from inference.tree import DraftTree, ancestor_rows, depths
@@ -22,13 +22,16 @@ from inference.verify import greedy_path
 
 @dataclass
 class _Place:
-    """A sequence in work: which prompt, its answer so far, what ends it, its next base token."""
+    """A sequence in work: its answer so far, what ends it, its next base token."""
 
-    prompt: int
     result: Generation
     stopper: Stopper
-    limit: int
     base: Tensor
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be written."""
+        return self.stopper.limit - len(self.result.tokens)
 
 
 class BatchEngine:
@@ -64,9 +67,7 @@ class BatchEngine:
             for place in range(len(places)):
                 while places[place] is None and waiting:
                     index = waiting.pop()
-                    places[place] = self._begin(
-                        place, index, prompts[index], limits[index], results[index], settings, cache
-                    )
+                    places[place] = self._begin(place, prompts[index], limits[index], results[index], settings, cache)
             if not any(places):
                 return results
             self._step(places, settings, cache)
@@ -74,7 +75,6 @@ class BatchEngine:
     def _begin(
         self,
         place: int,
-        index: int,
         prompt_ids: list[int],
         limit: int,
         result: Generation,
@@ -90,13 +90,16 @@ class BatchEngine:
         cache.lengths[place] = one.length
         base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), settings)[0]
         self.drafters[place].observe(VerifiedStep(prompt, hidden, base))
-        started = _Place(index, result, Stopper(settings, self.target.tokenizer, limit), limit, base)
+        started = _Place(result, Stopper(settings, self.target.tokenizer, limit), base)
         return started if _take(started, [int(base)]) else None
 
     def _step(self, places: list[_Place | None], settings: GenerationSettings, cache: KVCache) -> None:
         """One target forward for all; places whose answers end become None."""
         assert self.target.fused is not None
-        trees = [self._propose(drafter, place) for drafter, place in zip(self.drafters, places)]
+        trees = [
+            DraftTree.empty(self.target.device) if place is None else propose(drafter, place.remaining)
+            for drafter, place in zip(self.drafters, places)
+        ]
         bases = [None if place is None else place.base for place in places]
         tokens, depth, sees = stacked(trees, bases, self.target.device)
         positions = depth + torch.tensor(cache.lengths, device=tokens.device)[:, None] + 1
@@ -126,13 +129,6 @@ class BatchEngine:
             else:
                 places[row] = None
                 cache.lengths[row] = 0
-
-    def _propose(self, drafter: Drafter, place: _Place | None) -> DraftTree:
-        if place is None:
-            return DraftTree.empty(self.target.device)
-        tree = drafter.propose()
-        remaining = place.limit - len(place.result.tokens)
-        return within_depth(tree, remaining, drafter.max_depth) if remaining < drafter.max_depth else tree
 
 
 def _take(place: _Place, new: list[int]) -> bool:

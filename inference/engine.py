@@ -155,9 +155,7 @@ class DecodingEngine:
         self, base: Tensor, cache: KVCache, remaining: int, settings: GenerationSettings, clock: _Clock
     ) -> tuple[Tensor, list[int]]:
         """One target step: the next base token (on the device) and the new tokens, drafts accepted and base."""
-        tree = self.drafter.propose()
-        if remaining < self.drafter.max_depth:  # the last few steps: no node beyond the tokens wanted
-            tree = within_depth(tree, remaining, self.drafter.max_depth)
+        tree = propose(self.drafter, remaining)
         clock.lap("draft")
 
         sees = ancestor_rows(tree.parents, self.drafter.max_depth)
@@ -189,6 +187,12 @@ class DecodingEngine:
 def choices(logits: Tensor, positions: Tensor, settings: GenerationSettings) -> Tensor:
     """[R] int64, the target's own token behind each of R rows, to stand at absolute `positions [R]`."""
     return logits.argmax(-1) if settings.sampling is None else settings.sampling.choices(logits, positions)
+
+
+def propose(drafter: Drafter, remaining: int) -> DraftTree:
+    """What the drafter drafts; in the last few steps no node beyond the tokens that remain to be written."""
+    tree = drafter.propose()
+    return within_depth(tree, remaining, drafter.max_depth) if remaining < drafter.max_depth else tree
 
 
 def within_depth(tree: DraftTree, most: int, levels: int) -> DraftTree:

@@ -33,7 +33,6 @@ from data.synthetic import questions
 from inference.batch import BatchEngine
 from inference.config_file import parse_with_config
 from inference.drafters.registry import DrafterSpec, build_drafter
-from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings
 from inference.options import DTYPES, drafter_specs, load_drafters, load_target
 from inference.target import Target
@@ -221,7 +220,6 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    assert isinstance(drafters["vanilla"], VanillaDrafter)
     texts = prompts(target, options.questions, options.prompt_tokens)
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result = bench_decoding(target, drafters, texts, options.new_tokens, options.repeats)

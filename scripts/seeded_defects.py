@@ -251,14 +251,14 @@ DEFECTS = (
 )
 
 
-def kills(defect: Defect, threads: int = 1) -> bool:
+def kills(defect: Defect) -> bool:
     """Whether the defect's tests fail in a copy of the project that has it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "project"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", ".*_cache", "__pycache__"))
         path = copy / defect.file
         path.write_text(path.read_text(encoding="utf-8").replace(defect.right, defect.wrong), encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable,
             "-m",
