@@ -34,14 +34,25 @@ DESCRIBED = (
 REQUIRED = ("target", "drafters", "benchmarks", "output")
 
 
-def decoding_parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags of `scripts/evaluate.py` and `scripts/lossless.py`."""
+def target_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags that `load_target` reads, and --config."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     add("--target", help="folder or hub id of the target")
     add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
     add("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
+    add("--device", help="default: cuda when there is one, else cpu")
+    add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
+    add("--threads", type=int, help="CPU threads (default: torch's choice)")
+    return parser
+
+
+def decoding_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of `scripts/evaluate.py` and `scripts/lossless.py`."""
+    parser = target_parser(description)
+    add = parser.add_argument
     add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="vanilla always runs")
     add(
         "--benchmarks",
@@ -55,14 +66,10 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     add("--limit", type=int, help="only the first N questions of each benchmark")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--stop_at_loops", action="store_true", help="end an answer where it repeats itself for good")
-    add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
-    add("--device", help="default: cuda when there is one, else cpu")
     add("--temperature", type=float, default=0.0, help="above 0: draw tokens, losslessly; 0: greedy (default)")
     add("--top_k", type=int, default=0, help="draw among the k most probable tokens only; 0: all")
     add("--top_p", type=float, default=1.0, help="draw among the most probable tokens of this total; 1: all")
     add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
-    add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
-    add("--threads", type=int, help="CPU threads (default: torch's choice)")
     add("--seed", type=int, default=0, help="of drawn tokens and of the bootstrap over questions (default 0)")
     return parser
 

@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from inference.batch import BatchEngine
 from inference.config_file import parse_with_config
 from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.engine import DecodingEngine, GenerationSettings
-from inference.options import DTYPES, drafter_specs, load_drafters, load_target
+from inference.options import drafter_specs, load_drafters, load_target, target_parser
 from inference.target import Target
 from inference.tree import ancestor_rows, depths
 
@@ -167,12 +166,8 @@ def matrix_products(target: Target, rows: int) -> Callable[[], Any]:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = target_parser(__doc__)
     add = made.add_argument
-    add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
-    add("--target", help="folder or hub id of the target")
-    add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
-    add("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
     add("--drafters", nargs="*", default=[], metavar="NAME[=[KIND:]PATH[,key=value…]]")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--questions", type=int, default=4, help="prompts of a run (default 4)")
@@ -180,10 +175,6 @@ def parser() -> argparse.ArgumentParser:
     add("--new_tokens", type=int, default=128, help="tokens of an answer (default 128)")
     add("--repeats", type=int, default=9, help="runs of every arm (default 9)")
     add("--batches", type=int, nargs="*", default=[], help="also decode this many sequences at once")
-    add("--compile", action="store_true", help="decode through a compiled target")
-    add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
-    add("--device", help="default: cuda when there is one, else cpu")
-    add("--threads", type=int, help="CPU threads (default: torch's choice)")
     return made
 
 
