@@ -214,11 +214,12 @@ def chain_attention(context: KeysValues, visible: Tensor) -> Attend:
 class TreeAttention:
     """Attention of a draft tree grown level by level over a cached context that every node sees.
 
-    keys, values [1, G, C, D]: buffers whose first `length` slots are the context; the drafted nodes' own are written
-    behind it, so C must leave room for them. Call `enter` with each level's parents, then use the object as `Attend`.
+    keys, values [1, G, C, D]: buffers whose first `length` slots ([] int64, on the device) are the context; the drafted
+    nodes' own are written behind it, so C must leave room for them. Call `enter` with each level's parents, then use
+    the object as `Attend`.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, length: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, length: Tensor) -> None:
         self.keys, self.values, self.length = keys, values, length
         self.sees = torch.zeros(0, 0, dtype=torch.bool, device=keys.device)  # [drafted, drafted]
         self.level = slice(0, 0)
@@ -226,17 +227,21 @@ class TreeAttention:
     def enter(self, parents: Tensor) -> None:
         """A new level: node w hangs under `parents[w]`, an index into the level before; any value at the root."""
         count, before = parents.numel(), len(self.sees)
-        sees = torch.zeros(before + count, before + count, dtype=torch.bool, device=parents.device)
-        sees[:before, :before] = self.sees
+        own = torch.eye(count, dtype=torch.bool, device=parents.device)
         if before:
-            sees[before:, :before] = self.sees[self.level][parents]
-        sees[before:, before:] = torch.eye(count, dtype=torch.bool, device=parents.device)
-        self.sees, self.level = sees, slice(before, before + count)
+            inherited = self.sees[self.level][parents]
+            above = torch.cat([self.sees, self.sees.new_zeros(before, count)], dim=1)
+            self.sees = torch.cat([above, torch.cat([inherited, own], dim=1)])
+        else:
+            self.sees = own
+        self.level = slice(before, before + count)
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        start, end = self.length + self.level.start, self.length + self.level.stop
-        self.keys[:, :, start:end] = keys
-        self.values[:, :, start:end] = values
-        context = self.sees.new_ones(queries.shape[2], self.length)
-        mask = torch.cat([context, self.sees[self.level]], dim=1)
-        return grouped_attention(queries, self.keys[:, :, :end], self.values[:, :, :end], mask)
+        start, end = self.level.start, self.level.stop
+        slots = self.length + torch.arange(start, end, device=queries.device)
+        self.keys.index_copy_(2, slots, keys)
+        self.values.index_copy_(2, slots, values)
+        index = torch.arange(self.keys.shape[2], device=queries.device)
+        drafted = (index - self.length).clamp(0, end - 1)
+        mask = (index < self.length) | (self.sees[self.level][:, drafted] & (index < self.length + end))
+        return grouped_attention(queries, self.keys, self.values, mask)

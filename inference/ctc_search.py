@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from heads.prefix_scores import child_scores, empty_prefix, extend, runs
+from inference.host import may_ask
 from inference.tree import DraftTree
 
 TREE_MODES = ("prefix", "raw", "plain")
@@ -71,8 +72,8 @@ def prefix_tree(
         width = min(max_nodes, level.numel())
         best, flat = level.flatten().topk(width)
         parent, column = flat // considered, flat % considered
-        if offset >= max_nodes and not best.is_cuda and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]:
-            break  # no deeper node is among the best; asked on CPU only, where asking costs no synchronisation
+        if offset >= max_nodes and may_ask(best.device) and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]:
+            break  # no deeper node is among the best
         scores.append(best)
         tokens.append(labels[column])
         parents.append(beam_index[parent])
@@ -83,18 +84,9 @@ def prefix_tree(
         offset += width
 
     all_scores = torch.cat(scores)
-    keep = min(max_nodes, all_scores.numel())
-    order = all_scores.argsort(descending=True, stable=True)[:keep]  # stable: the shorter prefix first
-    order = order.sort().values  # level by level again: parents before children
-    place = torch.full_like(all_scores, -1, dtype=torch.long).index_copy_(
-        0, order, torch.arange(keep, device=order.device)
-    )
-    parent = torch.cat(parents)[order]
-    return DraftTree.build(
-        torch.cat(tokens)[order],
-        torch.where(parent >= 0, place[parent.clamp(min=0)], -1),
-        all_scores[order].clamp(min=1e-37).log(),
-    )
+    order = all_scores.argsort(descending=True, stable=True)[:max_nodes]  # stable: the shorter prefix first
+    tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), all_scores.clamp(min=1e-37).log())
+    return tree.take(order.sort().values)  # level by level again: parents before children
 
 
 def best_alignments(log_probs: Tensor, count: int, top_k: int) -> tuple[Tensor, Tensor]:

@@ -1,24 +1,28 @@
 """Decoding: prefill → (propose → verify → accept → commit)*. The tokens are the target's own, whatever is drafted.
 
-One host synchronisation a step: the accepted tokens are read back, because the caller wants them and the next step's
-sizes depend on their number. Drafters that need another say so where they do it.
+One host synchronisation a step: the accepted tokens are read back, because the caller wants them. On a GPU that is
+done one step late, while the next step runs. Drafters that ask more say so (`Drafter.on_device`).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from inference.drafters.base import Drafter, VerifiedStep
+from inference.host import asking_nothing
 from inference.kv_cache import KVCache
+from inference.program import program
 from inference.sampling import Sampling
 from inference.target import Target
 from inference.tree import DraftTree, ancestor_rows, depths
-from inference.verify import TypicalAcceptance, greedy_path
+from inference.verify import TypicalAcceptance, accepted_rows, greedy_path
 
 
 class ContextError(ValueError):
@@ -88,13 +92,44 @@ class _Clock:
         return {**self.parts, "total": sum(self.parts.values())}
 
 
-class DecodingEngine:
-    """Decodes one sequence at a time with one drafter; keeps its cache's memory between prompts."""
+class _Mail:
+    """Tokens of a step on their way to the host: `[count, token, …]`, through pinned memory where there is a GPU."""
 
-    def __init__(self, target: Target, drafter: Drafter) -> None:
+    def __init__(self, told: Tensor) -> None:
+        self._host, self._arrived = told, None
+        if told.is_cuda:
+            self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
+            self._host.copy_(told, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> list[int]:
+        """The tokens; waits for them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        count, *tokens = self._host.tolist()
+        return tokens[:count]
+
+
+class DecodingEngine:
+    """Decodes one sequence at a time with one drafter; keeps its cache's memory between prompts.
+
+    A step is the drafter's `observe` and `propose`, the target's forward over the tree, and what follows from it:
+    which path is accepted, which rows the cache keeps. None of it reads a value back. The host reads each step's
+    tokens, which are few and tell it where the answer ends; a step that was begun too much is thrown away.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, ahead: bool | None = None) -> None:
+        """ahead: begin a step before the tokens of the one before are read, sizes fixed beforehand (default: on a GPU,
+        if the drafter asks nothing either)."""
         self.target = target
         self.drafter = drafter
+        self.ahead = target.device.type == "cuda" and drafter.on_device if ahead is None else ahead
         self._cache: KVCache | None = None
+        self._draft, self._verify = self._drafted, self._verified
+        if target.compiled:
+            self._verify = program(self._verified, target.device)
+            self._draft = program(self._drafted, target.device) if drafter.on_device else self._drafted
 
     def generate(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Generation:
         """The whole answer. Raises ContextError (before any work) if the prompt does not fit."""
@@ -111,10 +146,19 @@ class DecodingEngine:
         limit = room(self.target, len(prompt_ids), settings.max_new_tokens)
         stopper = Stopper(settings, self.target.tokenizer, limit)
         clock = _Clock()
-        cache = self._reserve(len(prompt_ids) + limit + self.drafter.max_nodes + 1)
-        base = self._prefill(prompt_ids, cache, limit, settings, clock)
-        new = [int(base)]
+        cache = self._reserve(len(prompt_ids) + limit)
+        end = torch.tensor(len(prompt_ids) + limit, device=self.target.device)
+        step = self._prefill(prompt_ids, cache, limit, settings, clock)
+        flying = deque([_Mail(torch.stack([torch.ones_like(step.base), step.base]))])
+        committed = len(prompt_ids) - 1  # the newest token is not yet in the cache
         while True:
+            if self.ahead or not flying:
+                step, told = self._step(step, cache, end, settings, clock)
+                flying.append(_Mail(told))
+            new = flying.popleft().read()
+            committed += len(new)
+            cache.settle(committed + len(flying) * (self.drafter.max_depth + 1))
+            clock.lap("accept")
             kept, reason = stopper.cut(result.tokens, new)
             result.tokens.extend(kept)
             result.accept_lengths.append(len(kept))
@@ -126,78 +170,88 @@ class DecodingEngine:
             if reason:
                 result.seconds = clock.seconds()
                 return
-            base, new = self._step(base, cache, limit - len(result.tokens), settings, clock)
 
-    def _reserve(self, capacity: int) -> KVCache:
-        """A cleared cache with room for `capacity` rows; grown in steps, reused when it is large enough."""
-        if self._cache is None or self._cache.capacity < capacity:
-            most = self.target.max_positions + self.drafter.max_nodes + 1
-            self._cache = self.target.new_cache(max(capacity, min(most, -(-capacity // 256) * 256)))
+    def _reserve(self, text: int) -> KVCache:
+        """A cleared cache for a text and what steps write behind it; grown in steps, reused when it is large enough."""
+        behind = 3 * (self.drafter.max_depth + 1) + padded_nodes(self.drafter.max_nodes) + 1
+        if self._cache is None or self._cache.capacity < text + behind:
+            most = self.target.max_positions
+            self._cache = self.target.new_cache(max(text, min(most, -(-text // 256) * 256)) + behind)
         self._cache.clear()
         return self._cache
 
     @torch.inference_mode()
     def _prefill(
         self, prompt_ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: _Clock
-    ) -> Tensor:
+    ) -> VerifiedStep:
         prompt = torch.tensor(prompt_ids, dtype=torch.long, device=self.target.device)
         self.drafter.begin(prompt, prompt.numel() + limit)
         clock.lap("draft")
         hidden, logits = self.target.prefill(prompt, cache)
-        base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings)[0]
+        base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
         clock.lap("verify")
-        self.drafter.observe(VerifiedStep(prompt, hidden, base))
-        clock.lap("draft")
-        return base
+        return VerifiedStep.of_prompt(prompt, hidden, base)
 
     @torch.inference_mode()
     def _step(
-        self, base: Tensor, cache: KVCache, remaining: int, settings: GenerationSettings, clock: _Clock
-    ) -> tuple[Tensor, list[int]]:
-        """One target step: the next base token (on the device) and the new tokens, drafts accepted and base."""
-        tree = propose(self.drafter, remaining)
-        clock.lap("draft")
+        self, step: VerifiedStep, cache: KVCache, end: Tensor, settings: GenerationSettings, clock: _Clock
+    ) -> tuple[VerifiedStep, Tensor]:
+        """One target step: what it committed, and `[count, token, …]` for the host, all still on the device."""
+        with asking_nothing() if self.ahead else nullcontext():
+            first = step.tree is None  # a prompt has a length of its own: its step is not compiled
+            tree = (self._drafted if first else self._draft)(step)
+            clock.lap("draft")
+            verified = self._verify(step.base, tree, cache, end, settings.sampling, settings.typical)
+            clock.lap("verify")
+        return verified
 
-        sees = ancestor_rows(tree.parents, self.drafter.max_depth)
-        rows = torch.cat([base[None], tree.tokens])
-        depth = depths(sees)
+    def _drafted(self, step: VerifiedStep) -> DraftTree:
+        """The drafter takes in what was committed and drafts what may come; of fixed size if steps run ahead."""
+        self.drafter.observe(step)
+        tree = self.drafter.propose()
+        return tree.padded(padded_nodes(self.drafter.max_nodes)) if self.ahead else tree
+
+    def _verified(
+        self,
+        base: Tensor,
+        tree: DraftTree,
+        cache: KVCache,
+        end: Tensor,
+        sampling: Sampling | None,
+        typical: TypicalAcceptance | None,
+    ) -> tuple[VerifiedStep, Tensor]:
+        """The target's forward over the tree, the accepted path, and the cache that keeps it; see `_step`."""
+        deepest = self.drafter.max_depth
+        sees = ancestor_rows(tree.parents, deepest)
+        rows, depth = torch.cat([base[None], tree.tokens]), depths(sees)
+        tree = tree.no_deeper(end - cache.lengths - 1, depth[1:])  # no tokens beyond those that remain to be written
         hidden, logits = self.target.forward_tree(rows, depth, sees, cache)
-        clock.lap("verify")
 
-        chosen = choices(logits, depth + cache.length + 1, settings)
-        if settings.typical is None:
+        chosen = choices(logits, depth + cache.lengths + 1, sampling)
+        if typical is None:
             on_path, next_base = greedy_path(tree, chosen, sees)
         else:
-            on_path, next_base = settings.typical.path(tree, logits, sees)
-        packed = torch.cat([on_path.long(), rows, next_base[None]]).tolist()  # the step's one synchronisation
-        path = [row for row in range(len(rows)) if packed[row]]
-        new = [packed[len(rows) + row] for row in path[1:]] + [packed[-1]]
-        kept = torch.tensor(path, device=rows.device)
-        if path[-1] == len(path) - 1:
-            cache.keep_first(len(path))
-        else:
-            cache.keep(kept)
-        clock.lap("accept")
+            on_path, next_base = typical.path(tree, logits, sees)
+        path, count = accepted_rows(on_path, depth, deepest)
+        cache.commit(path[None], count[None])
 
-        self.drafter.observe(VerifiedStep(rows[kept], hidden[kept], next_base, chosen, tree))
-        clock.lap("draft")
-        return next_base, new
+        tokens = rows[path]
+        behind = torch.arange(len(path), device=path.device) >= count - 1
+        next_tokens = torch.where(behind, next_base, tokens.roll(-1))
+        verified = VerifiedStep(tokens, next_tokens, hidden[path], count, chosen, tree)
+        return verified, torch.cat([count[None], next_tokens])
 
 
-def choices(logits: Tensor, positions: Tensor, settings: GenerationSettings) -> Tensor:
+def choices(logits: Tensor, positions: Tensor, sampling: Sampling | None) -> Tensor:
     """[R] int64, the target's own token behind each of R rows, to stand at absolute `positions [R]`."""
-    return logits.argmax(-1) if settings.sampling is None else settings.sampling.choices(logits, positions)
+    return logits.argmax(-1) if sampling is None else sampling.choices(logits, positions)
 
 
-def propose(drafter: Drafter, remaining: int) -> DraftTree:
-    """What the drafter drafts; in the last few steps no node beyond the tokens that remain to be written."""
-    tree = drafter.propose()
-    return within_depth(tree, remaining, drafter.max_depth) if remaining < drafter.max_depth else tree
-
-
-def within_depth(tree: DraftTree, most: int, levels: int) -> DraftTree:
-    """The nodes of depth at most `most`; `levels` bounds the tree's depth. How many remain is read by the host."""
-    return tree.select(depths(ancestor_rows(tree.parents, levels))[1:] <= most)
+def padded_nodes(nodes: int) -> int:
+    """The size trees of at most `nodes` nodes are padded to: 8, 16, 32, 64, then multiples of 64; 0 stays 0."""
+    if nodes > 64:
+        return -(-nodes // 64) * 64
+    return nodes and max(8, 1 << (nodes - 1).bit_length())
 
 
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:

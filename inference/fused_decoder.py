@@ -9,7 +9,7 @@ Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/val
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from heads.block import grouped_attention
 from inference.kv_cache import KVCache
+from inference.masks import behind_text, by_kind
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 _COPIED_UP_TO = 4 * 2**30  # bytes of weights; larger models on CPU are not held a second time in CPU's best layout
@@ -52,7 +53,7 @@ class FusedDecoder:
         kinds: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
         """
         decoder, config = model.get_decoder(), model.config
-        self.window = window
+        self.window, self.kinds = window, set(kinds)
         self.embedding = model.get_input_embeddings()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = decoder.layers[0].self_attn.head_dim
@@ -65,7 +66,6 @@ class FusedDecoder:
         self.lm_head_weight = _by_columns(weight) if columns else weight
         self.rotary = decoder.rotary_emb
         self.layers = [self._fuse(layer, kind, columns) for layer, kind in zip(decoder.layers, kinds)]
-        self._compiled: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     @staticmethod
     def can_drive(model: Any) -> bool:
@@ -98,79 +98,25 @@ class FusedDecoder:
             kind,
         )
 
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, masks: Mapping[str, Tensor | None], cache: KVCache
-    ) -> Tensor:
-        """[1, R, H], what the LM head reads, for `token_ids [1, R]` at `positions [1, R]` behind the cached text.
+    def __call__(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
+        """[B, R, H], what the LM head reads, for R rows behind the cached text of each of B sequences.
 
-        masks: per kind of layer [1, R, K] bool, who sees whom among cached text and rows; None: all see all.
+        token_ids and depths [B, R] int64; sees [B, R, R] bool; see `Target.forward_tree`. All tensors, no value read:
+        the texts' lengths lie on the device, what lies behind them is masked.
         """
+        store = cache.allocate(self.like)
+        end = cache.capacity if torch.compiler.is_compiling() else cache.end(token_ids.shape[1])
+        positions = depths + cache.lengths[:, None]
+        visible, key_positions = behind_text(sees, positions, cache.lengths, end)
+        masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
         states = self.embedding(token_ids)
-        keys, values = cache.buffers(self.like)
-        end = cache.length + token_ids.shape[1]
-        slots = torch.arange(cache.length, end, device=token_ids.device)[None]
-        cos, sin = self._rotation(positions)
-        return self._layers(states, cos, sin, slots, self._biases(masks, states), end, keys, values)
+        biases = self._biases(masks, states)
+        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), biases, end, store)
 
     @property
     def like(self) -> Tensor:
         """An empty tensor [1, G, 0, D] of a cache's heads, head size, type and device."""
         return self.embedding.weight.new_empty(1, self.kv_heads, 0, self.head_dim)
-
-    def compile(self) -> None:
-        """From now on `step` is a compiled program, whatever the text's length: one for single rows, one for trees."""
-        on_cpu = self.embedding.weight.device.type == "cpu"
-        self._compiled = torch.compile(self._step, options={"cpp_wrapper": on_cpu})
-
-    @property
-    def compiled(self) -> bool:
-        """Whether `step` is a compiled program."""
-        return self._compiled is not None
-
-    def step(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Hidden `[B, R, H]` and logits `[B, R, V]` of R rows behind the cached text of each of B sequences.
-
-        token_ids and depths [B, R] int64; sees [B, R, R] bool; see `Target.forward_tree`.
-        """
-        keys, values = cache.buffers(self.like)
-        lengths = torch.tensor(cache.lengths, device=token_ids.device)
-        if self._compiled is None:
-            return self._step(token_ids, depths, sees, lengths, keys, values)
-        for buffer in (*keys, *values):  # a cache of any capacity and a tree of any size run one program
-            torch._dynamo.maybe_mark_dynamic(buffer, 2)
-        if token_ids.shape[1] > 1:
-            for rows in (token_ids, depths, sees):
-                torch._dynamo.maybe_mark_dynamic(rows, list(range(1, rows.dim())))
-        return self._compiled(token_ids, depths, sees, lengths, keys, values)
-
-    def _step(
-        self,
-        token_ids: Tensor,
-        depths: Tensor,
-        sees: Tensor,
-        lengths: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """All tensors, no sizes read: the texts' `lengths [B]` lie on the device, rows beyond them are masked."""
-        rows, capacity = token_ids.shape[1], keys[0].shape[2]
-        lengths = lengths[:, None]
-        positions = depths + lengths
-        slots = lengths + torch.arange(rows, device=token_ids.device)
-        index = torch.arange(capacity, device=token_ids.device)[None]  # against lengths: [B, C]
-        row = (index - lengths).clamp(0, rows - 1)
-        in_tree = (index >= lengths) & (index < lengths + rows)
-        seen = sees.gather(2, row[:, None].expand(-1, rows, -1))
-        visible = (index < lengths)[:, None] | (in_tree[:, None] & seen)
-        masks = {"full_attention": visible}
-        if self.window is not None:
-            key_positions = torch.where(in_tree, positions.gather(1, row), index)
-            near = key_positions[:, None] > positions[:, :, None] - self.window
-            masks["sliding_attention"] = visible & near
-        states = self.embedding(token_ids)
-        biases = self._biases(masks, states)
-        hidden = self._layers(states, *self._rotation(positions), slots, biases, capacity, keys, values)
-        return hidden, self.logits(hidden)
 
     def _layers(
         self,
@@ -178,15 +124,14 @@ class FusedDecoder:
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        biases: Mapping[str, Tensor | None],
+        biases: Mapping[str, Tensor],
         end: int,
-        all_keys: list[Tensor],
-        all_values: list[Tensor],
+        store: Tensor,
     ) -> Tensor:
-        """Every layer in turn. Rows go to `slots [B, R]` of the buffers [B, G, C, D], of which `end` are read."""
+        """Every layer in turn. Rows go to `slots [B, R]` of the store [N, 2, B, G, C, D], of which `end` are read."""
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
-        for layer, keys_kept, values_kept in zip(self.layers, all_keys, all_values):
+        for layer, (keys_kept, values_kept) in zip(self.layers, store):
             merged = F.linear(self._normed(states, layer.attention_norm), layer.qkv_weight, layer.qkv_bias)
             merged = merged.view(batch, rows, -1, self.head_dim)  # [B, R, N + 2G, D]
             queries_keys, values = merged.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
@@ -217,14 +162,13 @@ class FusedDecoder:
             return F.rms_norm(states, (states.shape[-1],), norm.weight, self.eps)
         return norm(states)
 
-    def _biases(self, masks: Mapping[str, Tensor | None], states: Tensor) -> dict[str, Any]:
+    def _biases(self, masks: Mapping[str, Tensor], states: Tensor) -> dict[str, Tensor]:
         """[B, 1, N/G·R, K] per kind of layer, for queries grouped by key head: 0 where a key is seen, else −inf."""
         repeat = self.heads // self.kv_heads
-        biases: dict[str, Any] = dict.fromkeys(masks)
+        biases = {}
         for kind, mask in masks.items():
-            if mask is not None:
-                bias = torch.zeros(mask.shape, dtype=states.dtype, device=states.device).masked_fill_(~mask, -torch.inf)
-                biases[kind] = bias.repeat(1, repeat, 1)[:, None]
+            bias = torch.zeros(mask.shape, dtype=states.dtype, device=states.device).masked_fill_(~mask, -torch.inf)
+            biases[kind] = bias.repeat(1, repeat, 1)[:, None]
         return biases
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ Shapes: N layers, B sequences, G key/value heads, C capacity, D head size, R row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,41 +34,38 @@ class PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        start = self.cache.length
-        end = start + key_states.shape[2]
-        assert end <= self.cache.capacity, f"cache of {self.cache.capacity} rows asked to hold {end}"
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
+        rows = key_states.shape[2]
+        slots, end = self.cache.slots(rows)[0], self.cache.end(rows)
+        self.keys.index_copy_(2, slots, key_states)
+        self.values.index_copy_(2, slots, value_states)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self) -> int:
-        return self.cache.length
+        return self.cache.bound
 
     def get_max_length(self) -> int:
         return self.cache.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.length + query_length, 0
+        return self.cache.bound + query_length, 0
 
 
 class KVCache(Cache):
     """The cache of every layer of a target, with room for `capacity` rows (committed text plus one forward) a sequence.
 
+    How much is committed is known on the device; the host keeps a bound, which is exact once it has read every step.
+
     store    [N, 2, B, G, C, D] keys and values, allocated when the first states are seen
-    lengths  committed rows of each sequence; `length` is that of the only one
+    lengths  [B] int64 on the device, committed rows of each sequence
+    bound    no sequence has more committed rows
     """
 
-    def __init__(self, layers: int, capacity: int, batch: int = 1) -> None:
+    def __init__(self, layers: int, capacity: int, batch: int = 1, device: torch.device | str = "cpu") -> None:
         super().__init__(layers=[PreallocatedLayer(self, index) for index in range(layers)])
         self.capacity = capacity
-        self.lengths = [0] * batch
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.bound = 0
         self.store: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Committed rows of a cache of one sequence."""
-        (length,) = self.lengths
-        return length
 
     def allocate(self, like: Tensor) -> Tensor:
         """The memory, made the first time for states `[B, G, R, D]` like these."""
@@ -78,44 +74,51 @@ class KVCache(Cache):
             self.store = like.new_zeros(len(self.layers), 2, len(self.lengths), heads, self.capacity, size)
         return self.store
 
-    def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values [B, G, C, D] of every layer, for a forward that writes its rows itself."""
-        store = self.allocate(like)
-        return list(store[:, 0].unbind()), list(store[:, 1].unbind())
+    def end(self, rows: int) -> int:
+        """Up to where a forward over `rows` more rows writes and reads, at most."""
+        end = self.bound + rows
+        assert end <= self.capacity, f"cache of {self.capacity} rows asked to hold {end}"
+        return end
+
+    def slots(self, rows: int) -> Tensor:
+        """[B, rows] int64, where the next forward's rows go."""
+        return self.lengths[:, None] + torch.arange(rows, device=self.lengths.device)
 
     def only(self, sequence: int, like: Tensor) -> KVCache:
         """A cache of one sequence of this one, in the same memory, empty: to prefill it."""
-        one = KVCache(len(self.layers), self.capacity)
+        one = KVCache(len(self.layers), self.capacity, device=self.lengths.device)
         one.store = self.allocate(like)[:, :, sequence : sequence + 1]
         return one
 
-    def keep(self, rows: Tensor) -> None:
-        """Commit `rows [A]` (ascending) of the last forward in every layer, in place; its other rows are forgotten."""
+    def commit(self, rows: Tensor, counts: Tensor) -> None:
+        """Commit the first `counts [B]` of `rows [B, A]` (ascending, of the last forward) in place, all layers at once.
+
+        What lies behind a sequence's count is written but not committed. The host's `bound` is left alone: `settle`.
+        """
         assert self.store is not None
-        end = self.length + rows.numel()
-        self.store[..., self.length : end, :] = self.store[..., rows + self.length, :]
-        self.lengths = [end]
+        into = self.slots(rows.shape[1])
+        source = self.lengths[:, None] + rows
+        if len(rows) == 1:
+            self.store.index_copy_(4, into[0], self.store.index_select(4, source[0]))
+        else:
+            layers, two, _, heads, _, size = self.store.shape
+
+            def index(slots: Tensor) -> Tensor:
+                return slots[None, None, :, None, :, None].expand(layers, two, -1, heads, -1, size)
+
+            self.store.scatter_(4, index(into), self.store.gather(4, index(source)))
+        self.lengths += counts
 
     def keep_first(self, count: int) -> None:
-        """Commit the first `count` rows of the last forward: nothing has to move (prefill, plain steps)."""
-        self.lengths = [self.length + count]
+        """Commit the first `count` rows of the last forward of the only sequence: nothing has to move (prefill)."""
+        self.lengths += count
+        self.bound += count
 
-    def keep_each(self, paths: Sequence[Sequence[int]]) -> None:
-        """`keep` for every sequence its own rows, which may differ in number; none: nothing is committed there."""
-        assert self.store is not None
-        longest = max(map(len, paths))
-        rows = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=self.store.device)
-        starts = torch.tensor(self.lengths, device=rows.device)[:, None]
-        into = (starts + torch.arange(longest, device=rows.device)).clamp(max=self.capacity - 1)
-
-        def index(slots: Tensor) -> Tensor:
-            layers, two, _, heads, _, size = self.allocate(rows).shape
-            return slots[None, None, :, None, :, None].expand(layers, two, -1, heads, -1, size)
-
-        kept = self.store.gather(4, index(starts + rows))
-        self.store.scatter_(4, index(into), kept)  # what lies behind a shorter path is not committed
-        self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
+    def settle(self, bound: int) -> None:
+        """The host has learned that no sequence holds more than `bound` rows."""
+        self.bound = bound
 
     def clear(self) -> None:
         """Forget the text, keep the memory."""
-        self.lengths = [0] * len(self.lengths)
+        self.lengths.zero_()
+        self.bound = 0

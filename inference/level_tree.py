@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from inference.host import may_ask
 from inference.tree import DraftTree
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
@@ -25,7 +26,7 @@ def grow_tree(first: Tensor, expand: Expand, max_nodes: int, levels: int) -> Dra
     """The best `max_nodes` drafts behind the base token.
 
     first [V]: log-probabilities of what follows the base token; `expand` is called at most `levels − 1` times, each
-    time with the nodes of one level that are among the best so far.
+    time with the best nodes of one level: where the host may ask, only those that are still among the best of all.
     """
     device = first.device
     tokens, parents, scores = [], [], []
@@ -39,20 +40,20 @@ def grow_tree(first: Tensor, expand: Expand, max_nodes: int, levels: int) -> Dra
         scores.append(best)
         tokens.append(token)
         parents.append(rows[parent])
-        everything = torch.cat(scores)
         if level == levels:
             break
-        kept = _best(everything, max_nodes)[count:]
-        if not bool(kept.any()):
-            break
-        log_probs, reached = expand(level, token[kept], parent[kept]), best[kept]
-        rows = count + kept.nonzero()[:, 0]
-        count += len(token)
+        rows = torch.arange(count, count + len(token), device=device)
+        if may_ask(device):
+            kept = (_best(torch.cat(scores), max_nodes) >= count).sum()  # the level is sorted: its first ones
+            if not kept:
+                break
+            best, token, parent, rows = best[:kept], token[:kept], parent[:kept], rows[:kept]
+        log_probs, reached = expand(level, token, parent), best
+        count += len(tokens[-1])
     tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), torch.cat(scores))
-    return tree.select(_best(tree.log_probs, max_nodes))
+    return tree.take(_best(tree.log_probs, max_nodes))
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """[N] bool, the `count` highest scores; of equals the earlier one, so that a parent goes before its child."""
-    keep = torch.zeros_like(scores, dtype=torch.bool)
-    return keep.index_fill(0, scores.argsort(descending=True, stable=True)[:count], True)
+    """Ascending indices of the `count` highest scores; of equals the earlier, so that a parent goes before its child."""
+    return scores.argsort(descending=True, stable=True)[:count].sort().values

@@ -16,6 +16,7 @@ from data.fingerprint import target_fingerprint
 from heads.base import TargetView
 from inference.fused_decoder import FAMILY, FusedDecoder
 from inference.kv_cache import KVCache
+from inference.masks import behind_text, by_kind
 
 
 class Target:
@@ -50,7 +51,9 @@ class Target:
                 f"the target must be a decoder with full or sliding-window attention and an LM head; {self.name} has "
                 f"{reason}; pick another --target"
             )
+        self.kinds = self._kinds()
         self._check_masks()
+        self.compiled = False
         self._fused: FusedDecoder | None = None
         self._modules_only = not FusedDecoder.can_drive(model)
 
@@ -58,21 +61,17 @@ class Target:
     def fused(self) -> FusedDecoder | None:
         """The fast forward of Llama-like decoders, made when first decoding; None where the modules must do."""
         if self._fused is None and not self._modules_only:
-            self._fused = FusedDecoder(self.model, self._kinds(), self.window)
+            self._fused = FusedDecoder(self.model, self.kinds, self.window)
         return self._fused
 
     def compile(self) -> None:
-        """Decode through a compiled program from now on; ValueError for a target that runs through its modules."""
+        """Engines made from now on decode through compiled programs; ValueError where the modules must do."""
         if self.fused is None:
             raise ValueError(
                 f"--compile needs a target of {', '.join(FAMILY)} on one device, unquantised; {self.name} is of "
                 f"{self.config.model_type}; leave it out"
             )
-        self.fused.compile()
-        with torch.inference_mode():  # one row has a program of its own; all are made now, not while decoding
-            for rows in (1, 5, 9):
-                first = torch.arange(rows, device=self.device)
-                self.forward_tree(first + 1, first, first <= first[:, None], self.new_cache(256))
+        self.compiled = True
 
     def _kinds(self) -> list[str]:
         """What each layer sees: full_attention or sliding_attention."""
@@ -154,23 +153,12 @@ class Target:
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
-        return KVCache(self.config.num_hidden_layers, capacity, batch)
-
-    def _masks(self, visible: Tensor, query_positions: Tensor, key_positions: Tensor) -> dict[str, Tensor]:
-        """Who sees whom, `[B, R, C]` per kind of layer, from `visible [B, R, C]` and positions `[B, R]`, `[B, C]`.
-
-        A mask we hand over replaces the decoder's own, so its sliding window must be in ours. Window w, row at
-        position 9: sees positions 10-w … 9, as far as `visible` has them.
-        """
-        if self.window is None:
-            return {"full_attention": visible}
-        near = key_positions[:, None, :] > query_positions[:, :, None] - self.window
-        windowed = {"sliding_attention": visible & near}
-        return {"full_attention": visible, **windowed} if self._per_layer_type else windowed
+        return KVCache(self.config.num_hidden_layers, capacity, batch, self.device)
 
     def _through_modules(self, token_ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: Any) -> Tensor:
         """[B, R, H] by transformers' own decoder."""
         as_taken = {kind: mask[:, None] for kind, mask in masks.items()}
+        positions = positions.clamp(max=self.max_positions - 1)  # drafts may hang over the end; none is accepted there
         mask: Any = as_taken if self._per_layer_type else next(iter(as_taken.values()))
         return self.decoder(
             input_ids=token_ids,
@@ -180,17 +168,14 @@ class Target:
             use_cache=cache is not None,
         ).last_hidden_state
 
-    def _forward(self, token_ids: Tensor, positions: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
+    def _forward(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
         """Hidden `[R, H]` of R rows that see the whole cached text, and each other as `sees [R, R]` says."""
-        committed = cache.length
-        everything = len(sees) == 1 and (self.window is None or committed < self.window)
-        if everything and self.fused is not None:
-            return self.fused(token_ids[None], positions[None], dict.fromkeys(self._kinds()), cache)[0]
-        visible = torch.cat([sees.new_ones(len(sees), committed), sees], dim=1)
-        keys = torch.cat([torch.arange(committed, device=positions.device), positions])
-        masks = self._masks(visible[None], positions[None], keys[None])
-        forward = self.fused or self._through_modules
-        return forward(token_ids[None], positions[None], masks, cache)[0]
+        if self.fused is not None:
+            return self.fused(token_ids[None], depths[None], sees[None], cache)[0]
+        positions = depths + cache.lengths[:, None]
+        visible, keys = behind_text(sees[None], positions, cache.lengths, cache.end(len(sees)))
+        masks = by_kind(visible, positions, keys, self.window, self.kinds)
+        return self._through_modules(token_ids[None], positions, masks, cache)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] → [..., V], the target's LM head."""
@@ -202,10 +187,7 @@ class Target:
         token_ids [R] int64; depths [R] int64, distance from the first row in the text; sees [R, R] bool, which rows
         each row sees. Every row sees the whole cached text. Rows are written to `cache` but not committed.
         """
-        if self.fused is not None and self.fused.compiled:
-            hidden, logits = self.fused.step(token_ids[None], depths[None], sees[None], cache)
-            return hidden[0], logits[0]
-        hidden = self._forward(token_ids, depths + cache.length, sees, cache)
+        hidden = self._forward(token_ids, depths, sees, cache)
         return hidden, self.logits(hidden)
 
     def prefill(self, prompt: Tensor, cache: KVCache, rows_per_forward: int = 2048) -> tuple[Tensor, Tensor]:
@@ -213,7 +195,7 @@ class Target:
         pieces = []
         for chunk in prompt.split(rows_per_forward):
             index = torch.arange(chunk.numel(), device=prompt.device)
-            pieces.append(self._forward(chunk, index + cache.length, index <= index[:, None], cache))
+            pieces.append(self._forward(chunk, index, index <= index[:, None], cache))
             cache.keep_first(chunk.numel())
         hidden = torch.cat(pieces)
         return hidden, self.logits(hidden[-1])
@@ -223,7 +205,7 @@ class Target:
         """Hidden states `[B, L, H]` of whole (possibly packed) rows: a token sees its own conversation only."""
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
-        masks = self._masks(visible, position_ids, position_ids)
+        masks = by_kind(visible, position_ids, position_ids, self.window, self.kinds)
         return self._through_modules(input_ids, position_ids, masks, None)
 
     @torch.no_grad()

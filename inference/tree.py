@@ -12,7 +12,7 @@ Worked example, used throughout the tests. The base token `b` has children `x` a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,12 +59,30 @@ class DraftTree:
     def __len__(self) -> int:
         return self.tokens.numel()
 
-    def select(self, keep: Tensor) -> DraftTree:
-        """The nodes where `keep [M]` is true; `keep` must be prefix-closed (a kept node's parent is kept)."""
-        renumber = keep.long().cumsum(0) - 1
-        parents = self.parents[keep]
-        parents = torch.where(parents >= 0, renumber[parents.clamp(min=0)], parents)
-        return DraftTree(self.tokens[keep], parents, self.log_probs[keep], self.source[keep], self.candidate[keep])
+    def take(self, order: Tensor) -> DraftTree:
+        """The nodes `order [K]` (indices, ascending), which must be prefix-closed: a taken node's parent is taken."""
+        place = torch.full_like(self.tokens, -1).index_copy(0, order, torch.arange(len(order), device=order.device))
+        parents = self.parents[order]
+        parents = torch.where(parents >= 0, place[parents.clamp(min=0)], parents)
+        return DraftTree(self.tokens[order], parents, self.log_probs[order], self.source[order], self.candidate[order])
+
+    def no_deeper(self, most: Tensor | int, depth: Tensor) -> DraftTree:
+        """The same nodes, those of a depth beyond `most` no candidates any more; depth `[M]` is that of the nodes."""
+        return replace(self, candidate=self.candidate & (depth <= most))
+
+    def padded(self, size: int) -> DraftTree:
+        """Filled up to `size` nodes with rows that hang under the base token and are never accepted."""
+        more = size - len(self)
+        if more <= 0:
+            return self
+        ends = self.tokens.new_zeros(more)
+        return DraftTree(
+            torch.cat([self.tokens, ends]),
+            torch.cat([self.parents, ends - 1]),
+            torch.cat([self.log_probs, torch.full_like(ends, -torch.inf, dtype=self.log_probs.dtype)]),
+            torch.cat([self.source, ends]),
+            torch.cat([self.candidate, ends.bool()]),
+        )
 
 
 def ancestor_rows(parents: Tensor, levels: int) -> Tensor:

@@ -31,6 +31,19 @@ def greedy_path(tree: DraftTree, choices: Tensor, sees: Tensor) -> tuple[Tensor,
     return sees[last], choices[last]
 
 
+def accepted_rows(on_path: Tensor, depth: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The rows of an accepted path in order, as a tensor whose size is known beforehand, and how many they are.
+
+    on_path and depth [R]; no path has more than `most` drafts. Returns rows `[most + 1]` int64, the last one repeated
+    to the end, and `count` [] int64. In the worked example with most = 3: rows (0, 1, 3, 3), count 3.
+    """
+    index = torch.arange(len(on_path), device=on_path.device)
+    last = torch.where(on_path, depth, -1).argmax()
+    place = torch.where(on_path, depth, most + 1)  # rows off the path go where they are cut off
+    rows = last.expand(most + 2).scatter(0, place, index)[:-1]
+    return rows, on_path.sum()
+
+
 @dataclass(frozen=True)
 class TypicalAcceptance:
     """**Lossy.** Keeps drafts the target finds typical instead of those it says (Medusa, section 3.3.1).

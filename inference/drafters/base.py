@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from inference.tree import DraftTree
@@ -13,25 +14,42 @@ from inference.tree import DraftTree
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """What one target step committed: the tokens now in the target's cache, and the next base token.
+    """What one target step committed: the tokens now in the target's cache, and what follows each of them.
 
-    tokens   [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base token
-             followed by the accepted drafts)
-    hidden   [A, H], the target's hidden state at each of them, as the LM head reads it
-    base     [] int64, the target's own next token after the last of them
-    choices  [R] int64, the target's own choice at every row of the forward (R = 1 + M); None after the prefill
-    tree     the tree that was verified; None after the prefill
+    Sizes are known beforehand, values lie on the device: only the first `count` of A rows are committed, the others
+    repeat the last of them. What a drafter writes for them lies behind its text and is overwritten.
+
+    tokens       [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base
+                 token followed by the accepted drafts)
+    next_tokens  [A] int64, the token after each; behind the last committed one stands the next base token
+    hidden       [A, H], the target's hidden state at each of them, as the LM head reads it
+    count        [] int64, at least 1
+    choices      [R] int64, the target's own choice at every row of the forward (R = 1 + M); None after the prefill
+    tree         the tree that was verified; None after the prefill
     """
 
     tokens: Tensor
+    next_tokens: Tensor
     hidden: Tensor
-    base: Tensor
+    count: Tensor
     choices: Tensor | None = None
     tree: DraftTree | None = None
+
+    @classmethod
+    def of_prompt(cls, prompt: Tensor, hidden: Tensor, base: Tensor) -> VerifiedStep:
+        """After the prefill of `prompt [n]`: hidden [n, H], base [] the target's own next token."""
+        return cls(prompt, torch.cat([prompt[1:], base[None]]), hidden, torch.full_like(base, len(prompt)))
+
+    @property
+    def base(self) -> Tensor:
+        """[] int64, the target's own next token after the last committed one."""
+        return self.next_tokens[-1]
 
 
 class Drafter(Protocol):
     """`begin` and `observe` (the prefill) once per prompt, then `propose` and `observe` once per target step.
+
+    What outlives a step (lengths, recent tokens) is a tensor that is written in place, so that a captured step finds it.
 
     max_nodes  no proposal has more nodes
     max_depth  no proposal is deeper
@@ -39,6 +57,11 @@ class Drafter(Protocol):
 
     max_nodes: int
     max_depth: int
+
+    @property
+    def on_device(self) -> bool:
+        """Whether neither `observe` nor `propose` reads a value back: then they may be compiled, captured, run ahead."""
+        return True
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last prompt. `prompt [n]` is about to be prefilled; it and its answer take `capacity` tokens."""

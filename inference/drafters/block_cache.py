@@ -13,7 +13,10 @@ from heads.block import Attend, grouped_attention
 
 
 class BlockCache:
-    """Buffers `keys`, `values [1, G, C, D]`; what lies behind the rows in use is overwritten."""
+    """Buffers `keys`, `values [1, G, C, D]`; what lies behind the rows in use is overwritten.
+
+    How many rows are in use is a tensor on the device: positions come in as tensors, and masks say who is seen.
+    """
 
     def __init__(self, head: DraftHead) -> None:
         config = head.config
@@ -27,19 +30,24 @@ class BlockCache:
             shape = (batch, heads, -(-slots // 256) * 256, size)
             self.keys, self.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
 
-    def write(self, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put rows `[1, G, Q, D]` at `start`; lends everything up to the last of them."""
-        end = start + keys.shape[2]
-        self.keys[:, :, start:end], self.values[:, :, start:end] = keys, values
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rows `[1, G, Q, D]` at `slots [Q]`."""
+        self.keys.index_copy_(2, slots, keys)
+        self.values.index_copy_(2, slots, values)
 
-    def entering(self, start: int, causal: bool) -> Attend:
-        """Attention of rows that enter at `start` and see all before them; each other, or only backwards (`causal`)."""
+    def index(self) -> Tensor:
+        """[C], every slot's number."""
+        return torch.arange(self.keys.shape[2], device=self.keys.device)
+
+    def entering(self, slots: Tensor, causal: bool) -> Attend:
+        """Attention of rows that enter at ascending `slots [Q]` and see all before them; each other, or backwards only.
+
+        `causal` [Q, C] is slot ≤ the row's own; otherwise slot ≤ the last row's.
+        """
+        visible = self.index() <= (slots[:, None] if causal else slots[-1])
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            all_keys, all_values = self.write(start, keys, values)
-            rows = torch.arange(start, all_keys.shape[2], device=keys.device)
-            visible = torch.arange(all_keys.shape[2], device=keys.device) <= rows[:, None] if causal else None
-            return grouped_attention(queries, all_keys, all_values, visible)
+            self.write(slots, keys, values)
+            return grouped_attention(queries, self.keys, self.values, visible.expand(queries.shape[2], -1))
 
         return attend

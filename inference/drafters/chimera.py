@@ -33,12 +33,13 @@ class ChimeraContext:
 
     fusion   keys, values [1, G, C, D] of the block, h and g side by side; the first 2n slots are the context
     encoder  keys, values of an attending encoder (`target_layer0_…`), first n slots; None for k-grams
+    length   [] int64, n
     last     [H] h_n
     recent   [k−1] int64, the last committed tokens, oldest first; −1 where there is none
     """
 
     def __init__(
-        self, fusion: KeysValues, encoder: KeysValues | None, length: int, last: Tensor, recent: Tensor
+        self, fusion: KeysValues, encoder: KeysValues | None, length: Tensor, last: Tensor, recent: Tensor
     ) -> None:
         self.fusion, self.encoder, self.length, self.last, self.recent = fusion, encoder, length, last, recent
 
@@ -59,7 +60,7 @@ def draft_tree(
 
     def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         nonlocal grams
-        positions = torch.full((1, len(tokens)), length + level, device=tokens.device)
+        positions = (length + level).expand(1, len(tokens))
         grams = torch.cat([grams[parents], tokens[:, None]], dim=1)
         if encoder is not None:
             encoder.enter(parents)
@@ -109,7 +110,7 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
         return ChimeraContext(
             upto(fusion, 2 * length),
             None if encoder is None else upto(encoder, length),
-            length,
+            torch.tensor(length, device=ids.device),
             rows.hidden[0, anchor],
             recent,
         )
@@ -133,15 +134,24 @@ class ChimeraDrafter(Drafter):
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.heads
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
-        self.context: ChimeraContext | None = None
+        self._context: ChimeraContext | None = None
         self._base: Tensor | None = None
+        self._length = torch.zeros((), dtype=torch.long, device=target.device)
+        self._recent = torch.full((head.config.order - 1,), -1, device=target.device)
         self._fusion = BlockCache(head)
         self._encoder = BlockCache(head) if isinstance(head.encoder, DecoderBlock) else None
 
+    @property
+    def on_device(self) -> bool:
+        """The table of k-grams is kept by the host."""
+        return self.cache is None
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for `capacity` tokens and a tree of drafts."""
-        self.context = None
-        room = capacity + self.max_nodes * self.head.config.heads + 1
+        self._context = None
+        self._length.zero_()
+        self._recent.fill_(-1)
+        room = capacity + self.max_nodes * self.head.config.heads + self.max_depth + 1
         self._fusion.reserve(2 * room)
         if self._encoder is not None:
             self._encoder.reserve(room)
@@ -149,35 +159,33 @@ class ChimeraDrafter(Drafter):
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""
         hidden = step.hidden.to(self.head.dtype)
-        order, before = self.head.config.order, self.context
-        start = 0 if before is None else before.length
-        end = start + len(step.tokens)
-        recent = step.tokens.new_full((order - 1,), -1) if before is None else before.recent
-        text = torch.cat([recent, step.tokens])
-        positions = torch.arange(start, end, device=hidden.device)
-        encoded = self._encode(text, step.tokens, positions, start)
-        grams = self.head.block.context_keys_values(encoded[None], positions[None])
-        past = self.head.block.context_keys_values(hidden[None], positions[None])
+        text = torch.cat([self._recent, step.tokens])
+        slots = self._length + torch.arange(len(hidden), device=hidden.device)
+        encoded = self._encode(text, step.tokens, slots)
+        grams = self.head.block.context_keys_values(encoded[None], slots[None])
+        past = self.head.block.context_keys_values(hidden[None], slots[None])
         keys, values = (torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past))
-        self._fusion.write(2 * start, keys, values)
-        self.context = ChimeraContext(
+        self._fusion.write(torch.stack([2 * slots, 2 * slots + 1], dim=1).flatten(), keys, values)
+        self._length += step.count
+        self._recent.copy_(text[step.count + torch.arange(len(self._recent), device=text.device)])
+        self._context = ChimeraContext(
             (self._fusion.keys, self._fusion.values),
             None if self._encoder is None else (self._encoder.keys, self._encoder.values),
-            end,
+            self._length,
             hidden[-1],
-            text[len(text) - (order - 1) :],
+            self._recent,
         )
         self._base = step.base
 
-    def _encode(self, text: Tensor, tokens: Tensor, positions: Tensor, start: int) -> Tensor:
-        """g [A, H] of the newly committed tokens, the first of which is token `start` of the text."""
+    def _encode(self, text: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        """g [A, H] of the newly committed tokens, which enter at `slots [A]`."""
         if self._encoder is None:
             return encode_grams(self.head, self.view, text.unfold(0, self.head.config.order, 1), self.cache)
         states = self.view.embed(tokens).to(self.head.dtype)
-        return self.head.encoder(states[None], positions[None], self._encoder.entering(start, causal=True))[0]
+        return self.head.encoder(states[None], slots[None], self._encoder.entering(slots, causal=True))[0]
 
     @torch.inference_mode()
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
-        assert self.context is not None and self._base is not None, "observe the prefill before proposing"
-        return draft_tree(self.head, self.view, self.context, self._base, self.max_nodes, self.cache)
+        assert self._context is not None and self._base is not None, "observe the prefill before proposing"
+        return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache)

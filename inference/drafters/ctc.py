@@ -43,42 +43,45 @@ class CTCDrafter(Drafter):
         self.tree = tree
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.frames
-        self.length = 0
+        self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._state: Tensor | None = None  # c_n, [H]
         self._cache = [BlockCache(head) for _ in head.blocks]
 
+    @property
+    def on_device(self) -> bool:
+        """The trees of the published code are built on the host."""
+        return self.tree == "prefix"
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for the context states of `capacity` tokens and one draft's frames."""
-        self.length = 0
+        self.length.zero_()
         self._state = None
         for cache in self._cache:
-            cache.reserve(capacity + self.head.config.frames)
+            cache.reserve(capacity + 2 * self.head.config.frames + 1)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""
         hidden = step.hidden.to(self.head.dtype)
-        next_ids = torch.cat([step.tokens[1:], step.base[None]])
-        states = self.head.context_states(hidden, next_ids, self.view)[None]  # [1, A, H]
-        end = self.length + step.tokens.numel()
-        positions = torch.arange(self.length + 1, end + 1, device=states.device)[None]
+        states = self.head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
+        slots = self.length + torch.arange(len(hidden), device=states.device)
         for block, cache in zip(self.head.blocks, self._cache):
             assert isinstance(block, DecoderBlock)
-            cache.write(self.length, *block.context_keys_values(states, positions))
-        self.length = end
+            cache.write(slots, *block.context_keys_values(states, slots[None] + 1))
+        self.length += step.count
         self._state = states[0, -1]
 
     def frames(self) -> Tensor:
         """[T, H], what the LM head reads for each frame at the present anchor."""
         assert self._state is not None, "observe the prefill before proposing"
-        base_position = torch.full((1, 1), self.length, device=self._state.device)
+        base_position = self.length.expand(1, 1)
         if self.head.config.chained:
-            earlier = self.length - 1  # c_n itself opens the chain
-            context = self._cache[0].keys[:, :, :earlier], self._cache[0].values[:, :, :earlier]
-            sees = torch.ones(1, 1, earlier, dtype=torch.bool, device=base_position.device)
-            attend_chain = chain_attention(context, sees)
+            # c_n itself opens the chain, so the context ends before it
+            sees = (self._cache[0].index() < self.length - 1)[None, None]
+            attend_chain = chain_attention((self._cache[0].keys, self._cache[0].values), sees)
             return self.head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
         # frames see the whole context and each other; they lie behind the context, overwritten each step
-        attend = [cache.entering(self.length, causal=False) for cache in self._cache]
+        slots = self.length + torch.arange(self.head.config.frames, device=self.length.device)
+        attend = [cache.entering(slots, causal=False) for cache in self._cache]
         return self.head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
 
     def propose(self) -> DraftTree:

@@ -45,25 +45,28 @@ class HydraDrafter(Drafter):
         self.view = target.view()
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.heads
-        self.length = 0
+        self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._state: Tensor | None = None  # s_n, [H]
         self._base: Tensor | None = None
         self._cache = BlockCache(head) if head.config.prefix_attention else None
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for `capacity` tokens in the prefix block's cache."""
-        self.length, self._state, self._base = 0, None, None
+        self.length.zero_()
+        self._state = self._base = None
         if self._cache is not None:
-            self._cache.reserve(capacity)
+            self._cache.reserve(capacity + self.max_depth + 1)
 
     def observe(self, step: VerifiedStep) -> None:
         """Take in the committed tokens' hidden states."""
         hidden = step.hidden.to(self.head.dtype)
-        end = self.length + len(hidden)
         if self._cache is not None:
-            positions = torch.arange(self.length, end, device=hidden.device)[None]
-            hidden = self.head.prefix(hidden[None], positions, self._cache.entering(self.length, causal=True))[0]
-        self._base, self._state, self.length = step.base, hidden[-1], end
+            slots = self.length + torch.arange(len(hidden), device=hidden.device)
+            hidden = self.head.prefix(hidden[None], slots[None], self._cache.entering(slots, causal=True))[0]
+        # rows behind the last committed one see more than they should: take that one itself
+        self._state = hidden.index_select(0, step.count[None] - 1)[0]
+        self._base = step.base
+        self.length += step.count
 
     @torch.inference_mode()
     def propose(self) -> DraftTree:

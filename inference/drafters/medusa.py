@@ -47,6 +47,11 @@ class MedusaDrafter(Drafter):
         self.max_depth = head.config.heads
         self._last: Tensor | None = None  # h_n, [H]
 
+    @property
+    def on_device(self) -> bool:
+        """The collapsed trees of the published code are built on the host."""
+        return self.tree != "raw"
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Nothing is kept from prompt to prompt."""
         self._last = None

@@ -1,0 +1,31 @@
+"""Whether code may read a value back to decide what to do next.
+
+On a CPU asking is free, and an answer can save work (a tree level without survivors need not be expanded). On a GPU it
+stalls the queue, and inside a compiled or captured program there is nobody to ask: there, sizes must follow from
+settings alone. Code that can do both asks `may_ask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_silent = False
+
+
+def may_ask(device: torch.device) -> bool:
+    """Whether the host may look at values on this device in the middle of a step."""
+    return device.type == "cpu" and not _silent and not torch.compiler.is_compiling()
+
+
+@contextmanager
+def asking_nothing() -> Iterator[None]:
+    """Within it a CPU is treated as a GPU is: shapes follow from settings alone."""
+    global _silent
+    before, _silent = _silent, True
+    try:
+        yield
+    finally:
+        _silent = before
