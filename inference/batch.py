@@ -13,20 +13,22 @@ import torch
 from torch import Tensor
 
 from inference.drafters.base import Drafter, VerifiedStep
-from inference.engine import Generation, GenerationSettings, Stopper, choices, propose, room
+from inference.engine import Generation, GenerationSettings, Stopper, choices, room
 from inference.kv_cache import KVCache
+from inference.program import program
 from inference.target import Target
 from inference.tree import DraftTree, ancestor_rows, depths
-from inference.verify import greedy_path
+from inference.verify import accepted_rows, greedy_path
 
 
 @dataclass
 class _Place:
-    """A sequence in work: its answer so far, what ends it, its next base token."""
+    """A sequence in work: its answer so far, what ends it, its next base token, how much of it is in the cache."""
 
     result: Generation
     stopper: Stopper
     base: Tensor
+    committed: int
 
     @property
     def remaining(self) -> int:
@@ -47,6 +49,8 @@ class BatchEngine:
                 f"{target.config.model_type}; decode its prompts one by one with DecodingEngine"
             )
         self.target = target
+        if target.compiled:
+            self._forward = program(self._forward, target.device)  # type: ignore[method-assign]
         self.drafters = [make_drafter() for _ in range(batch)]
 
     @torch.inference_mode()
@@ -61,7 +65,8 @@ class BatchEngine:
             return results
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
         places: list[_Place | None] = [None] * min(len(self.drafters), len(prompts))
-        cache = self.target.new_cache(longest + self.drafters[0].max_nodes + 1, len(places))
+        most = max(self.drafters[0].max_nodes, self.drafters[0].max_depth)
+        cache = self.target.new_cache(longest + most + 1, len(places))
         waiting = list(range(len(prompts)))[::-1]
         while True:
             for place in range(len(places)):
@@ -87,48 +92,67 @@ class BatchEngine:
         one = cache.only(place, self.target.fused.like)
         self.drafters[place].begin(prompt, len(prompt_ids) + limit)
         hidden, logits = self.target.prefill(prompt, one)
-        cache.lengths[place] = one.length
-        base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), settings)[0]
-        self.drafters[place].observe(VerifiedStep(prompt, hidden, base))
-        started = _Place(result, Stopper(settings, self.target.tokenizer, limit), base)
+        cache.lengths[place] = len(prompt_ids)
+        base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), settings.sampling)[0]
+        self.drafters[place].observe(VerifiedStep.of_prompt(prompt, hidden, base))
+        started = _Place(result, Stopper(settings, self.target.tokenizer, limit), base, len(prompt_ids))
         return started if _take(started, [int(base)]) else None
 
     def _step(self, places: list[_Place | None], settings: GenerationSettings, cache: KVCache) -> None:
         """One target forward for all; places whose answers end become None."""
-        assert self.target.fused is not None
+        device = self.target.device
         trees = [
-            DraftTree.empty(self.target.device) if place is None else propose(drafter, place.remaining)
+            DraftTree.empty(device) if place is None else drafter.propose()
             for drafter, place in zip(self.drafters, places)
         ]
         bases = [None if place is None else place.base for place in places]
-        tokens, depth, sees = stacked(trees, bases, self.target.device)
-        positions = depth + torch.tensor(cache.lengths, device=tokens.device)[:, None] + 1
-        hidden, logits = self.target.fused.step(tokens, depth, sees, cache)
-        chosen = choices(logits.flatten(0, 1), positions.flatten(), settings).view_as(tokens)
+        tokens, depth, sees = stacked(trees, bases, device)
+        deepest = self.drafters[0].max_depth
+        cache.settle(max(place.committed for place in places if place is not None))
+        cache.reach(1 + max(tokens.shape[1] - 1, deepest))
+        hidden, logits = self._forward(tokens, depth, sees, cache)
+        positions = depth + cache.lengths[:, None] + 1
+        chosen = choices(logits.flatten(0, 1), positions.flatten(), settings.sampling).view_as(tokens)
 
-        on_paths, next_bases = torch.zeros_like(tokens), chosen[:, 0].clone()
-        for row, tree in enumerate(trees):
+        steps = []
+        for row, (tree, place) in enumerate(zip(trees, places)):
             count = 1 + len(tree)
-            path, next_bases[row] = greedy_path(tree, chosen[row, :count], sees[row, :count, :count])
-            on_paths[row, :count] = path.long()
-        rows = tokens.shape[1]
-        told = torch.cat([on_paths, tokens, next_bases[:, None]], dim=1).tolist()  # the step's one synchronisation
-        paths = [
-            [] if place is None else [row for row in range(rows) if row_told[row]]
-            for place, row_told in zip(places, told)
-        ]
-        cache.keep_each(paths)
+            within = tree if place is None else tree.no_deeper(place.remaining, depth[row, 1:count])
+            on_path, base = greedy_path(within, chosen[row, :count], sees[row, :count, :count])
+            path, accepted = accepted_rows(on_path, depth[row, :count], deepest)
+            steps.append((path, accepted if place is not None else torch.zeros_like(accepted), base))
+        paths, counts, next_bases = (torch.stack(parts) for parts in zip(*steps))
+        cache.commit(paths, counts)
+        kept = tokens.gather(1, paths)
+        told = torch.cat([counts[:, None], kept[:, 1:], next_bases[:, None]], dim=1).tolist()  # the one synchronisation
         for row, place in enumerate(places):
             if place is None:
                 continue
-            kept, count = torch.tensor(paths[row], device=tokens.device), 1 + len(trees[row])
+            accepted, *drafts, base = told[row]
             place.base = next_bases[row]
-            if _take(place, [*(told[row][rows + accepted] for accepted in paths[row][1:]), told[row][-1]]):
-                step = VerifiedStep(tokens[row, kept], hidden[row, kept], place.base, chosen[row, :count], trees[row])
-                self.drafters[row].observe(step)
+            place.committed += accepted
+            if _take(place, [*drafts[: accepted - 1], base]):
+                path = paths[row, :accepted]
+                following = torch.cat([kept[row, 1:accepted], place.base[None]])
+                self.drafters[row].observe(
+                    VerifiedStep(
+                        kept[row, :accepted],
+                        following,
+                        hidden[row, path],
+                        counts[row],
+                        chosen[row, : 1 + len(trees[row])],
+                        trees[row],
+                    )
+                )
             else:
                 places[row] = None
                 cache.lengths[row] = 0
+
+    def _forward(self, tokens: Tensor, depth: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Hidden [B, R, H] and logits [B, R, V] of all sequences' rows."""
+        assert self.target.fused is not None
+        hidden = self.target.fused(tokens, depth, sees, cache)
+        return hidden, self.target.logits(hidden)
 
 
 def _take(place: _Place, new: list[int]) -> bool:

@@ -67,9 +67,10 @@ def prefix_tree(
     tokens: list[Tensor] = []
     parents: list[Tensor] = []
     offset = 0
-    for depth in range(max_depth or frames):
+    deepest = min(max_depth or frames, max_nodes)
+    for depth in range(deepest):
         level = child_scores(state, probs, labels)
-        width = min(max_nodes, level.numel())
+        width = min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
         best, flat = level.flatten().topk(width)
         parent, column = flat // considered, flat % considered
         if offset >= max_nodes and may_ask(best.device) and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]:
@@ -77,7 +78,7 @@ def prefix_tree(
         scores.append(best)
         tokens.append(labels[column])
         parents.append(beam_index[parent])
-        if depth + 1 == (max_depth or frames):
+        if depth + 1 == deepest:
             break
         state = extend(state, parent, labels[column], probs[:, column].T, blank_runs)
         beam_index = torch.arange(offset, offset + width, device=probs.device)

@@ -201,6 +201,7 @@ class DecodingEngine:
             first = step.tree is None  # a prompt has a length of its own: its step is not compiled
             tree = (self._drafted if first else self._draft)(step)
             clock.lap("draft")
+            cache.reach(1 + max(len(tree), self.drafter.max_depth))  # what is verified, and what is kept
             verified = self._verify(step.base, tree, cache, end, settings.sampling, settings.typical)
             clock.lap("verify")
         return verified

@@ -104,14 +104,16 @@ class FusedDecoder:
         token_ids and depths [B, R] int64; sees [B, R, R] bool; see `Target.forward_tree`. All tensors, no value read:
         the texts' lengths lie on the device, what lies behind them is masked.
         """
-        store = cache.allocate(self.like)
-        end = cache.capacity if torch.compiler.is_compiling() else cache.end(token_ids.shape[1])
+        if not torch.compiler.is_compiling():  # a program finds this done
+            cache.allocate(self.like)
+            cache.reach(token_ids.shape[1])
+        end = cache.buffers[0][0].shape[2]
         positions = depths + cache.lengths[:, None]
         visible, key_positions = behind_text(sees, positions, cache.lengths, end)
         masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
         states = self.embedding(token_ids)
         biases = self._biases(masks, states)
-        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), biases, end, store)
+        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), biases, cache.buffers)
 
     @property
     def like(self) -> Tensor:
@@ -125,13 +127,12 @@ class FusedDecoder:
         sin: Tensor,
         slots: Tensor,
         biases: Mapping[str, Tensor],
-        end: int,
-        store: Tensor,
+        buffers: Sequence[tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """Every layer in turn. Rows go to `slots [B, R]` of the store [N, 2, B, G, C, D], of which `end` are read."""
+        """Every layer in turn. Rows go to `slots [B, R]` of the buffers [B, G, C, D]."""
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
-        for layer, (keys_kept, values_kept) in zip(self.layers, store):
+        for layer, (keys_kept, values_kept) in zip(self.layers, buffers):
             merged = F.linear(self._normed(states, layer.attention_norm), layer.qkv_weight, layer.qkv_bias)
             merged = merged.view(batch, rows, -1, self.head_dim)  # [B, R, N + 2G, D]
             queries_keys, values = merged.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
@@ -144,7 +145,7 @@ class FusedDecoder:
             _write(values_kept, slots, values.transpose(1, 2))
             # the queries of one key head are rows of one product: no key is repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = grouped_attention(queries, keys_kept[:, :, :end], values_kept[:, :, :end], biases[layer.kind])
+            attended = grouped_attention(queries, keys_kept, values_kept, biases[layer.kind])
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             states = states + F.linear(attended, layer.o_weight, layer.o_bias)
             merged = F.linear(self._normed(states, layer.mlp_norm), layer.gate_up_weight, layer.gate_up_bias)

@@ -27,20 +27,20 @@ def grow_tree(first: Tensor, expand: Expand, max_nodes: int, levels: int) -> Dra
 
     first [V]: log-probabilities of what follows the base token; `expand` is called at most `levels − 1` times, each
     time with the best nodes of one level: where the host may ask, only those that are still among the best of all.
+    A node of depth d brings d − 1 ancestors along, so of that depth no more than `max_nodes − d + 1` can be in.
     """
     device = first.device
     tokens, parents, scores = [], [], []
     log_probs, reached = first[None], first.new_zeros(1)
     rows = torch.full((1,), -1, dtype=torch.long, device=device)  # index in the tree of every expanded node
     count = 0
-    for level in range(1, levels + 1):
-        total = (reached[:, None] + log_probs).flatten()
-        best, index = total.topk(min(max_nodes, total.numel()))
-        parent, token = index // first.numel(), index % first.numel()
+    for level in range(1, min(levels, max_nodes) + 1):
+        width = max_nodes - level + 1
+        best, parent, token = best_children(reached, log_probs, width)
         scores.append(best)
         tokens.append(token)
         parents.append(rows[parent])
-        if level == levels:
+        if level == levels or width == 1:
             break
         rows = torch.arange(count, count + len(token), device=device)
         if may_ask(device):
@@ -48,10 +48,24 @@ def grow_tree(first: Tensor, expand: Expand, max_nodes: int, levels: int) -> Dra
             if not kept:
                 break
             best, token, parent, rows = best[:kept], token[:kept], parent[:kept], rows[:kept]
+        elif len(token) == width:  # one fewer of the next depth: the last here can have no child
+            best, token, parent, rows = best[:-1], token[:-1], parent[:-1], rows[:-1]
         log_probs, reached = expand(level, token, parent), best
         count += len(tokens[-1])
     tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), torch.cat(scores))
     return tree.take(_best(tree.log_probs, max_nodes))
+
+
+def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` best of all children: their accumulated log-probabilities, best first, their parents and tokens.
+
+    reached [W] is what the parents have accumulated, log_probs [W, V] what follows each. No parent has more than
+    `count` children among the best, which are found first: a search over W·count instead of W·V.
+    """
+    own, token = log_probs.topk(min(count, log_probs.shape[1]))
+    total = (reached[:, None] + own).flatten()
+    best, index = total.topk(min(count, len(total)))
+    return best, index // own.shape[1], token.flatten()[index]
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def program(function: Function, device: torch.device) -> Function:
-    """`function` compiled."""
-    made: Any = torch.compile(function, options={"cpp_wrapper": device.type == "cpu"})
+def program(method: Method, device: torch.device) -> Method:
+    """A bound method compiled as a whole, in one piece.
+
+    It gets code of its own: programs of one function share a limited store, in which they would crowd each other out.
+    """
+    function: Any = method.__func__  # type: ignore[attr-defined]
+    own = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    bound = types.MethodType(own, method.__self__)  # type: ignore[attr-defined]
+    options = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": kept_guards}
+    made: Any = torch.compile(bound, fullgraph=True, options=options)
     return made
+
+
+def kept_guards(guards: Sequence[Any]) -> list[bool]:
+    import os
+    if os.environ.get("SHOWG"):
+        for g in guards:
+            print("G", g.name, g.guard_type, g.is_global, flush=True)
+    return [True for guard in guards]

@@ -173,7 +173,7 @@ class Target:
         if self.fused is not None:
             return self.fused(token_ids[None], depths[None], sees[None], cache)[0]
         positions = depths + cache.lengths[:, None]
-        visible, keys = behind_text(sees[None], positions, cache.lengths, cache.end(len(sees)))
+        visible, keys = behind_text(sees[None], positions, cache.lengths, cache.reach(len(sees)))
         masks = by_kind(visible, positions, keys, self.window, self.kinds)
         return self._through_modules(token_ids[None], positions, masks, cache)[0]
 

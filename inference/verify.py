@@ -27,8 +27,8 @@ def greedy_path(tree: DraftTree, choices: Tensor, sees: Tensor) -> tuple[Tensor,
     agrees = torch.cat([agrees.new_ones(1), agrees])  # the base token is the target's own
     accepted = ~(sees & ~agrees[None, :]).any(-1)
     depth = torch.where(accepted, sees.sum(-1), 0)
-    last = depth.argmax()
-    return sees[last], choices[last]
+    last = depth.argmax(keepdim=True)  # as an index of no dimension it would be read by the host
+    return sees.index_select(0, last)[0], choices.index_select(0, last)[0]
 
 
 def accepted_rows(on_path: Tensor, depth: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -71,5 +71,5 @@ class TypicalAcceptance:
         accepted = ~(sees & ~agrees[None, :]).any(-1)
         depth = torch.where(accepted, sees.sum(-1), 0)
         total = (sees.float() @ torch.cat([said.new_zeros(1), said])).masked_fill(depth < depth.max(), -torch.inf)
-        last = total.argmax()
-        return sees[last], logits[last].argmax()
+        last = total.argmax(keepdim=True)
+        return sees.index_select(0, last)[0], logits.index_select(0, last)[0].argmax()

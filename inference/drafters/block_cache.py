@@ -29,6 +29,8 @@ class BlockCache:
             batch, heads, _, size = self._shape
             shape = (batch, heads, -(-slots // 256) * 256, size)
             self.keys, self.values = self.keys.new_zeros(shape), self.values.new_zeros(shape)
+            for buffer in (self.keys, self.values):  # compiled programs serve any capacity
+                torch._dynamo.maybe_mark_dynamic(buffer, 2)
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put rows `[1, G, Q, D]` at `slots [Q]`."""

@@ -26,11 +26,13 @@ class ScriptedDrafter:
     def __init__(self, answer, depth):
         self.answer, self.max_nodes, self.max_depth = answer, depth, depth
 
+    on_device = False
+
     def begin(self, prompt, capacity):
         self.position = -len(prompt)
 
     def observe(self, step):
-        self.position += step.tokens.numel()
+        self.position += int(step.count)
 
     def propose(self):
         tokens = self.answer[self.position + 1 :][: self.max_depth]

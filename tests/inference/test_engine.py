@@ -103,23 +103,25 @@ def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
 
 
 def decode_with_partial_acceptances(target, drafter):
-    """The text decoded while `drafter` observes steps of which no, one, two or three drafts are right.
+    """The text that `drafter` has observed, base token included, in steps of which no, one, two or three drafts are right.
 
     Beside every draft of the script stands a wrong one, in front of it: accepted rows are never simply the first ones.
     """
     answer = Oracle(target, GenerationSettings(100)).answer(PROMPT)
     hints = ScriptedDrafter(answer, 3)
-    step_number = 0
+    step_number = observed = 0
     begin, observe = drafter.begin, drafter.observe
 
     class Both:
-        max_nodes, max_depth = 6, 3
+        max_nodes, max_depth, on_device = 6, 3, False
 
         def begin(self, *arguments):
             begin(*arguments)
             hints.begin(*arguments)
 
         def observe(self, step):
+            nonlocal observed
+            observed += int(step.count)
             observe(step)
             hints.observe(step)
 
@@ -134,7 +136,7 @@ def decode_with_partial_acceptances(target, drafter):
 
     result = DecodingEngine(target, Both()).generate(PROMPT, GenerationSettings(60))
     assert len(result.accept_lengths) > 20 and set(result.accept_lengths) == {1, 2, 3, 4}
-    return torch.tensor([PROMPT + result.tokens])
+    return torch.tensor([[*PROMPT, *result.tokens][: observed + 1]])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
     head = make_head(target, **settings).eval()
     drafter = CTCDrafter(head, target, 16)
     text = decode_with_partial_acceptances(target, drafter)
-    committed = drafter.length
+    committed = int(drafter.length)
     positions = torch.arange(text.shape[1])[None]
     segments = torch.ones_like(text)
     hidden = target.forward_rows(text, segments, positions)

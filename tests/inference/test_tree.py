@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from inference.engine import within_depth
 from inference.tree import DraftTree, ancestor_rows, check_tree, depths
-from inference.verify import greedy_path
+from inference.verify import accepted_rows, greedy_path
 
 X, Y, Z, W = 10, 11, 12, 13
 
@@ -54,12 +53,33 @@ def test_the_empty_tree_verifies_the_base_token_alone():
     assert on_path.tolist() == [True] and int(base) == 4
 
 
-def test_pruning_by_depth_renumbers_parents():
+def test_taking_nodes_renumbers_parents():
     tree = DraftTree.build(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, -1, 2]))
-    kept = tree.select(torch.tensor([False, False, True, True]))
+    kept = tree.take(torch.tensor([2, 3]))
     assert kept.tokens.tolist() == [3, 4] and kept.parents.tolist() == [-1, 0]
-    shallow = within_depth(tree, 1, 2)
-    assert shallow.tokens.tolist() == [1, 3] and shallow.parents.tolist() == [-1, -1]
+
+
+def test_nodes_too_deep_are_no_candidates():
+    tree = DraftTree.build(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, -1, 2]))
+    depth = depths(ancestor_rows(tree.parents, 2))[1:]
+    assert tree.no_deeper(torch.tensor(1), depth).candidate.tolist() == [True, False, True, False]
+
+
+def test_padding_is_never_accepted():
+    tree = example().padded(8)
+    check_tree(tree)
+    assert len(tree) == 8 and example().padded(2).tokens.tolist() == [X, Y, Z]
+    sees = ancestor_rows(tree.parents, 2)
+    on_path, base = greedy_path(tree, torch.tensor([0] * 9), sees)
+    assert on_path.sum() == 1 and int(base) == 0
+
+
+def test_an_accepted_path_comes_in_order_and_filled_up():
+    tree = example()
+    sees = ancestor_rows(tree.parents, 2)
+    on_path, _ = greedy_path(tree, torch.tensor([X, Z, 0, W]), sees)
+    rows, count = accepted_rows(on_path, depths(sees), 3)
+    assert rows.tolist() == [0, 1, 3, 3] and int(count) == 3
 
 
 def test_malformed_trees_are_named():

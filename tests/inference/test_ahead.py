@@ -1,0 +1,136 @@
+"""Steps that run ahead of the host: fixed sizes, nothing asked, tokens read one step late; the answers do not change."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inference.drafters.registry import drafter_for
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import DecodingEngine, GenerationSettings, padded_nodes
+from inference.host import asking_nothing, may_ask
+from inference.lossless import Oracle
+from inference.sampling import Sampling
+from inference.target import Target
+from tests.inference.models import RANDOM_TARGETS, load_target, make_head, make_prompts
+
+HEADS = [
+    ("vanilla", {}),
+    ("medusa", {"layers": 1}),
+    ("hydra", {}),
+    ("hydra", {"prefix_attention": True, "layers": 4}),
+    ("chimera", {}),
+    ("chimera", {"encoder": "target_layer0_finetuned"}),
+    ("ctc", {}),
+    ("ctc", {"frames_from": "chain"}),
+]
+ASKS_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}
+
+
+def make_drafter(target, kind, settings, max_nodes=12):
+    if kind == "vanilla":
+        return VanillaDrafter(target.device)
+    return drafter_for(make_head(target, kind, scale=0.4, **settings).eval(), target, max_nodes)
+
+
+class HostQuestions(TorchDispatchMode):
+    """Counts operations whose result's size or value the host has to read."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name
+        by_mask = name == "aten::index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if name in ASKS_THE_HOST or by_mask:
+            self.asked.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "settings"), HEADS)
+def test_a_step_asks_the_host_nothing(kind, settings):
+    target = load_target("llama", torch.float32)
+    engine = DecodingEngine(target, make_drafter(target, kind, settings), ahead=True)
+    assert engine.drafter.on_device
+    step, counted = engine._step, []
+
+    def watched(*arguments):
+        with HostQuestions() as questions:
+            result = step(*arguments)
+        counted.append(questions.asked)
+        return result
+
+    engine._step = watched
+    assert len(engine.generate(list(range(3, 40)), GenerationSettings(24)).tokens) == 24
+    assert len(counted) > 5 and not any(counted), counted
+
+
+def test_the_count_of_questions_sees_them():
+    with HostQuestions() as questions:
+        mask = torch.tensor([True, False])
+        int(mask.sum())
+        torch.arange(2)[mask]
+    assert len(questions.asked) == 2
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize(("kind", "settings"), HEADS)
+def test_answers_are_those_of_generate_wherever_they_end(kind, settings, name, sampling):
+    target = load_target(name, torch.float64)
+    engines = [DecodingEngine(target, make_drafter(target, kind, settings), ahead=ahead) for ahead in (True, False)]
+    for prompt in make_prompts(target, 3):
+        free = Oracle(target, GenerationSettings(40, sampling=sampling)).answer(prompt)
+        for stop in (free[17], free[30]):
+            rules = GenerationSettings(40, eos_token_ids=(stop,), sampling=sampling)
+            ahead, plain = (engine.generate(prompt, rules) for engine in engines)
+            assert ahead.tokens == plain.tokens == free[: free.index(stop) + 1]
+            assert ahead.accept_lengths == plain.accept_lengths and ahead.finish_reason == "eos"
+        rules = GenerationSettings(7, sampling=sampling)
+        assert engines[0].generate(prompt, rules).tokens == free[:7]
+
+
+def test_it_holds_up_to_the_end_of_the_context():
+    target = load_target("llama", torch.float64)
+    prompt = [5] * (target.max_positions - 9)
+    expected = DecodingEngine(target, VanillaDrafter()).generate(prompt, GenerationSettings(100))
+    for kind, settings in HEADS:
+        result = DecodingEngine(target, make_drafter(target, kind, settings), ahead=True).generate(
+            prompt, GenerationSettings(100)
+        )
+        assert result.tokens == expected.tokens and result.finish_reason == "context", kind
+
+
+def test_targets_that_run_through_their_modules_run_ahead_too():
+    torch.manual_seed(0)
+    target = Target(RANDOM_TARGETS["qwen2"]().double())
+    target._modules_only = True
+    prompt = list(range(3, 40))
+    expected = Oracle(target, GenerationSettings(40)).answer(prompt)
+    drafter = make_drafter(target, "medusa", {"layers": 1})
+    assert target.fused is None
+    assert DecodingEngine(target, drafter, ahead=True).generate(prompt, GenerationSettings(40)).tokens == expected
+
+
+def test_sizes_of_trees_are_few():
+    assert [padded_nodes(nodes) for nodes in (0, 1, 8, 9, 32, 33, 64, 65)] == [0, 8, 8, 16, 32, 64, 64, 128]
+
+
+def test_a_cpu_may_be_asked_unless_it_may_not():
+    device = torch.device("cpu")
+    assert may_ask(device) and not may_ask(torch.device("meta"))
+    with asking_nothing():
+        assert not may_ask(device)
+    assert may_ask(device)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("vanilla", {}), ("medusa", {"layers": 1}), ("ctc", {})])
+def test_compiled_programs_give_the_same_answers_at_every_length_without_compiling_again(kind, settings):
+    target = load_target("qwen3", torch.float32)
+    rules = GenerationSettings(24)
+    prompts = [list(range(3, 40)), list(range(3, 13)), [7] * 90]
+    expected = [Oracle(target, rules).answer(prompt) for prompt in prompts]
+    target.compile()
+    engine = DecodingEngine(target, make_drafter(target, kind, settings))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert [engine.generate(prompt, rules).tokens for prompt in prompts] == expected
