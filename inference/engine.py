@@ -129,7 +129,8 @@ class DecodingEngine:
         self._draft, self._verify = self._drafted, self._verified
         if target.compiled:
             self._verify = program(self._verified, target.device)
-            self._draft = program(self._drafted, target.device) if drafter.on_device else self._drafted
+            if drafter.on_device and drafter.max_nodes:
+                self._draft = program(self._drafted, target.device)
 
     def generate(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Generation:
         """The whole answer. Raises ContextError (before any work) if the prompt does not fit."""

@@ -107,13 +107,14 @@ class FusedDecoder:
         if not torch.compiler.is_compiling():  # a program finds this done
             cache.allocate(self.like)
             cache.reach(token_ids.shape[1])
-        end = cache.buffers[0][0].shape[2]
+        assert cache.rows is not None
+        end = cache.rows.shape[2]
         positions = depths + cache.lengths[:, None]
         visible, key_positions = behind_text(sees, positions, cache.lengths, end)
         masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
         states = self.embedding(token_ids)
         biases = self._biases(masks, states)
-        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), biases, cache.buffers)
+        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), biases, cache)
 
     @property
     def like(self) -> Tensor:
@@ -127,12 +128,12 @@ class FusedDecoder:
         sin: Tensor,
         slots: Tensor,
         biases: Mapping[str, Tensor],
-        buffers: Sequence[tuple[Tensor, Tensor]],
+        cache: KVCache,
     ) -> Tensor:
-        """Every layer in turn. Rows go to `slots [B, R]` of the buffers [B, G, C, D]."""
+        """Every layer in turn. Rows go to `slots [B, R]` of the cache."""
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
-        for layer, (keys_kept, values_kept) in zip(self.layers, buffers):
+        for index, layer in enumerate(self.layers):
             merged = F.linear(self._normed(states, layer.attention_norm), layer.qkv_weight, layer.qkv_bias)
             merged = merged.view(batch, rows, -1, self.head_dim)  # [B, R, N + 2G, D]
             queries_keys, values = merged.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
@@ -141,11 +142,10 @@ class FusedDecoder:
                 queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
             turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
             queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
-            _write(keys_kept, slots, keys)
-            _write(values_kept, slots, values.transpose(1, 2))
+            all_keys, all_values = cache.write(index, slots, keys, values.transpose(1, 2))
             # the queries of one key head are rows of one product: no key is repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = grouped_attention(queries, keys_kept, values_kept, biases[layer.kind])
+            attended = grouped_attention(queries, all_keys, all_values, biases[layer.kind])
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             states = states + F.linear(attended, layer.o_weight, layer.o_bias)
             merged = F.linear(self._normed(states, layer.mlp_norm), layer.gate_up_weight, layer.gate_up_bias)
@@ -178,14 +178,6 @@ class FusedDecoder:
         cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
         dtype = self.embedding.weight.dtype
         return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
-
-
-def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
-    """Put states `[B, G, R, D]` into `slots [B, R]` of a buffer [B, G, C, D]."""
-    if len(slots) == 1:
-        buffer.index_copy_(2, slots[0], states)
-    else:
-        buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
 
 
 def _by_columns(weight: Tensor) -> Tensor:

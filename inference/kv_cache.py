@@ -26,9 +26,8 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take a share of the cache's memory, which the first layer makes it allocate."""
-        self.cache.allocate(key_states)
-        assert self.cache.store is not None
-        self.keys, self.values = self.cache.store[self.index]
+        store = self.cache.allocate(key_states)[self.index]
+        self.keys, self.values = store[:, 0], store[:, 1]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -37,12 +36,7 @@ class PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        rows = key_states.shape[2]
-        keys, values = self.cache.buffers[self.index]
-        slots = self.cache.slots(rows)[0]
-        keys.index_copy_(2, slots, key_states)
-        values.index_copy_(2, slots, value_states)
-        return keys, values
+        return self.cache.write(self.index, self.cache.slots(key_states.shape[2]), key_states, value_states)
 
     def get_seq_length(self) -> int:
         return self.cache.bound
@@ -59,10 +53,10 @@ class KVCache(Cache):
 
     How much is committed is known on the device; the host keeps a bound, which is exact once it has read every step.
 
-    store    [N, 2, B, G, C, D] keys and values, allocated when the first states are seen
+    store    [N, B, 2, G, C, D] keys and values, allocated when the first states are seen
+    rows     [N, B·2·G, C', D] the same memory, as far as `reach` said: what a forward reads, writes and is given
     lengths  [B] int64 on the device, committed rows of each sequence
     bound    no sequence has more committed rows
-    buffers  keys and values [B, G, C', D] of every layer, views of the store as far as `reach` said
     """
 
     def __init__(self, layers: int, capacity: int, batch: int = 1, device: torch.device | str = "cpu") -> None:
@@ -71,15 +65,15 @@ class KVCache(Cache):
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.bound = 0
         self.store: Tensor | None = None
-        self.buffers: list[tuple[Tensor, Tensor]] = []
+        self.rows: Tensor | None = None
         self._end = 0
-        self._views: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._views: dict[int, Tensor] = {}
 
     def allocate(self, like: Tensor) -> Tensor:
         """The memory, made the first time for states `[B, G, R, D]` like these."""
         if self.store is None:
             _, heads, _, size = like.shape
-            self.lend(like.new_zeros(len(self.layers), 2, len(self.lengths), heads, self.capacity, size))
+            self.lend(like.new_zeros(len(self.layers), len(self.lengths), 2, heads, self.capacity, size))
         assert self.store is not None
         return self.store
 
@@ -90,7 +84,7 @@ class KVCache(Cache):
         self._show()
 
     def reach(self, rows: int) -> int:
-        """Make `buffers` reach as far as a forward over `rows` more rows may write, in steps of 64 rows; how far.
+        """Make `rows` reach as far as a forward over that many more rows may write, in steps of 64; how far.
 
         The host does this before a step, from its bound: a program or a captured graph sees few different lengths.
         """
@@ -104,20 +98,30 @@ class KVCache(Cache):
         if self.store is None or not self._end:
             return
         if self._end not in self._views:
-            self._views[self._end] = [(keys, values) for keys, values in self.store[..., : self._end, :]]
-            for pair in self._views[self._end]:
-                for buffer in pair:
-                    torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one compiled program serves them all
-        self.buffers = self._views[self._end]
+            view = self.store.flatten(1, 3)[:, :, : self._end]
+            torch._dynamo.maybe_mark_dynamic(view, 2)  # one compiled program serves every length
+            self._views[self._end] = view
+        self.rows = self._views[self._end]
 
     def slots(self, rows: int) -> Tensor:
         """[B, rows] int64, where the next forward's rows go."""
         return self.lengths[:, None] + torch.arange(rows, device=self.lengths.device)
 
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put states `[B, G, R, D]` into `slots [B, R]` of a layer; its keys and values `[B, G, C', D]` after that."""
+        assert self.rows is not None
+        batch, heads, count, size = keys.shape
+        states = torch.stack([keys, values], dim=1).view(-1, count, size)
+        lanes = torch.arange(len(states), device=slots.device)[:, None]
+        into = slots.repeat_interleave(2 * heads, 0) if batch > 1 else slots
+        self.rows.index_put_((torch.full_like(lanes, layer), lanes, into), states)
+        both = self.rows[layer].view(batch, 2, heads, -1, size)
+        return both[:, 0], both[:, 1]
+
     def only(self, sequence: int, like: Tensor) -> KVCache:
         """A cache of one sequence of this one, in the same memory, empty: to prefill it."""
         one = KVCache(len(self.layers), self.capacity, device=self.lengths.device)
-        one.lend(self.allocate(like)[:, :, sequence : sequence + 1])
+        one.lend(self.allocate(like)[:, sequence : sequence + 1])
         return one
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
@@ -125,15 +129,18 @@ class KVCache(Cache):
 
         What lies behind a sequence's count is written but not committed. The host's `bound` is left alone: `settle`.
         """
+        assert self.rows is not None
         into = self.slots(rows.shape[1])
         source = self.lengths[:, None] + rows
-        if len(rows) == 1 and not torch.compiler.is_compiling():  # a program takes the layers' buffers one by one
-            assert self.store is not None
-            _move(self.store.view(1, -1, *self.store.shape[-2:]), source, into)
+        if len(rows) == 1:
+            self.rows.index_copy_(2, into[0], self.rows.index_select(2, source[0]))
         else:
-            for pair in self.buffers:
-                for buffer in pair:
-                    _move(buffer, source, into)
+            layers, lanes, _, size = self.rows.shape
+
+            def index(slots: Tensor) -> Tensor:
+                return slots.repeat_interleave(lanes // len(rows), 0)[None, :, :, None].expand(layers, -1, -1, size)
+
+            self.rows.scatter_(2, index(into), self.rows.gather(2, index(source)))
         self.lengths += counts
 
     def keep_first(self, count: int) -> None:
@@ -150,12 +157,3 @@ class KVCache(Cache):
         self.lengths.zero_()
         self.bound = self._end = 0
 
-
-def _move(buffer: Tensor, source: Tensor, into: Tensor) -> None:
-    """Copy slots `source [B, A]` of a buffer [B, G, C, D] to slots `into [B, A]`."""
-    if len(buffer) == 1:
-        buffer.index_copy_(2, into[0], buffer.index_select(2, source[0]))
-    else:
-        wide = [-1, buffer.shape[1], -1, buffer.shape[3]]
-        kept = buffer.gather(2, source[:, None, :, None].expand(wide))
-        buffer.scatter_(2, into[:, None, :, None].expand(wide), kept)

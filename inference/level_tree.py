@@ -69,5 +69,5 @@ def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tenso
 
 
 def _best(scores: Tensor, count: int) -> Tensor:
-    """Ascending indices of the `count` highest scores; of equals the earlier, so that a parent goes before its child."""
+    """Ascending indices of the `count` highest scores; of equals the earlier, so a parent goes before its child."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values

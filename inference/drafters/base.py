@@ -49,7 +49,7 @@ class VerifiedStep:
 class Drafter(Protocol):
     """`begin` and `observe` (the prefill) once per prompt, then `propose` and `observe` once per target step.
 
-    What outlives a step (lengths, recent tokens) is a tensor that is written in place, so that a captured step finds it.
+    What outlives a step (lengths, recent tokens) is a tensor written in place, so that a captured step finds it there.
 
     max_nodes  no proposal has more nodes
     max_depth  no proposal is deeper
@@ -60,7 +60,7 @@ class Drafter(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether neither `observe` nor `propose` reads a value back: then they may be compiled, captured, run ahead."""
+        """Whether neither `observe` nor `propose` reads a value back: they may be compiled, captured, run ahead."""
         return True
 
     def begin(self, prompt: Tensor, capacity: int) -> None:

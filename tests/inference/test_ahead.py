@@ -1,4 +1,4 @@
-"""Steps that run ahead of the host: fixed sizes, nothing asked, tokens read one step late; the answers do not change."""
+"""Steps that run ahead of the host: sizes fixed, nothing asked, tokens read one step late; answers do not change."""
 
 import pytest
 import torch

@@ -103,7 +103,7 @@ def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
 
 
 def decode_with_partial_acceptances(target, drafter):
-    """The text that `drafter` has observed, base token included, in steps of which no, one, two or three drafts are right.
+    """The text `drafter` has observed, base token included, in steps of which no, one, two or three drafts are right.
 
     Beside every draft of the script stands a wrong one, in front of it: accepted rows are never simply the first ones.
     """
