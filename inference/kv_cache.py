@@ -90,7 +90,7 @@ class KVCache(Cache):
         """
         end = self.bound + rows
         assert end <= self.capacity, f"cache of {self.capacity} rows asked to hold {end}"
-        self._end = min(-(-end // STEP) * STEP, self.capacity)
+        self._end = max(self._end, min(-(-end // STEP) * STEP, self.capacity))  # back to nothing when cleared
         self._show()
         return self._end
 
@@ -110,11 +110,14 @@ class KVCache(Cache):
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put states `[B, G, R, D]` into `slots [B, R]` of a layer; its keys and values `[B, G, C', D]` after that."""
         assert self.rows is not None
-        batch, heads, count, size = keys.shape
-        states = torch.stack([keys, values], dim=1).view(-1, count, size)
-        lanes = torch.arange(len(states), device=slots.device)[:, None]
-        into = slots.repeat_interleave(2 * heads, 0) if batch > 1 else slots
-        self.rows.index_put_((torch.full_like(lanes, layer), lanes, into), states)
+        batch, heads, _, size = keys.shape
+        states = torch.cat([keys, values], dim=1).flatten(0, 1)  # [B·2·G, R, D]
+        if batch == 1 and not torch.compiler.is_compiling():
+            self.rows[layer].index_copy_(1, slots[0], states)
+        else:  # a program that writes into a part of a tensor would copy all of it
+            lanes = torch.arange(len(states), device=slots.device)[:, None]
+            into = slots.repeat_interleave(2 * heads, 0) if batch > 1 else slots
+            self.rows.index_put_((torch.full_like(lanes, layer), lanes, into), states)
         both = self.rows[layer].view(batch, 2, heads, -1, size)
         return both[:, 0], both[:, 1]
 
@@ -156,4 +159,3 @@ class KVCache(Cache):
         """Forget the text, keep the memory."""
         self.lengths.zero_()
         self.bound = self._end = 0
-

@@ -5,6 +5,7 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,11 @@ class Target:
             getattr(self.lm_head, "bias", None),
             layers if isinstance(layers, torch.nn.ModuleList) else None,
         )
+
+    def decoding_view(self) -> TargetView:
+        """The same for drafting, with the LM head as the decoder has laid it out for a few rows."""
+        view = self.view()
+        return view if self.fused is None else replace(view, lm_head_weight=self.fused.lm_head_weight)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""

@@ -21,6 +21,7 @@ from heads.chimera import ChimeraHead, KGramEncoder
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.drafters.block_cache import BlockCache
 from inference.drafters.kgram_cache import KGramCache
+from inference.layout import for_drafting
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
@@ -129,8 +130,8 @@ class ChimeraDrafter(Drafter):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
-        self.head = head.eval()
-        self.view = target.view()
+        self.head = for_drafting(head)
+        self.view = target.decoding_view()
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.heads
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None

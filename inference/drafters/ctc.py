@@ -17,6 +17,7 @@ from heads.ctc import CTCHead
 from inference.ctc_search import TREE_MODES, build_tree
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.drafters.block_cache import BlockCache
+from inference.layout import for_drafting
 from inference.target import Target
 from inference.tree import DraftTree
 
@@ -38,8 +39,8 @@ class CTCDrafter(Drafter):
     def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix") -> None:
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
-        self.head = head.eval()
-        self.view = target.view()
+        self.head = for_drafting(head)
+        self.view = target.decoding_view()
         self.tree = tree
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.frames

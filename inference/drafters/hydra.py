@@ -14,6 +14,7 @@ from heads.base import TargetView
 from heads.hydra import HydraHead
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.drafters.block_cache import BlockCache
+from inference.layout import for_drafting
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
@@ -41,8 +42,8 @@ class HydraDrafter(Drafter):
     options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32) -> None:
-        self.head = head.eval()
-        self.view = target.view()
+        self.head = for_drafting(head)
+        self.view = target.decoding_view()
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = head.config.heads
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
