@@ -133,7 +133,7 @@ class ChimeraDrafter(Drafter):
         self.head = for_drafting(head)
         self.view = target.decoding_view()
         self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = head.config.heads
+        self.max_depth = min(head.config.heads, self.max_nodes)
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
         self._context: ChimeraContext | None = None
         self._base: Tensor | None = None

@@ -43,7 +43,7 @@ class CTCDrafter(Drafter):
         self.view = target.decoding_view()
         self.tree = tree
         self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = head.config.frames
+        self.max_depth = min(head.config.frames, self.max_nodes)
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._state: Tensor | None = None  # c_n, [H]
         self._cache = [BlockCache(head) for _ in head.blocks]

@@ -45,7 +45,7 @@ class HydraDrafter(Drafter):
         self.head = for_drafting(head)
         self.view = target.decoding_view()
         self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = head.config.heads
+        self.max_depth = min(head.config.heads, self.max_nodes)
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._state: Tensor | None = None  # s_n, [H]
         self._base: Tensor | None = None

@@ -44,7 +44,7 @@ class MedusaDrafter(Drafter):
         self.tree = tree
         self.head = head.eval()
         self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = head.config.heads
+        self.max_depth = min(head.config.heads, self.max_nodes)
         self._last: Tensor | None = None  # h_n, [H]
 
     @property
