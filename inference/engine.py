@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from inference.captured import CapturedSteps
 from inference.drafters.base import Drafter, VerifiedStep
 from inference.host import asking_nothing
 from inference.kv_cache import KVCache
@@ -96,10 +97,10 @@ class _Mail:
     """Tokens of a step on their way to the host: `[count, token, …]`, through pinned memory where there is a GPU."""
 
     def __init__(self, told: Tensor) -> None:
-        self._host, self._arrived = told, None
+        self._arrived: torch.cuda.Event | None = None
+        self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=told.is_cuda)
+        self._host.copy_(told, non_blocking=True)
         if told.is_cuda:
-            self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-            self._host.copy_(told, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -119,13 +120,21 @@ class DecodingEngine:
     tokens, which are few and tell it where the answer ends; a step that was begun too much is thrown away.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, ahead: bool | None = None) -> None:
-        """ahead: begin a step before the tokens of the one before are read, sizes fixed beforehand (default: on a GPU,
-        if the drafter asks nothing either)."""
+    def __init__(
+        self, target: Target, drafter: Drafter, ahead: bool | None = None, captured: CapturedSteps | None = None
+    ) -> None:
+        """How steps are run; the defaults are the fastest on the target's device.
+
+        ahead     begin a step before the tokens of the one before are read, sizes fixed beforehand
+        captured  replay steps that run ahead as graphs
+        """
         self.target = target
         self.drafter = drafter
-        self.ahead = target.device.type == "cuda" and drafter.on_device if ahead is None else ahead
+        on_gpu = target.device.type == "cuda" and drafter.on_device
+        self.ahead = on_gpu if ahead is None else ahead
+        self._captured = CapturedSteps() if captured is None and on_gpu and self.ahead and target.fused else captured
         self._cache: KVCache | None = None
+        self._end = torch.zeros((), dtype=torch.long, device=target.device)  # where the answer must end
         self._draft, self._verify = self._drafted, self._verified
         if target.compiled:
             self._verify = program(self._verified, target.device)
@@ -148,7 +157,7 @@ class DecodingEngine:
         stopper = Stopper(settings, self.target.tokenizer, limit)
         clock = _Clock()
         cache = self._reserve(len(prompt_ids) + limit)
-        end = torch.tensor(len(prompt_ids) + limit, device=self.target.device)
+        end = self._end.fill_(len(prompt_ids) + limit)
         step = self._prefill(prompt_ids, cache, limit, settings, clock)
         flying = deque([_Mail(torch.stack([torch.ones_like(step.base), step.base]))])
         committed = len(prompt_ids) - 1  # the newest token is not yet in the cache
@@ -198,12 +207,21 @@ class DecodingEngine:
         self, step: VerifiedStep, cache: KVCache, end: Tensor, settings: GenerationSettings, clock: _Clock
     ) -> tuple[VerifiedStep, Tensor]:
         """One target step: what it committed, and `[count, token, …]` for the host, all still on the device."""
-        with asking_nothing() if self.ahead else nullcontext():
+
+        def body(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
             first = step.tree is None  # a prompt has a length of its own: its step is not compiled
             tree = (self._drafted if first else self._draft)(step)
             clock.lap("draft")
             cache.reach(1 + max(len(tree), self.drafter.max_depth))  # what is verified, and what is kept
-            verified = self._verify(step.base, tree, cache, end, settings.sampling, settings.typical)
+            return self._verify(step.base, tree, cache, end, settings.sampling, settings.typical)
+
+        with asking_nothing() if self.ahead else nullcontext():
+            if self._captured is None or step.tree is None:
+                verified = body(step)
+            else:
+                reach = cache.reach(1 + padded_nodes(self.drafter.max_nodes))
+                places = tuple(x.data_ptr() for x in (end, *cache.memory(), *self.drafter.memory()))
+                verified = self._captured((reach, settings.sampling, settings.typical, places), step, body)
             clock.lap("verify")
         return verified
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
-_silent = False
+_SILENT = ContextVar("silent", default=False)
 
 
 def may_ask(device: torch.device) -> bool:
     """Whether the host may look at values on this device in the middle of a step."""
-    return device.type == "cpu" and not _silent and not torch.compiler.is_compiling()
+    return device.type == "cpu" and not torch.compiler.is_compiling() and not _SILENT.get()
 
 
 @contextmanager
 def asking_nothing() -> Iterator[None]:
     """Within it a CPU is treated as a GPU is: shapes follow from settings alone."""
-    global _silent
-    before, _silent = _silent, True
+    token = _SILENT.set(True)
     try:
         yield
     finally:
-        _silent = before
+        _SILENT.reset(token)

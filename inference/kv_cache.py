@@ -77,6 +77,10 @@ class KVCache(Cache):
         assert self.store is not None
         return self.store
 
+    def memory(self) -> list[Tensor]:
+        """The tensors that outlive a step; where they lie, a captured step expects them."""
+        return [self.lengths] if self.store is None else [self.lengths, self.store]
+
     def lend(self, store: Tensor) -> None:
         """Work in this memory."""
         self.store = store

@@ -12,6 +12,7 @@ Worked example, used throughout the tests. The base token `b` has children `x` a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,6 +57,14 @@ class DraftTree:
         none = torch.zeros(0, dtype=torch.long, device=device)
         return cls.build(none, none)
 
+    def tensors(self) -> list[Tensor]:
+        """Its five tensors."""
+        return [self.tokens, self.parents, self.log_probs, self.source, self.candidate]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> DraftTree:
+        """The same with every tensor changed."""
+        return DraftTree(*map(change, self.tensors()))
+
     def __len__(self) -> int:
         return self.tokens.numel()
 
@@ -94,8 +103,8 @@ def ancestor_rows(parents: Tensor, levels: int) -> Tensor:
     """
     rows = parents.numel() + 1
     parent_row = torch.cat([parents.new_zeros(1), parents + 1])  # base token: its own parent
-    sees = torch.eye(rows, dtype=torch.bool, device=parents.device)
-    sees = sees | torch.nn.functional.one_hot(parent_row, rows).bool()
+    index = torch.arange(rows, device=parents.device)
+    sees = (index == index[:, None]) | (index == parent_row[:, None])
     for _ in range(max(levels, 1).bit_length()):
         sees = (sees.float() @ sees.float()) > 0
     return sees

@@ -40,6 +40,24 @@ class VerifiedStep:
         """After the prefill of `prompt [n]`: hidden [n, H], base [] the target's own next token."""
         return cls(prompt, torch.cat([prompt[1:], base[None]]), hidden, torch.full_like(base, len(prompt)))
 
+    def tensors(self) -> list[Tensor]:
+        """All of them, the tree's included."""
+        own = [self.tokens, self.next_tokens, self.hidden, self.count]
+        return (
+            own + ([] if self.choices is None else [self.choices]) + ([] if self.tree is None else self.tree.tensors())
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> VerifiedStep:
+        """The same with every tensor changed."""
+        return VerifiedStep(
+            change(self.tokens),
+            change(self.next_tokens),
+            change(self.hidden),
+            change(self.count),
+            None if self.choices is None else change(self.choices),
+            None if self.tree is None else self.tree.map(change),
+        )
+
     @property
     def base(self) -> Tensor:
         """[] int64, the target's own next token after the last committed one."""
@@ -62,6 +80,10 @@ class Drafter(Protocol):
     def on_device(self) -> bool:
         """Whether neither `observe` nor `propose` reads a value back: they may be compiled, captured, run ahead."""
         return True
+
+    def memory(self) -> list[Tensor]:
+        """The tensors that outlive a step; where they lie, a captured step expects them."""
+        return []
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last prompt. `prompt [n]` is about to be prefilled; it and its answer take `capacity` tokens."""

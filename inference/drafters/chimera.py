@@ -147,6 +147,14 @@ class ChimeraDrafter(Drafter):
         """The table of k-grams is kept by the host."""
         return self.cache is None
 
+    def memory(self) -> list[Tensor]:
+        """See `Drafter.memory`."""
+        return [
+            self._length,
+            self._recent,
+            *(x for cache in (self._fusion, self._encoder) if cache is not None for x in (cache.keys, cache.values)),
+        ]
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for `capacity` tokens and a tree of drafts."""
         self._context = None

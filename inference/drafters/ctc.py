@@ -53,6 +53,10 @@ class CTCDrafter(Drafter):
         """The trees of the published code are built on the host."""
         return self.tree == "prefix"
 
+    def memory(self) -> list[Tensor]:
+        """See `Drafter.memory`."""
+        return [self.length, *(x for cache in self._cache for x in (cache.keys, cache.values))]
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for the context states of `capacity` tokens and one draft's frames."""
         self.length.zero_()

@@ -51,6 +51,10 @@ class HydraDrafter(Drafter):
         self._base: Tensor | None = None
         self._cache = BlockCache(head) if head.config.prefix_attention else None
 
+    def memory(self) -> list[Tensor]:
+        """See `Drafter.memory`."""
+        return [self.length, *([] if self._cache is None else [self._cache.keys, self._cache.values])]
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for `capacity` tokens in the prefix block's cache."""
         self.length.zero_()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inference.captured import CapturedSteps
 from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings, padded_nodes
@@ -110,6 +111,52 @@ def test_targets_that_run_through_their_modules_run_ahead_too():
     drafter = make_drafter(target, "medusa", {"layers": 1})
     assert target.fused is None
     assert DecodingEngine(target, drafter, ahead=True).generate(prompt, GenerationSettings(40)).tokens == expected
+
+
+class Rerun:
+    """What a CUDA graph does, where there is none: the captured work is run at every replay, not when captured."""
+
+    made = 0
+
+    def __init__(self, work):
+        self.replay = work
+        Rerun.made += 1
+
+
+@pytest.mark.parametrize(("kind", "settings"), HEADS)
+def test_captured_steps_give_the_same_answers(kind, settings):
+    target = load_target("qwen3", torch.float64)
+    engine = DecodingEngine(target, make_drafter(target, kind, settings), ahead=True, captured=CapturedSteps(Rerun))
+    Rerun.made = 0
+    prompts = [*make_prompts(target, 3), [7] * 90]
+    for prompt in (*prompts, *prompts):
+        for sampling in (None, Sampling(temperature=0.8, seed=3)):
+            rules = GenerationSettings(40, sampling=sampling)
+            assert engine.generate(prompt, rules).tokens == Oracle(target, rules).answer(prompt)
+    assert 2 <= Rerun.made <= 12
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("kind", "settings"), HEADS)
+def test_on_a_gpu_steps_are_captured_and_never_wait_for_the_device(kind, settings):
+    target = Target(RANDOM_TARGETS["llama"]().double().cuda())
+    drafter = make_drafter(target, kind, settings) if kind == "vanilla" else None
+    if drafter is None:
+        drafter = drafter_for(make_head(target, kind, scale=0.4, **settings).cuda().eval(), target, 12)
+    engine = DecodingEngine(target, drafter)
+    step, rules, prompt = engine._step, GenerationSettings(60), list(range(3, 40))
+
+    def watched(*arguments):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    expected = Oracle(target, rules).answer(prompt)
+    assert engine.generate(prompt, rules).tokens == expected
+    engine._step = watched
+    assert engine.generate(prompt, rules).tokens == expected
 
 
 def test_sizes_of_trees_are_few():
