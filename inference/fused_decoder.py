@@ -9,7 +9,7 @@ Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/val
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.block import grouped_attention
 from inference.kv_cache import KVCache
 from inference.layout import by_columns
-from inference.masks import behind_text, by_kind
+from inference.tree_attention import TREE_ATTENTION, MaskedAttention
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 _COPIED_UP_TO = 4 * 2**30  # bytes of weights; larger models on CPU are not held a second time in CPU's best layout
@@ -55,6 +54,7 @@ class FusedDecoder:
         """
         decoder, config = model.get_decoder(), model.config
         self.window, self.kinds = window, set(kinds)
+        self.attention = "masked"
         self.embedding = model.get_input_embeddings()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = decoder.layers[0].self_attn.head_dim
@@ -111,11 +111,17 @@ class FusedDecoder:
         assert cache.rows is not None
         end = cache.rows.shape[2]
         positions = depths + cache.lengths[:, None]
-        visible, key_positions = behind_text(sees, positions, cache.lengths, end)
-        masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
+        attention = TREE_ATTENTION[self.attention](
+            sees, positions, cache.lengths, end, self.window, self.kinds, self.heads // self.kv_heads, self.dtype
+        )
         states = self.embedding(token_ids)
-        biases = self._biases(masks, states)
-        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), biases, cache)
+        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), attention, cache)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of states and weights."""
+        dtype: torch.dtype = self.embedding.weight.dtype
+        return dtype
 
     @property
     def like(self) -> Tensor:
@@ -128,7 +134,7 @@ class FusedDecoder:
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        biases: Mapping[str, Tensor],
+        attention: MaskedAttention,
         cache: KVCache,
     ) -> Tensor:
         """Every layer in turn. Rows go to `slots [B, R]` of the cache."""
@@ -143,10 +149,11 @@ class FusedDecoder:
                 queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
             turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
             queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
-            all_keys, all_values = cache.write(index, slots, keys, values.transpose(1, 2))
+            own = keys, values.transpose(1, 2)
+            cached = cache.write(index, slots, *own)
             # the queries of one key head are rows of one product: no key is repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = grouped_attention(queries, all_keys, all_values, biases[layer.kind])
+            attended = attention(layer.kind, queries, own, cached)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             states = states + F.linear(attended, layer.o_weight, layer.o_bias)
             merged = F.linear(self._normed(states, layer.mlp_norm), layer.gate_up_weight, layer.gate_up_bias)
@@ -164,21 +171,11 @@ class FusedDecoder:
             return F.rms_norm(states, (states.shape[-1],), norm.weight, self.eps)
         return norm(states)
 
-    def _biases(self, masks: Mapping[str, Tensor], states: Tensor) -> dict[str, Tensor]:
-        """[B, 1, N/G·R, K] per kind of layer, for queries grouped by key head: 0 where a key is seen, else −inf."""
-        repeat = self.heads // self.kv_heads
-        biases = {}
-        for kind, mask in masks.items():
-            bias = torch.zeros(mask.shape, dtype=states.dtype, device=states.device).masked_fill_(~mask, -torch.inf)
-            biases[kind] = bias.repeat(1, repeat, 1)[:, None]
-        return biases
-
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin `[..., 1, D]` of positions `[...]`, sin with the sign of the half it turns."""
         angles = positions[..., None, None].float() * self.rotary.inv_freq
         cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
-        dtype = self.embedding.weight.dtype
-        return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
+        return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
 
 
 def _merge(columns: bool, *projections: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.engine import GenerationSettings
 from inference.sampling import Sampling
 from inference.target import Target
+from inference.tree_attention import TREE_ATTENTION
 from inference.verify import TypicalAcceptance
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -30,6 +31,7 @@ DESCRIBED = (
     "limit",
     "stop_at_loops",
     "compile",
+    "attention",
 )
 REQUIRED = ("target", "drafters", "benchmarks", "output")
 
@@ -45,6 +47,7 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="default: cuda when there is one, else cpu")
     add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
+    add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="how tree rows attend (default masked)")
     add("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser
 
@@ -113,6 +116,10 @@ def load_target(options: argparse.Namespace) -> Target:
     target = Target.from_pretrained(
         options.target, dtype, options.device, options.target_adapter, options.chat_template
     )
+    if options.attention not in TREE_ATTENTION:
+        raise ValueError(f"--attention must be one of {', '.join(TREE_ATTENTION)}, got {options.attention!r}")
+    if options.attention != "masked":
+        target.attend(options.attention)
     if options.compile:
         target.compile()
     return target

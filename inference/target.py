@@ -67,12 +67,20 @@ class Target:
 
     def compile(self) -> None:
         """Engines made from now on decode through compiled programs; ValueError where the modules must do."""
+        self._needs_fused("--compile")
+        self.compiled = True
+
+    def attend(self, path: str) -> None:
+        """How tree rows attend, a name of `TREE_ATTENTION`; ValueError where the modules must do."""
+        self._needs_fused("--attention").attention = path
+
+    def _needs_fused(self, flag: str) -> FusedDecoder:
         if self.fused is None:
             raise ValueError(
-                f"--compile needs a target of {', '.join(FAMILY)} on one device, unquantised; {self.name} is of "
+                f"{flag} needs a target of {', '.join(FAMILY)} on one device, unquantised; {self.name} is of "
                 f"{self.config.model_type}; leave it out"
             )
-        self.compiled = True
+        return self.fused
 
     def _kinds(self) -> list[str]:
         """What each layer sees: full_attention or sliding_attention."""

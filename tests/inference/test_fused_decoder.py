@@ -9,6 +9,7 @@ from inference import fused_decoder
 from inference.fused_decoder import FusedDecoder
 from inference.target import Target
 from inference.tree import ancestor_rows, depths
+from inference.tree_attention import TREE_ATTENTION
 from scripts.lossless_matrix import RANDOM_TARGETS
 
 TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
@@ -42,6 +43,17 @@ def test_it_equals_the_modules_before_and_after_the_merge(name, dtype, tolerance
         assert fused.fused is not None and modules.fused is None
         after = fused.forward_rows(*rows_of(fused))
     assert torch.allclose(before, after, atol=tolerance)
+
+
+@pytest.mark.parametrize("path", TREE_ATTENTION)
+@pytest.mark.parametrize("name", RANDOM_TARGETS)
+def test_every_way_to_attend_gives_the_same_states(name, path):
+    torch.manual_seed(0)
+    target = Target(RANDOM_TARGETS[name]().double())
+    with torch.inference_mode():
+        expected = decode(target)
+        target.attend(path)
+        assert torch.allclose(decode(target), expected, atol=1e-9)
 
 
 def rows_of(target):
