@@ -241,18 +241,13 @@ class DecodingEngine:
         typical: TypicalAcceptance | None,
     ) -> tuple[VerifiedStep, Tensor]:
         """The target's forward over the tree, the accepted path, and the cache that keeps it; see `_step`."""
-        deepest = self.drafter.max_depth
-        sees = ancestor_rows(tree.parents, deepest)
+        sees = ancestor_rows(tree.parents, self.drafter.max_depth)
         rows, depth = torch.cat([base[None], tree.tokens]), depths(sees)
         tree = tree.no_deeper(end - cache.lengths - 1, depth[1:])  # no tokens beyond those that remain to be written
         hidden, logits = self.target.forward_tree(rows, depth, sees, cache)
 
         chosen = choices(logits, depth + cache.lengths + 1, sampling)
-        if typical is None:
-            on_path, next_base = greedy_path(tree, chosen, sees)
-        else:
-            on_path, next_base = typical.path(tree, logits, sees)
-        path, count = accepted_rows(on_path, depth, deepest)
+        path, count, next_base = self._accepted(tree, chosen, logits, sees, depth, typical)
         cache.commit(path[None], count[None])
 
         tokens = rows[path]
@@ -260,6 +255,22 @@ class DecodingEngine:
         next_tokens = torch.where(behind, next_base, tokens.roll(-1))
         verified = VerifiedStep(tokens, next_tokens, hidden[path], count, chosen, tree)
         return verified, torch.cat([count[None], next_tokens])
+
+    def _accepted(
+        self,
+        tree: DraftTree,
+        chosen: Tensor,
+        logits: Tensor,
+        sees: Tensor,
+        depth: Tensor,
+        typical: TypicalAcceptance | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of the accepted path `[A]`, how many of them count, and the next base token."""
+        if typical is None:
+            on_path, next_base = greedy_path(tree, chosen, sees)
+        else:
+            on_path, next_base = typical.path(tree, logits, sees)
+        return *accepted_rows(on_path, depth, self.drafter.max_depth), next_base
 
 
 def choices(logits: Tensor, positions: Tensor, sampling: Sampling | None) -> Tensor:

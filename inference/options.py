@@ -116,6 +116,11 @@ def load_target(options: argparse.Namespace) -> Target:
     target = Target.from_pretrained(
         options.target, dtype, options.device, options.target_adapter, options.chat_template
     )
+    return prepared(target, options)
+
+
+def prepared(target: Target, options: argparse.Namespace) -> Target:
+    """The target as --attention and --compile want it."""
     if options.attention not in TREE_ATTENTION:
         raise ValueError(f"--attention must be one of {', '.join(TREE_ATTENTION)}, got {options.attention!r}")
     if options.attention != "masked":

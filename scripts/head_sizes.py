@@ -18,14 +18,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from heads.base import target_sizes
 from heads.checkpoint import head_classes
-from train.options import estimated_parameters
-
-SHAPES = {
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "33b": {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "num_attention_heads": 52},
-}
-"""Llama shapes with a vocabulary of 32,000."""
+from train.options import SHAPES, estimated_parameters
 
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("ctc", "ctc", {}),

@@ -157,6 +157,14 @@ def recipe_for(kind: str, target: str) -> Path:
     return RECIPES / kind / f"{size}.yaml"
 
 
+SHAPES = {
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+    "33b": {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "num_attention_heads": 52},
+}
+"""Llama shapes with a vocabulary of 32,000."""
+
+
 def estimated_parameters(config: Any) -> float:
     """Parameters of a decoder from its sizes: embeddings, attention and MLP of every layer."""
     if getattr(config, "is_encoder_decoder", False):

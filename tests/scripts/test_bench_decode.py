@@ -1,0 +1,63 @@
+"""The decoding benchmark runs on a CPU and ends with one JSON line that holds what it promises."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from inference.drafters.registry import drafter_for
+from inference.engine import GenerationSettings
+from inference.scripted import ScriptedEngine, schedule
+from scripts import bench_decode
+from tests.inference.models import load_target, make_head
+
+SMALL = ["--questions", "1", "--prompt_tokens", "32", "--new_tokens", "12", "--repeats", "2", "--max_nodes", "8"]
+
+
+def run(monkeypatch, capsys, *flags):
+    monkeypatch.setattr(sys, "argv", ["bench_decode.py", *SMALL, *flags])
+    status = bench_decode.main()
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_it_reports_every_ratio(monkeypatch, capsys):
+    scripted = ["--scripted", "2.3", "--heads", "medusa", "ctc"]
+    flags = ["--target", "data/tiny_target", "--baselines", "eager", "static", "--batches", "2", *scripted]
+    status, out, _ = run(monkeypatch, capsys, *flags)
+    result = json.loads(out.splitlines()[-1])
+    assert status == 0
+    for name in ("vanilla_over_hf_generate", "vanilla_over_hf_static", "vanilla_share_of_bandwidth"):
+        assert result[name] > 0
+    assert set(result["verify_over_step"]) == {"8", "16", "32", "64"}
+    medusa = result["scripted medusa 2.3"]
+    assert medusa["beta"] == pytest.approx(2.3, abs=0.4) and 0 < medusa["eta_bound"] < 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "either --target or --shape"),
+        (["--target", "data/tiny_target", "--shape", "7b"], "either --target or --shape"),
+        (["--target", "data/tiny_target", "--prompt_tokens", "1000"], "--prompt_tokens must leave"),
+        (["--target", "data/tiny_target", "--scripted", "9", "--heads", "medusa"], "--scripted must lie between"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, flags, told):
+    status, _, err = run(monkeypatch, capsys, *flags)
+    assert status == 2 and told in err
+
+
+def test_a_schedule_spreads_whole_numbers_around_its_mean():
+    assert schedule(2.5, 4) == [2, 3, 2, 3] and schedule(3.0, 3) == [3, 3, 3]
+    for mean in (2.3, 3.3, 4.3):
+        assert sum(schedule(mean)) == round(20 * mean) and set(schedule(mean)) == {int(mean), int(mean) + 1}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_scripted_steps_keep_what_the_script_says(ahead):
+    target = load_target("llama", torch.float32)
+    engine = ScriptedEngine(target, drafter_for(make_head(target, "medusa").eval(), target, 8), 2.3, ahead=ahead)
+    answer = engine.generate(list(range(3, 40)), GenerationSettings(60))
+    assert answer.accept_lengths[1:-1] == (schedule(2.3) * 3)[: len(answer.accept_lengths) - 2]
