@@ -5,6 +5,7 @@ Shapes: N layers, B sequences, G key/value heads, C capacity, D head size, R row
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ class PreallocatedLayer(CacheLayerMixin):
         self.cache, self.index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take a share of the cache's memory, which the first layer makes it allocate."""
-        store = self.cache.allocate(key_states)[self.index]
-        self.keys, self.values = store[:, 0], store[:, 1]
+        """The cache holds the memory, which the first layer makes it allocate; nothing is kept here."""
+        self.cache.allocate(key_states)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -35,7 +36,6 @@ class PreallocatedLayer(CacheLayerMixin):
         """Write R rows behind the committed ones (without committing them) and lend all of them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
         return self.cache.write(self.index, self.cache.slots(key_states.shape[2]), key_states, value_states)
 
     def get_seq_length(self) -> int:
@@ -69,13 +69,11 @@ class KVCache(Cache):
         self._end = 0
         self._views: dict[int, Tensor] = {}
 
-    def allocate(self, like: Tensor) -> Tensor:
-        """The memory, made the first time for states `[B, G, R, D]` like these."""
+    def allocate(self, like: Tensor) -> None:
+        """Set the memory aside, the first time, for states `[B, G, R, D]` like these."""
         if self.store is None:
             _, heads, _, size = like.shape
             self.lend(like.new_zeros(len(self.layers), len(self.lengths), 2, heads, self.capacity, size))
-        assert self.store is not None
-        return self.store
 
     def memory(self) -> list[Tensor]:
         """The tensors that outlive a step; where they lie, a captured step expects them."""
@@ -128,7 +126,9 @@ class KVCache(Cache):
     def only(self, sequence: int, like: Tensor) -> KVCache:
         """A cache of one sequence of this one, in the same memory, empty: to prefill it."""
         one = KVCache(len(self.layers), self.capacity, device=self.lengths.device)
-        one.lend(self.allocate(like)[:, sequence : sequence + 1])
+        self.allocate(like)
+        assert self.store is not None
+        one.lend(self.store[:, sequence : sequence + 1])
         return one
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
@@ -163,3 +163,39 @@ class KVCache(Cache):
         """Forget the text, keep the memory."""
         self.lengths.zero_()
         self.bound = self._end = 0
+
+
+class ShardedKVCache(KVCache):
+    """The cache of a target whose layers lie on several devices: memory of its own for every layer, one sequence."""
+
+    def __init__(self, devices: Sequence[torch.device], capacity: int, device: torch.device) -> None:
+        """devices: of every layer; device: where token ids, lengths and choices lie."""
+        super().__init__(len(devices), capacity, device=device)
+        self.devices = devices
+        self.stores: list[Tensor] = []
+
+    def allocate(self, like: Tensor) -> None:
+        """Memory [2·G, C, D] for every layer on its device."""
+        if not self.stores:
+            shape = (2 * like.shape[1], self.capacity, like.shape[3])
+            self.stores = [like.new_zeros(shape, device=device) for device in self.devices]
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `KVCache.write`."""
+        states = torch.cat([keys, values], dim=1)[0]
+        store = self.stores[layer]
+        store.index_copy_(1, slots[0].to(store.device), states)
+        both = store[:, : self._end].view(1, 2, keys.shape[1], -1, keys.shape[3])
+        return both[:, 0], both[:, 1]
+
+    def commit(self, rows: Tensor, counts: Tensor) -> None:
+        """See `KVCache.commit`."""
+        into, source = self.slots(rows.shape[1])[0], (self.lengths[:, None] + rows)[0]
+        for store in self.stores:
+            kept = store.index_select(1, source.to(store.device))
+            store.index_copy_(1, into.to(store.device), kept)
+        self.lengths += counts
+
+    def memory(self) -> list[Tensor]:
+        """See `KVCache.memory`."""
+        return [self.lengths, *self.stores]

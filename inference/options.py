@@ -45,7 +45,7 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
     add("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
     add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
-    add("--device", help="default: cuda when there is one, else cpu")
+    add("--device", help="default: cuda if there is one, else cpu; auto spreads layers")
     add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
     add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="how tree rows attend (default masked)")
     add("--threads", type=int, help="CPU threads (default: torch's choice)")

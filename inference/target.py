@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from data.fingerprint import target_fingerprint
 from heads.base import TargetView
 from inference.fused_decoder import FAMILY, FusedDecoder
-from inference.kv_cache import KVCache
+from inference.kv_cache import KVCache, ShardedKVCache
 from inference.masks import behind_text, by_kind
 
 
@@ -53,6 +53,13 @@ class Target:
                 f"{reason}; pick another --target"
             )
         self.kinds = self._kinds()
+        layers = getattr(self.decoder, "layers", None)
+        self.layer_devices = [next(x.parameters()).device for x in layers or ()]
+        if any(device.type == "meta" for device in self.layer_devices):
+            raise ValueError(
+                f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
+                "smaller --dtype, or another --target"
+            )
         self._check_masks()
         self.compiled = False
         self._fused: FusedDecoder | None = None
@@ -99,10 +106,16 @@ class Target:
     ) -> Target:
         """Load a local folder or hub id.
 
-        dtype defaults to float32 on CPU and to the checkpoint's own on GPU; `adapter` names a PEFT adapter that is
-        merged into the target; `chat_template` a .jinja file laid over the tokenizer (older Vicunas have none).
+        dtype defaults to float32 on CPU and to the checkpoint's own on GPU; `device` "auto" spreads the layers over all
+        devices; `adapter` names a PEFT adapter that is merged into the target; `chat_template` is a .jinja file laid
+        over the tokenizer (older Vicunas have none).
         """
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        sharded = device == "auto"
+        device = (
+            torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            if sharded or not device
+            else torch.device(device)
+        )
         config = AutoConfig.from_pretrained(path)
         if config.is_encoder_decoder:
             raise ValueError(
@@ -110,7 +123,8 @@ class Target:
                 f"({config.model_type}); pick another --target"
             )
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation="sdpa")
+        placed: dict[str, Any] = {"device_map": "auto"} if sharded else {}
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation="sdpa", **placed)
         if adapter:
             from peft import PeftModel
 
@@ -118,7 +132,8 @@ class Target:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if chat_template:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-        model.to(device)  # type: ignore[arg-type]
+        if not sharded:
+            model.to(device)  # type: ignore[arg-type]
         return cls(model, tokenizer, name=path)
 
     @property
@@ -167,6 +182,8 @@ class Target:
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
+        if len(set(self.layer_devices)) > 1:
+            return ShardedKVCache(self.layer_devices, capacity, self.device)
         return KVCache(self.config.num_hidden_layers, capacity, batch, self.device)
 
     def _through_modules(self, token_ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: Any) -> Tensor:
@@ -202,7 +219,7 @@ class Target:
         each row sees. Every row sees the whole cached text. Rows are written to `cache` but not committed.
         """
         hidden = self._forward(token_ids, depths, sees, cache)
-        return hidden, self.logits(hidden)
+        return hidden.to(self.device), self.logits(hidden).to(self.device)  # a sharded target's lie elsewhere
 
     def prefill(self, prompt: Tensor, cache: KVCache, rows_per_forward: int = 2048) -> tuple[Tensor, Tensor]:
         """Commit a prompt `[n]`: its hidden states `[n, H]` and the logits `[V]` of what follows."""
@@ -212,7 +229,7 @@ class Target:
             pieces.append(self._forward(chunk, index, index <= index[:, None], cache))
             cache.keep_first(chunk.numel())
         hidden = torch.cat(pieces)
-        return hidden, self.logits(hidden[-1])
+        return hidden.to(self.device), self.logits(hidden[-1]).to(self.device)
 
     @torch.no_grad()
     def forward_rows(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings, padded_nodes
 from inference.host import asking_nothing, may_ask
+from inference.kv_cache import ShardedKVCache
 from inference.lossless import Oracle
 from inference.sampling import Sampling
 from inference.target import Target
@@ -157,6 +158,18 @@ def test_on_a_gpu_steps_are_captured_and_never_wait_for_the_device(kind, setting
     assert engine.generate(prompt, rules).tokens == expected
     engine._step = watched
     assert engine.generate(prompt, rules).tokens == expected
+
+
+def test_layers_on_several_devices_have_memory_of_their_own():
+    torch.manual_seed(0)
+    target = Target(RANDOM_TARGETS["mistral"]().double())
+    target._modules_only = True
+    prompt = list(range(3, 60))
+    expected = Oracle(target, GenerationSettings(40)).answer(prompt)
+    target.new_cache = lambda capacity: ShardedKVCache(target.layer_devices, capacity, target.device)
+    engine = DecodingEngine(target, make_drafter(target, "medusa", {"layers": 1}))
+    assert engine.generate(prompt, GenerationSettings(40)).tokens == expected
+    assert len(engine._cache.stores) == target.config.num_hidden_layers
 
 
 def test_sizes_of_trees_are_few():
