@@ -45,10 +45,19 @@ class CapturedSteps:
         self._capture = capture
         self._graphs: dict[Hashable, tuple[Any, Tensor]] = {}
         self._seen: set[Hashable] = set()
+        self._places: Hashable = None
         self._step: VerifiedStep | None = None  # every graph's input, and where it leaves its result
 
-    def __call__(self, key: Hashable, step: VerifiedStep, body: Body) -> tuple[VerifiedStep, Tensor]:
-        """`body(step)`, by a graph where one of this `key` is at hand; the key names all that a graph depends on."""
+    def __call__(self, places: Hashable, key: Hashable, step: VerifiedStep, body: Body) -> tuple[VerifiedStep, Tensor]:
+        """`body(step)`, by a graph where one of this `key` is at hand.
+
+        places  where the memory that outlives steps lies; graphs made for other places are dropped
+        key     everything else that a graph depends on
+        """
+        if places != self._places:
+            self._places = places
+            self._graphs.clear()
+            self._seen.clear()
         if key not in self._seen:  # memory that a first run sets aside must not be part of a graph
             self._seen.add(key)
             return body(step)

@@ -221,7 +221,7 @@ class DecodingEngine:
             else:
                 reach = cache.reach(1 + padded_nodes(self.drafter.max_nodes))
                 places = tuple(x.data_ptr() for x in (end, *cache.memory(), *self.drafter.memory()))
-                verified = self._captured((reach, settings.sampling, settings.typical, places), step, body)
+                verified = self._captured(places, (reach, settings.sampling, settings.typical), step, body)
             clock.lap("verify")
         return verified
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-STEP = 64
-"""Rows by which what a forward reads of a cache grows."""
+STEPS = {"cpu": 64, "cuda": 256}
+"""Rows by which what a forward reads of a cache grows: a GPU captures a graph for each length, a CPU pays per row."""
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -61,7 +61,8 @@ class KVCache(Cache):
 
     def __init__(self, layers: int, capacity: int, batch: int = 1, device: torch.device | str = "cpu") -> None:
         super().__init__(layers=[PreallocatedLayer(self, index) for index in range(layers)])
-        self.capacity = capacity
+        self.step = STEPS.get(torch.device(device).type, 256)
+        self.capacity = -(-capacity // self.step) * self.step
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.bound = 0
         self.store: Tensor | None = None
@@ -86,13 +87,13 @@ class KVCache(Cache):
         self._show()
 
     def reach(self, rows: int) -> int:
-        """Make `rows` reach as far as a forward over that many more rows may write, in steps of 64; how far.
+        """Make `rows` reach as far as a forward over that many more rows may write, in whole steps; how far.
 
         The host does this before a step, from its bound: a program or a captured graph sees few different lengths.
         """
         end = self.bound + rows
         assert end <= self.capacity, f"cache of {self.capacity} rows asked to hold {end}"
-        self._end = max(self._end, min(-(-end // STEP) * STEP, self.capacity))  # back to nothing when cleared
+        self._end = max(self._end, -(-end // self.step) * self.step)  # back to nothing when cleared
         self._show()
         return self._end
 

@@ -10,7 +10,7 @@ from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings, padded_nodes
 from inference.host import asking_nothing, may_ask
 from inference.kv_cache import ShardedKVCache
-from inference.lossless import Oracle
+from inference.lossless import Oracle, Turn, judge_all
 from inference.sampling import Sampling
 from inference.target import Target
 from tests.inference.models import RANDOM_TARGETS, load_target, make_head, make_prompts
@@ -158,6 +158,20 @@ def test_on_a_gpu_steps_are_captured_and_never_wait_for_the_device(kind, setting
     assert engine.generate(prompt, rules).tokens == expected
     engine._step = watched
     assert engine.generate(prompt, rules).tokens == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["vanilla", "medusa", "hydra", "chimera", "ctc"])
+def test_in_half_precision_every_difference_is_a_near_tie(kind, dtype):
+    target = load_target("llama", dtype)
+    rules = GenerationSettings(40)
+    oracle = Oracle(target, rules)
+    engine = DecodingEngine(target, make_drafter(target, kind, {}), ahead=True)
+    turns = [
+        Turn(tuple(prompt), tuple(engine.generate(prompt, rules).tokens), f"prompt {index}")
+        for index, prompt in enumerate(make_prompts(target, 4))
+    ]
+    assert judge_all(oracle, turns).unexplained == 0
 
 
 def test_layers_on_several_devices_have_memory_of_their_own():
