@@ -239,6 +239,12 @@ class Target:
         masks = by_kind(visible, position_ids, position_ids, self.window, self.kinds)
         return self._through_modules(input_ids, position_ids, masks, None)
 
+    def hidden_of(self, batch: dict[str, Tensor]) -> Tensor:
+        """[B, L, H] of a training batch: those cached with the labels, or `forward_rows` now."""
+        if "hidden" in batch:
+            return batch["hidden"]
+        return self.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+
     @torch.no_grad()
     def _check_masks(self) -> None:
         """The model must take our masks and compute `logits = LM head(hidden)`: compared once with its own forward."""

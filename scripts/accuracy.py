@@ -25,6 +25,7 @@ from heads.accuracy import TOP
 from heads.base import DraftHead
 from heads.checkpoint import load_head
 from inference.config_file import parse_with_config
+from inference.options import load_target, target_parser
 from inference.target import Target
 from train.options import RunOptions
 from train.run import load_data
@@ -38,9 +39,8 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
     view = target.view()
     for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collator):
         batch = {name: value.to(target.device) for name, value in batch.items()}
-        hidden = batch.pop("hidden", None)
-        if hidden is None:
-            hidden = target.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+        hidden = target.hidden_of(batch)
+        batch.pop("hidden", None)
         loss = head(hidden=hidden, target=view, **batch)
         if loss.correct is not None and loss.counted is not None:
             hits += loss.correct.cpu()
@@ -64,13 +64,10 @@ def table(results: dict[str, list[Any]]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
-    made.add_argument("--target", help="the target the heads were trained for: a folder or a hub id")
+    made = target_parser(__doc__)
     made.add_argument("--heads", nargs="+", metavar="NAME=RUN/head", help="the heads, by the names the table uses")
     made.add_argument("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
     made.add_argument("--rows", type=int, default=64, help="held-out rows to count on (default 64)")
-    made.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
     made.add_argument("--output", type=Path, help="folder for accuracy.json and accuracy.md")
     return made
 
@@ -78,12 +75,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     try:
         args = parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))
-        if args.threads:
-            torch.set_num_threads(args.threads)
         named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
         if len(named) != len(args.heads):
             raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
-        target = Target.from_pretrained(args.target)
+        target = load_target(args)
         _, held_out, _, collator = load_data(RunOptions(args.target, args.dataset, held_out=args.rows), target)
         heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
     except (ValueError, OSError) as error:

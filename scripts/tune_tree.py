@@ -28,6 +28,7 @@ from inference.config_file import parse_with_config
 from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings
+from inference.options import load_target, target_parser
 from inference.report import environment
 from inference.target import Target
 from train.options import RunOptions
@@ -53,9 +54,8 @@ def simulated_betas(
 
     for row in track(rows, "walking held-out rows"):
         batch = {name: value.to(target.device) for name, value in collator([row]).items()}
-        hidden = batch.pop("hidden", None)
-        if hidden is None:
-            hidden = target.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+        hidden = target.hidden_of(batch)
+        batch.pop("hidden", None)
         for temperature in grid:
             head.config.tree_temperature = temperature
             for run in simulate_row(head, batch, hidden, view, propose_from):
@@ -89,10 +89,8 @@ def decoding_speed(
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = target_parser(__doc__)
     add = made.add_argument
-    add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
-    add("--target", help="the target the head was trained for: a folder or a hub id")
     add("--head", help="RUN/head")
     add("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
     add("--output", type=Path, help="the JSON to write, for a drafter's option tuned=FILE")
@@ -102,15 +100,12 @@ def parser() -> argparse.ArgumentParser:
     add("--max_nodes", type=int, default=32, help="nodes of the trees that the temperature is chosen for (default 32)")
     add("--temperatures", type=float, nargs="+", default=list(GRID), help="the grid")
     add("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes to try")
-    add("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
     return made
 
 
 def main() -> None:
     try:
         args = parse_with_config(parser(), None, ("target", "head", "dataset", "output"))
-        if args.threads:
-            torch.set_num_threads(args.threads)
         if min(args.temperatures) <= 0:
             raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
         for name in ("max_nodes", "prompts", "new_tokens"):
@@ -118,7 +113,7 @@ def main() -> None:
                 raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
         if min(args.nodes) < 1:
             raise ValueError(f"--nodes must be at least 1; got {min(args.nodes)}")
-        target = Target.from_pretrained(args.target)
+        target = load_target(args)
         _, held_out, _, collator = load_data(RunOptions(args.target, args.dataset, held_out=args.rows), target)
         head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
     except (ValueError, OSError) as error:

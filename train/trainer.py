@@ -90,19 +90,13 @@ class DraftHeadTrainer(Trainer):
         dataset: Any = self.train_dataset
         batch = self.data_collator([dataset[row] for row in range(min(rows, len(dataset)))])
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
-        self.model.to(self.target.device).start_from(self.hidden_states(batch)[batch["mask"]], self.view)
+        self.model.to(self.target.device).start_from(self.target.hidden_of(batch)[batch["mask"]], self.view)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
-    def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
-        """[B, L, H], cached with the labels or computed by the frozen target now."""
-        if "hidden" in batch:
-            return batch["hidden"]
-        return self.target.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
-
     def head_loss(self, model: nn.Module, batch: dict[str, Tensor], seed: int = 0) -> HeadLoss:
         """The head's loss on a batch of the collator, hidden states taken from the batch or from the target."""
-        hidden = self.hidden_states(batch)
+        hidden = self.target.hidden_of(batch)
         inputs = {name: value for name, value in batch.items() if name != "hidden"}
         return model(hidden=hidden, target=self.view, seed=seed, **inputs)
 
@@ -230,7 +224,7 @@ class DraftHeadTrainer(Trainer):
         for row in self._share(self.simulate_dataset):
             batch = self._prepare_inputs(self.data_collator([row]))
             with self.compute_loss_context_manager():
-                runs += simulate_row(head, batch, self.hidden_states(batch), self.view, self.propose_from)
+                runs += simulate_row(head, batch, self.target.hidden_of(batch), self.view, self.propose_from)
         totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
         tokens, steps = self._sum_over_processes(totals).tolist()
         return {"simulated_beta": tokens / steps if steps else math.nan}
