@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ class MinutesBar(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             shape = "training {percentage:3.0f}% |{bar}| {n:.1f} of {total:g} minutes{postfix}"
-            self.training_bar = tqdm(total=self.clock.max_minutes, bar_format=shape, dynamic_ncols=True)
+            pause = 0.1 if sys.stderr.isatty() else 15.0  # a log file need not have every step
+            self.training_bar = tqdm(
+                total=self.clock.max_minutes, bar_format=shape, dynamic_ncols=True, mininterval=pause
+            )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None:
