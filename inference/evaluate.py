@@ -18,6 +18,7 @@ from inference.engine import ContextError, Generation, GenerationSettings
 from inference.lossless import Difference, Oracle, Turn, judge
 
 VANILLA = "vanilla"
+TRANSFORMERS = "transformers"  # the row of transformers' own `generate`; no drafter may be called so
 WARM_UP_TOKENS = 16
 
 Messages = list[dict[str, str]]
@@ -85,7 +86,8 @@ def evaluate(
 ) -> Evaluation:
     """Decode every question with every engine, then judge every turn against the oracle.
 
-    `engines` must hold `vanilla`, the yardstick of gamma. `on_answer` receives each question's turns as
+    `engines` must hold `vanilla`, the yardstick of gamma; `transformers`, a second yardstick, is
+    `inference.plain_generate.PlainGenerate` and may be left out. `on_answer` receives each question's turns as
     soon as a drafter has answered it (before they are judged), for results that survive an interruption.
     """
     if VANILLA not in engines:

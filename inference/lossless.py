@@ -13,25 +13,16 @@ Shapes: L length, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from inference.drafters.base import Drafter
 from inference.engine import DecodingEngine, GenerationSettings
-from inference.sampling import Sampling, gumbel
+from inference.plain_generate import drawn_as, end, generated
 from inference.target import Target
 
 NOISE_PROMPTS = 4
@@ -68,7 +59,6 @@ class Oracle:
             self._answers[key] = self._generate(key)
         return self._answers[key]
 
-    @torch.inference_mode()
     def _generate(self, prompt: tuple[int, ...]) -> list[int]:
         settings, target = self.settings, self.target
         room = min(settings.max_new_tokens, target.max_positions - len(prompt))
@@ -77,32 +67,8 @@ class Oracle:
                 f"a prompt must leave room for one token: {len(prompt)} tokens, the target has "
                 f"{target.max_positions} positions; shorten it"
             )
-        ids_1L = torch.tensor([prompt], device=target.device)
-        with _neutral_generation_config(target.model):
-            output_1L = target.model.generate(
-                input_ids=ids_1L,
-                attention_mask=torch.ones_like(ids_1L),
-                generation_config=GenerationConfig(
-                    do_sample=False,
-                    num_beams=1,
-                    max_new_tokens=room,
-                    eos_token_id=list(settings.eos_token_ids) or None,
-                    pad_token_id=settings.eos_token_ids[0] if settings.eos_token_ids else 0,
-                ),
-                logits_processor=_drawn_as(settings.sampling),
-            )
-        return self._cut(output_1L[0, len(prompt) :].tolist())
-
-    def _cut(self, tokens: list[int]) -> list[int]:
-        """`tokens` up to where `stop` or a stop string ends them; `generate` itself stops at EOS only."""
-        if self.settings.stop is not None and (length := self.settings.stop(tokens)) is not None:
-            tokens = tokens[:length]
-        if self.settings.stop_strings:
-            for length in range(1, len(tokens) + 1):
-                text = self.target.tokenizer.decode(tokens[:length], skip_special_tokens=False)
-                if any(stop in text for stop in self.settings.stop_strings):
-                    return tokens[:length]
-        return tokens
+        tokens = generated(target, prompt, settings, room)
+        return tokens[: end(tokens, settings, target.tokenizer)]  # `generate` itself stops at EOS only
 
     @property
     def noise(self) -> float:
@@ -133,41 +99,9 @@ class Oracle:
             self._precise = copy.deepcopy(self.target.model).to(HIGHER_PRECISION[self.target.dtype])
         ids_1L = torch.tensor([list(context)], device=self.target.device)
         logits_1V = self._precise(input_ids=ids_1L, use_cache=False).logits[:, -1]
-        for process in _drawn_as(self.settings.sampling):
+        for process in drawn_as(self.settings.sampling):
             logits_1V = process(ids_1L, logits_1V)
         return abs(float(logits_1V[0, token]) - float(logits_1V[0, other]))
-
-
-class _FixedNoise(LogitsProcessor):
-    """Adds the noise that sampling has at the next position: `generate`'s greedy choice is then the token drawn."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        position = torch.tensor([input_ids.shape[1]], device=scores.device)
-        return scores.double() + gumbel(self.seed, position, scores.shape[-1])
-
-
-def _drawn_as(sampling: Sampling | None) -> LogitsProcessorList:
-    """transformers' own temperature, top-k and top-p, then the noise; nothing for greedy answers."""
-    if sampling is None:
-        return LogitsProcessorList()
-    warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
-    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
-    return LogitsProcessorList([*warpers, _FixedNoise(sampling.seed)])
-
-
-@contextmanager
-def _neutral_generation_config(model: Any) -> Iterator[None]:
-    """Hide the checkpoint's generation config: `generate` takes what is unset (penalties, EOS) from it."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.evaluate import VANILLA, Evaluation, TurnRecord
+from inference.evaluate import TRANSFORMERS, VANILLA, Evaluation, TurnRecord
 from inference.lossless import LosslessCounts
 
 BOOTSTRAP_SAMPLES = 2000
@@ -30,20 +30,27 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
                 for record in evaluation.records
                 if record.benchmark == benchmark.name and category in (None, record.category)
             ]
-            vanilla = [record for record in chosen if record.drafter == VANILLA]
+            by_drafter = {
+                drafter: [record for record in chosen if record.drafter == drafter] for drafter in evaluation.drafters
+            }
+            baselines = by_drafter[VANILLA], by_drafter.get(TRANSFORMERS, [])
             asked = [q for q in benchmark.questions if category in (None, q.category)]
-            for drafter in evaluation.drafters:
-                records = [record for record in chosen if record.drafter == drafter]
+            for drafter, records in by_drafter.items():
                 row = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
-                rows.append(row | result_row(records, vanilla, asked, seed))
+                rows.append(row | result_row(records, *baselines, asked, seed))
     return rows
 
 
 def result_row(
-    records: Sequence[TurnRecord], vanilla: Sequence[TurnRecord], asked: Sequence[Any], seed: int
+    records: Sequence[TurnRecord],
+    vanilla: Sequence[TurnRecord],
+    transformers: Sequence[TurnRecord],
+    asked: Sequence[Any],
+    seed: int,
 ) -> dict[str, Any]:
     """The figures of one drafter on one group of questions; ratios without a denominator are None.
 
+    gamma is the speed over `vanilla`, over_transformers that over transformers' own `generate` (no turns: not run).
     questions counts those asked; turns + skipped = turns asked (a turn that does not fit the context ends its
     question, so it and what follows are skipped).
     """
@@ -62,6 +69,7 @@ def result_row(
         "beta": new_tokens / steps if steps else None,
         "gamma": gamma,
         "gamma_ci95": interval,
+        "over_transformers": speedup(records, transformers, seed)[0],
         "tokens_per_second": new_tokens / seconds if seconds else None,
         "lossless": lossless_counts(records).as_dict(),
         "time_share": time_share(records),
@@ -71,16 +79,16 @@ def result_row(
 
 
 def speedup(
-    records: Sequence[TurnRecord], vanilla: Sequence[TurnRecord], seed: int
+    records: Sequence[TurnRecord], baseline: Sequence[TurnRecord], seed: int
 ) -> tuple[float | None, list[float] | None]:
-    """Gamma (vanilla / drafter seconds per token, on turns both answered) and its 95 % interval.
+    """Baseline seconds per token over the drafter's, on turns both answered (gamma for vanilla), and its 95 % interval.
 
-    The interval is a bootstrap over questions: whole questions are drawn with replacement, vanilla and
+    The interval is a bootstrap over questions: whole questions are drawn with replacement, baseline and
     drafter together, so that hard questions weigh on both.
     """
     drafted = {(record.question, record.turn): record for record in records}
     sums: dict[int, list[float]] = {}
-    for base in vanilla:
+    for base in baseline:
         record = drafted.get((base.question, base.turn))
         if record is None:
             continue
@@ -93,15 +101,15 @@ def speedup(
     sums_Q4 = torch.tensor(list(sums.values()), dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     draws_BQ = torch.randint(len(sums), (BOOTSTRAP_SAMPLES, len(sums)), generator=generator)
-    gammas_B = _gamma(sums_Q4[draws_BQ].sum(1))
-    low, high = torch.quantile(gammas_B, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return float(_gamma(sums_Q4.sum(0))), [low, high]
+    speedups_B = _speedup(sums_Q4[draws_BQ].sum(1))
+    low, high = torch.quantile(speedups_B, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(_speedup(sums_Q4.sum(0))), [low, high]
 
 
-def _gamma(sums: Tensor) -> Tensor:
-    """[..., (vanilla seconds, vanilla tokens, seconds, tokens)] -> [...]."""
-    vanilla_seconds, vanilla_tokens, seconds, tokens = sums.unbind(-1)
-    return (vanilla_seconds / vanilla_tokens) / (seconds / tokens)
+def _speedup(sums: Tensor) -> Tensor:
+    """[..., (baseline seconds, baseline tokens, seconds, tokens)] -> [...]."""
+    baseline_seconds, baseline_tokens, seconds, tokens = sums.unbind(-1)
+    return (baseline_seconds / baseline_tokens) / (seconds / tokens)
 
 
 def lossless_counts(records: Sequence[TurnRecord]) -> LosslessCounts:

@@ -13,6 +13,7 @@ from inference.config_file import parse_with_config
 from inference.drafters.base import Drafter
 from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.engine import GenerationSettings
+from inference.evaluate import TRANSFORMERS
 from inference.sampling import Sampling
 from inference.target import Target
 from inference.tree_attention import TREE_ATTENTION
@@ -131,11 +132,16 @@ def prepared(target: Target, options: argparse.Namespace) -> Target:
 
 
 def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
-    """The drafters asked for, vanilla first whether it was or not; ValueError for a name given twice."""
+    """The drafters asked for, vanilla first whether it was or not; ValueError for a name given twice or reserved."""
     specs = [DrafterSpec.parse("vanilla")]
     for text in texts:
         if text == "vanilla":
             continue
+        if text.partition("=")[0] == TRANSFORMERS:
+            raise ValueError(
+                f"the name {TRANSFORMERS!r} is reserved for the target's own generate, a baseline of "
+                f"scripts/evaluate.py and no drafter; got {text!r}; rename the drafter or leave it out"
+            )
         spec = DrafterSpec.parse(text)
         if spec.name in [other.name for other in specs]:
             raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 Row = dict[str, Any]
 
-VANILLA_GREY = "#8c8c8c"
+BASELINE_GREYS = {"vanilla": "#8c8c8c", "transformers": "#bfbfbf"}
 # Okabe and Ito's palette: told apart with every kind of colour vision.
 DRAFTER_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442")
 TIME_COLOURS = {"draft": "#e69f00", "verify": "#0072b2", "accept": "#009e73", "other": "#c8c8c8"}
@@ -127,9 +127,9 @@ def _overall(results: Sequence[Row]) -> tuple[dict[tuple[str, str], Row], list[s
 
 
 def _colours(drafters: Sequence[str]) -> dict[str, str]:
-    others = [name for name in drafters if name != "vanilla"]
+    others = [name for name in drafters if name not in BASELINE_GREYS]
     colours = {name: DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)] for index, name in enumerate(others)}
-    return colours | {"vanilla": VANILLA_GREY}
+    return colours | BASELINE_GREYS
 
 
 def _finish(axes: Axes, grid: str = "y") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from inference import plots
-from inference.evaluate import Evaluation
+from inference.evaluate import TRANSFORMERS, Evaluation
 from inference.metrics import TIME_KEYS, result_rows
 
 PICTURES = {
@@ -22,11 +22,14 @@ PICTURES = {
     "time_share.png": plots.time_share,
 }
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
+OVER_TRANSFORMERS = "over transformers"
 
 EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of vanilla over the
 drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns identical to
 transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
 within the numerical noise."""
+EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `generate`, without this project's engine;
+over transformers: its seconds per token over the drafter's, as γ is vanilla's."""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -107,19 +110,31 @@ def number(value: float | None, form: str = ".2f") -> str:
     return "–" if value is None else format(value, form)
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row's figures in the order of `HEADER`."""
+def ran_transformers(results: Sequence[dict[str, Any]]) -> bool:
+    """Whether transformers' own `generate` was run as a baseline."""
+    return any(row["drafter"] == TRANSFORMERS for row in results)
+
+
+def header(results: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """The columns of the main table: `HEADER`, with speed over transformers behind γ's interval where that ran."""
+    return (*HEADER[:5], OVER_TRANSFORMERS, *HEADER[5:]) if ran_transformers(results) else HEADER
+
+
+def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
+    """A row's figures in the order of `columns`."""
     interval = row["gamma_ci95"]
-    return [
-        row["benchmark"],
-        row["drafter"],
-        number(row["beta"]),
-        f"{number(row['gamma'])}×",
-        "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
-        number(row["tokens_per_second"], ".1f"),
-        lossless_cell(row["lossless"]),
-        "–" if row["score"] is None else f"{row['score']['accuracy']:.1%}",
-    ]
+    figures = {
+        "benchmark": row["benchmark"],
+        "drafter": row["drafter"],
+        "β": number(row["beta"]),
+        "γ": f"{number(row['gamma'])}×",
+        "95 %": "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
+        OVER_TRANSFORMERS: f"{number(row['over_transformers'])}×",
+        "tokens/s": number(row["tokens_per_second"], ".1f"),
+        "lossless": lossless_cell(row["lossless"]),
+        "accuracy": "–" if row["score"] is None else f"{row['score']['accuracy']:.1%}",
+    }
+    return [figures[column] for column in columns]
 
 
 def lossless_cell(counts: dict[str, int] | None) -> str:
@@ -143,13 +158,15 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
 def markdown(report: dict[str, Any]) -> str:
     """report.md."""
     whole = overall(report["results"])
+    columns = header(whole)
     return "\n\n".join(
         [
             "# Evaluation",
             setting_sentence(report),
-            markdown_table(HEADER, [cells(row) for row in whole], 2),
+            markdown_table(columns, [cells(row, columns) for row in whole], 2),
             *skipped_note(whole),
             EXPLANATION,
+            *([EXPLANATION_TRANSFORMERS] if ran_transformers(whole) else []),
             "![speedup](speedup.png)",
             "![accepted drafts per step](accepted_length.png)",
             "## Where the time goes",

@@ -1,10 +1,11 @@
 """Measure drafters on benchmarks: β, γ, losslessness, time shares, accuracy.
 
-    python scripts/evaluate.py --target DIR --drafters ctc=RUN/head ctc_raw=RUN/head,tree=raw \\
+    python scripts/evaluate.py --target DIR --drafters transformers ctc=RUN/head ctc_raw=RUN/head,tree=raw \\
         --benchmarks mt_bench=mt_bench.jsonl gsm8k=gsm8k.jsonl --output runs/report
 
 Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to
---output.
+--output. Among the drafters, the name `transformers` stands for the target's own `generate`: a second baseline beside
+vanilla, timed in turn with the drafters, with a row of its own and every row's speed over it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from data.loops import LoopDetector
 from data.rendering import render_prompt
 from inference.answers import AnswerFiles
 from inference.engine import DecodingEngine
-from inference.evaluate import Benchmark, evaluate
+from inference.evaluate import TRANSFORMERS, VANILLA, Benchmark, Engine, evaluate
 from inference.lossless import Oracle
 from inference.options import (
     decoding_parser,
@@ -34,6 +35,7 @@ from inference.options import (
     named_files,
     parse_options,
 )
+from inference.plain_generate import PlainGenerate
 from inference.report import build_report, check_output, clear_output, write_report
 from inference.terminal import progress_bar, summary_table
 
@@ -55,15 +57,19 @@ def same_number(answer: str, reference: str) -> bool:
 def run(options: argparse.Namespace) -> None:
     console = Console()
     benchmarks = load_benchmarks(options)
-    specs = drafter_specs(options.drafters)
+    specs = drafter_specs([text for text in options.drafters if text != TRANSFORMERS])
     check_output(options.output, options.overwrite)
     target = load_target(options)
     drafters = load_drafters(specs, target, options.max_nodes)
+    engines: dict[str, Engine] = {VANILLA: DecodingEngine(target, drafters[VANILLA])}
+    if TRANSFORMERS in options.drafters:
+        engines[TRANSFORMERS] = PlainGenerate(target)
+    engines |= {name: DecodingEngine(target, drafter) for name, drafter in drafters.items() if name != VANILLA}
     clear_output(options.output)
-    answers = AnswerFiles(options.output, list(drafters))
+    answers = AnswerFiles(options.output, list(engines))
     with progress_bar(console) as progress:
         evaluation = evaluate(
-            {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()},
+            engines,
             Oracle(target, generation_settings(options, target, LoopDetector)),
             benchmarks,
             partial(render_prompt, target.tokenizer),

@@ -87,7 +87,7 @@ def main() -> None:
         "scripts/distill.py", "--target", target, "--dataset", str(inputs["conversations"]), "--output", distilled,
         "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128", "--hidden_states",
     )  # fmt: skip
-    drafters = ["vanilla"]
+    drafters = ["vanilla", "transformers"]  # the two baselines
     for step, kind in enumerate(args.heads, start=2):
         run(
             console, f"{step}/{steps} train {HEADS[kind][0]} for {args.max_minutes:g} minutes",

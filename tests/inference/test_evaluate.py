@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference.engine import GenerationSettings
+from inference.engine import ContextError, GenerationSettings
 from inference.evaluate import evaluate, rotate
 from inference.metrics import accept_length_histogram, result_rows
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
@@ -65,6 +65,30 @@ def test_beta_counts_every_target_step_and_gamma_compares_seconds_per_token():
     vanilla = table[None, "vanilla"]
     assert (vanilla["beta"], vanilla["gamma"], vanilla["gamma_ci95"]) == (1.0, 1.0, [1.0, 1.0])
     assert vanilla["accept_length_histogram"] == [11]
+
+
+def test_speed_over_transformers_is_of_turns_both_answered_and_null_without_it():
+    class Short(StubEngine):
+        """A baseline that answers first turns only."""
+
+        def generate(self, prompt_ids, settings):
+            if 0 in prompt_ids[:-1]:
+                raise ContextError("a second turn")
+            return super().generate(prompt_ids, settings)
+
+    class Slower(StubEngine):
+        """Takes 0.01 s a token in first turns, 0.09 in second ones."""
+
+        def generate(self, prompt_ids, settings):
+            self.seconds_per_token = 0.09 if 0 in prompt_ids[:-1] else 0.01
+            return super().generate(prompt_ids, settings)
+
+    engines = {"vanilla": StubEngine(), "transformers": Short(seconds_per_token=0.03), "slower": Slower()}
+    table = rows(run(engines))
+    assert table[None, "slower"]["over_transformers"] == pytest.approx(3.0)
+    assert table[None, "slower"]["gamma"] == pytest.approx(15 / (11 + 4 * 9))
+    assert table[None, "vanilla"]["over_transformers"] == pytest.approx(3.0)
+    assert rows(run({"vanilla": StubEngine()}))[None, "vanilla"]["over_transformers"] is None
 
 
 def test_categories_have_rows_that_add_up():

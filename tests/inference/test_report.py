@@ -18,7 +18,7 @@ SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32
 ROW_KEYS = {
     *("benchmark", "category", "drafter", "questions", "turns", "skipped", "new_tokens", "target_steps"),
     *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
-    *("accept_length_histogram", "score"),
+    *("accept_length_histogram", "score", "over_transformers"),
 }
 
 
@@ -66,6 +66,27 @@ def test_report_md_shows_the_figures(report):
     assert "## other: β" not in text
 
 
+def test_a_column_shows_speed_over_transformers_where_it_was_run(report):
+    engines = {"vanilla": StubEngine(), "transformers": StubEngine(1, 0.02), "fast": StubEngine(2, 0.004)}
+    beside = build_report(evaluate(engines, StubOracle(), [benchmark()], render), TARGET, SETTINGS, 0)
+    rows = {(row["category"], row["drafter"]): row for row in beside["results"]}
+    assert [rows[None, name]["gamma"] for name in engines] == pytest.approx([1.0, 0.5, 2.5])
+    assert [rows[None, name]["over_transformers"] for name in engines] == pytest.approx([2.0, 1.0, 5.0])
+    assert rows["math", "fast"]["over_transformers"] == pytest.approx(5.0)
+    text = markdown(beside)
+    assert "| benchmark | drafter | β | γ | 95 % | over transformers | tokens/s | lossless | accuracy |" in text
+    assert "| bench | transformers | 1.00 | 0.50× | 0.50–0.50 | 1.00× | 50.0 | 4/4 | 50.0% |" in text
+    assert "| bench | fast | 1.50 | 2.50× | 2.50–2.50 | 5.00× | 250.0 | 4/4 | 50.0% |" in text
+    assert "over transformers: its seconds per token" in text
+    shown = closing_table(beside, width=80)
+    assert all(figure in shown for figure in ("transformers", "0.50×", "2.50×", "4/4", "50.0%")) and "…" not in shown
+
+
+def test_nothing_is_said_of_transformers_where_it_was_not_run(report):
+    assert {row["over_transformers"] for row in report["results"]} == {None}
+    assert "over transformers" not in markdown(report)
+
+
 def test_report_md_says_nothing_of_skipped_turns_when_there_are_none():
     evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [benchmark()], render)
     text = markdown(build_report(evaluation, TARGET, SETTINGS, 0))
@@ -78,10 +99,14 @@ def test_lossless_cell():
     assert lossless_cell(None) == "–"
 
 
-def test_the_closing_table_has_one_row_per_benchmark_and_drafter(report):
-    console = Console(width=120, record=True, file=io.StringIO())
+def closing_table(report, width=120):
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(summary_table(report))
-    text = console.export_text()
+    return console.export_text()
+
+
+def test_the_closing_table_has_one_row_per_benchmark_and_drafter(report):
+    text = closing_table(report)
     assert text.count("fast") == 2
     assert "2.50×" in text
 
@@ -90,6 +115,12 @@ def test_speedup_bars_are_gamma(report):
     axes = plots.speedup(report["results"]).axes[0]
     heights = sorted(round(bar.get_height(), 2) for bar in axes.patches)
     assert heights == [1.0, 1.0, 1.0, 1.0, 2.5, 2.5]
+
+
+def test_baselines_are_grey_and_leave_the_colours_to_drafters(report):
+    colours = plots._colours(["vanilla", "transformers", "fast"])
+    assert colours["fast"] == plots._colours(["vanilla", "fast"])["fast"]
+    assert len(set(colours.values())) == 3
 
 
 def test_accepted_length_curve_is_the_share_of_steps_that_accept_at_least(report):

@@ -85,6 +85,27 @@ def test_evaluate_writes_the_report_and_says_where(command, tmp_path, capsys):
     assert len((out / "answers" / "plain.jsonl").read_text().splitlines()) == 2 + 4
 
 
+@pytest.mark.parametrize("drawn", [(), ("--temperature", "0.7", "--stop_at_loops")])
+def test_transformers_is_a_baseline_with_a_row_of_its_own(drawn, command, tmp_path):
+    assert evaluate.main([*command, "--drafters", "plain=vanilla", "transformers", *drawn]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    rows = {row["drafter"]: row for row in report["results"] if row["benchmark"] == "mt_bench" and not row["category"]}
+    assert list(rows) == ["vanilla", "transformers", "plain"]
+    row = rows["transformers"]
+    assert row["lossless"] == {"identical_turns": 4, "turns": 4, "near_ties": 0, "unexplained": 0}
+    assert (row["beta"], row["over_transformers"]) == (1.0, 1.0)
+    assert row["time_share"] == {"draft": 0.0, "verify": 1.0, "accept": 0.0, "other": 0.0}
+    assert row["new_tokens"] == rows["vanilla"]["new_tokens"]
+    assert rows["vanilla"]["over_transformers"] == pytest.approx(1 / row["gamma"])
+    assert (tmp_path / "out" / "answers" / "transformers.jsonl").is_file()
+    assert "over transformers" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_lossless_has_no_row_that_compares_generate_with_itself(command, capsys):
+    assert lossless.main([*command, "--drafters", "transformers"]) == 2
+    assert "'transformers' is reserved" in capsys.readouterr().err
+
+
 def test_limit_takes_the_first_questions_of_each_benchmark(command, tmp_path):
     assert evaluate.main([*command, "--limit", "1"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -136,6 +157,7 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, got 'mt.jsonl'"),
         (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),
+        (["--drafters", "transformers=vanilla"], "no drafter; got 'transformers=vanilla'; rename the drafter"),
         (["--config", "absent.yaml"], "absent.yaml cannot be read"),
         (["--target", "absent/../absent"], "absent"),
     ],

@@ -1,0 +1,165 @@
+"""transformers' own `generate`: the oracle's answers, and the second baseline of reports beside vanilla.
+
+Its own cache, its own loop, one token at a time, with greedy choices or the project's fixed noise; stop rules beyond
+EOS and length by `end`, for both uses.
+
+Shapes: L length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from inference.engine import Generation, GenerationSettings, room
+from inference.sampling import Sampling, gumbel
+from inference.target import Target
+
+
+class PlainGenerate:
+    """Answers with the target's own `generate`, as an engine that an evaluation times.
+
+    EOS tokens and the length are `generate`'s own to watch. Stop strings and `stop` are asked after every token
+    through a `StoppingCriteria`, so that nothing is decoded beyond the answer's end; without them there is none to
+    ask, and on a GPU none to wait for.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation:
+        """The whole answer: one target step a token (beta 1), all seconds in `verify`.
+
+        Raises ContextError (before any work) if the prompt does not fit, ValueError for stop strings without a
+        tokenizer.
+        """
+        limit = room(self.target, len(prompt_ids), settings.max_new_tokens)
+        if settings.stop_strings and self.target.tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer to decode the answer; the target has none; load one")
+        start = time.perf_counter()
+        ended = _Ended(len(prompt_ids), settings, self.target.tokenizer)
+        asked = settings.stop is not None or bool(settings.stop_strings)
+        tokens = generated(self.target, prompt_ids, settings, limit, [ended] if asked else [])[: ended.length]
+        taken = time.perf_counter() - start
+        if tokens and tokens[-1] in settings.eos_token_ids:
+            reason = "eos"
+        elif ended.length is not None:
+            reason = "stop"
+        else:
+            reason = "length" if limit == settings.max_new_tokens else "context"
+        seconds = {"draft": 0.0, "verify": taken, "accept": 0.0, "other": 0.0, "total": taken}
+        return Generation(tokens, [1] * len(tokens), seconds, reason)
+
+
+@torch.inference_mode()
+def generated(
+    target: Target,
+    prompt: Sequence[int],
+    settings: GenerationSettings,
+    limit: int,
+    criteria: Sequence[StoppingCriteria] = (),
+) -> list[int]:
+    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` end them."""
+    ids_1L = torch.tensor([list(prompt)], device=target.device)
+    with _neutral_generation_config(target.model):
+        output_1L = target.model.generate(
+            input_ids=ids_1L,
+            attention_mask=torch.ones_like(ids_1L),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                num_beams=1,
+                max_new_tokens=limit,
+                eos_token_id=list(settings.eos_token_ids) or None,
+                pad_token_id=settings.eos_token_ids[0] if settings.eos_token_ids else 0,
+            ),
+            logits_processor=drawn_as(settings.sampling),
+            stopping_criteria=StoppingCriteriaList(criteria),
+        )
+    return output_1L[0, len(prompt) :].tolist()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Where an answer ends
+
+
+def end(tokens: list[int], settings: GenerationSettings, tokenizer: Any, known: int = 0) -> int | None:
+    """The length at which `stop` or a stop string ends `tokens`, None where neither does.
+
+    The first `known` tokens are known to hold no stop string. Stop string "b", tokens of the text "abc" -> 2.
+    """
+    ends = settings.stop(tokens) if settings.stop is not None else None
+    if ends is not None and ends > len(tokens):
+        ends = None  # there, but not yet
+    if settings.stop_strings:
+        for length in range(known + 1, (len(tokens) if ends is None else ends) + 1):
+            text = tokenizer.decode(tokens[:length], skip_special_tokens=False)
+            if any(stop in text for stop in settings.stop_strings):
+                return length
+    return ends
+
+
+class _Ended(StoppingCriteria):
+    """`end` asked after every token; `length` is what it said first."""
+
+    def __init__(self, prompt_tokens: int, settings: GenerationSettings, tokenizer: Any) -> None:
+        self.prompt_tokens, self.settings, self.tokenizer = prompt_tokens, settings, tokenizer
+        self.length: int | None = None
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """[1] bool."""
+        if self.length is None:
+            tokens = input_ids[0, self.prompt_tokens :].tolist()
+            self.length = end(tokens, self.settings, self.tokenizer, known=len(tokens) - 1)
+        return input_ids.new_full((1,), self.length is not None, dtype=torch.bool)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Which tokens it says
+
+
+class _FixedNoise(LogitsProcessor):
+    """Adds the noise that sampling has at the next position: `generate`'s greedy choice is then the token drawn."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, input_ids: Any, scores: Any) -> Tensor:
+        """[1, V] float64."""
+        position = torch.tensor([input_ids.shape[1]], device=scores.device)
+        return scores.double() + gumbel(self.seed, position, scores.shape[-1])
+
+
+def drawn_as(sampling: Sampling | None) -> LogitsProcessorList:
+    """transformers' own temperature, top-k and top-p, then the noise; nothing for greedy answers."""
+    if sampling is None:
+        return LogitsProcessorList()
+    warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+    return LogitsProcessorList([*warpers, _FixedNoise(sampling.seed)])
+
+
+@contextmanager
+def _neutral_generation_config(model: Any) -> Iterator[None]:
+    """Hide the checkpoint's generation config: `generate` takes what is unset (penalties, EOS) from it."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

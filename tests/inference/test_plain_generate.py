@@ -1,0 +1,126 @@
+"""transformers' `generate` as an engine: the oracle's tokens under every stop rule, and no step too many."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import ContextError, DecodingEngine, GenerationSettings
+from inference.lossless import Oracle
+from inference.plain_generate import PlainGenerate, end
+from inference.sampling import Sampling
+from tests.inference.models import load_target, make_prompts
+
+TOKENIZER = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(200 + i) for i in ids))
+SAMPLED = [None, Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=7)]
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral"])
+def target(request):
+    return load_target(request.param, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts(target):
+    made = make_prompts(target, 3)
+    target.tokenizer = TOKENIZER
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompt(prompts):
+    return prompts[0]
+
+
+def steps_of(target, prompt, settings):
+    """The generation, and how many rows each forward of the model had."""
+    rows = []
+    hook = target.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        return PlainGenerate(target).generate(prompt, settings), rows
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("sampling", SAMPLED, ids=["greedy", "sampling"])
+def test_the_tokens_are_the_oracles_one_step_each(target, prompts, sampling):
+    settings = GenerationSettings(24, sampling=sampling)
+    for prompt in prompts:
+        result, rows = steps_of(target, prompt, settings)
+        assert result.tokens == Oracle(target, settings).answer(prompt)
+        assert result.tokens == DecodingEngine(target, VanillaDrafter()).generate(prompt, settings).tokens
+        assert (len(result.tokens), result.finish_reason) == (24, "length")
+        assert result.accept_lengths == [1] * 24 and result.target_steps == 24
+        assert rows == [len(prompt)] + [1] * 23  # its cache is in use
+
+
+def test_all_seconds_are_in_verify(target, prompt):
+    seconds = PlainGenerate(target).generate(prompt, GenerationSettings(4)).seconds
+    assert seconds["verify"] == seconds["total"] > 0
+    assert (seconds["draft"], seconds["accept"], seconds["other"]) == (0, 0, 0)
+
+
+def at(length):
+    """A `stop` rule that ends answers at a length, also when asked later."""
+    return lambda tokens: length if len(tokens) >= length else None
+
+
+@pytest.mark.parametrize("sampling", SAMPLED, ids=["greedy", "sampling"])
+@pytest.mark.parametrize("rule", ["eos", "stop", "stop_strings", "both", "eos_in_string"])
+def test_every_stop_rule_ends_where_the_oracle_ends_and_nothing_is_decoded_beyond(target, prompt, rule, sampling):
+    free = PlainGenerate(target).generate(prompt, GenerationSettings(40, sampling=sampling)).tokens
+    word = TOKENIZER.decode(free[8:11], skip_special_tokens=False)
+    given, reason = {
+        "eos": ({"eos_token_ids": (210, free[9])}, "eos"),
+        "stop": ({"stop": at(7)}, "stop"),
+        "stop_strings": ({"stop_strings": ("no such text", word)}, "stop"),
+        "both": ({"stop_strings": (word,), "stop": at(5)}, "stop"),
+        "eos_in_string": ({"eos_token_ids": (free[10],), "stop_strings": (word,)}, "eos"),
+    }[rule]
+    settings = GenerationSettings(40, sampling=sampling, **given)
+    result, rows = steps_of(target, prompt, settings)
+    assert result.tokens == Oracle(target, settings).answer(prompt) == free[: len(result.tokens)]
+    assert 0 < len(result.tokens) < 40
+    assert result.finish_reason == reason
+    assert len(rows) == len(result.tokens)
+    vanilla = DecodingEngine(target, VanillaDrafter()).generate(prompt, settings)
+    assert (vanilla.tokens, vanilla.finish_reason) == (result.tokens, result.finish_reason)
+
+
+def test_the_end_of_an_answer():
+    text = [ord(letter) - 200 for letter in "abcb"]
+    strings = GenerationSettings(stop_strings=("b",))
+    assert end(text, strings, TOKENIZER) == 2
+    assert end(text, strings, TOKENIZER, known=3) == 4
+    assert end(text[:1], strings, TOKENIZER) is None
+    assert end(text, GenerationSettings(stop=lambda tokens: 3), None) == 3
+    assert end(text[:2], GenerationSettings(stop=lambda tokens: 3), None) is None
+
+
+def test_a_stop_rule_that_looks_back_or_ahead_cuts_as_the_oracle_does(target, prompt):
+    for stop in (lambda tokens: 4 if len(tokens) >= 9 else None, lambda tokens: 6):
+        settings = GenerationSettings(20, stop=stop)
+        result = PlainGenerate(target).generate(prompt, settings)
+        assert result.tokens == Oracle(target, settings).answer(prompt)
+        assert (len(result.tokens), result.finish_reason) == (stop(range(20)), "stop")
+
+
+def test_the_context_ends_an_answer_and_a_prompt_beyond_it_is_refused(target, prompt):
+    long = (prompt * 20)[: target.max_positions - 3]
+    result = PlainGenerate(target).generate(long, GenerationSettings(10))
+    assert (len(result.tokens), result.finish_reason) == (3, "context")
+    assert PlainGenerate(target).generate(long, GenerationSettings(3)).finish_reason == "length"
+    _, rows = steps_of(target, long, GenerationSettings(1))
+    assert rows == [len(long)]
+    for wrong in (long + long[:3], []):
+        with pytest.raises(ContextError):
+            PlainGenerate(target).generate(wrong, GenerationSettings(10))
+
+
+def test_stop_strings_need_a_tokenizer(target, prompt):
+    bare = SimpleNamespace(model=target.model, tokenizer=None, device="cpu", max_positions=256)
+    with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
+        PlainGenerate(bare).generate(prompt, GenerationSettings(4, stop_strings=("x",)))
