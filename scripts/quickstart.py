@@ -1,9 +1,10 @@
-"""The whole job on the embedded target: distil → train heads → decode → report. Runs offline on two CPU cores.
+"""The whole job on the embedded target: distil → train heads → tune trees → decode → report. Offline, on two CPU cores.
 
     python scripts/quickstart.py --output runs/quickstart
 
-Leaves OUTPUT/distilled, one run per head (OUTPUT/ctc, its head in OUTPUT/ctc/head) and OUTPUT/report. Every step is
-the command a user would type, and is printed before it runs. An earlier quickstart in OUTPUT is replaced.
+Leaves OUTPUT/distilled, one run per head (OUTPUT/ctc, its head in OUTPUT/ctc/head, its trees' measure for this machine
+in OUTPUT/ctc/tree.json) and OUTPUT/report. Every step is the command a user would type, and is printed before it runs.
+An earlier quickstart in OUTPUT is replaced.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def main() -> None:
     start = time.monotonic()
     inputs = write_inputs(output / "data", args)
     target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
-    steps = len(args.heads) + 2
+    steps = 2 * len(args.heads) + 2
 
     run(
         console, f"1/{steps} distil: the target answers, its tokens are the labels",
@@ -88,14 +89,21 @@ def main() -> None:
         "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128", "--hidden_states",
     )  # fmt: skip
     drafters = ["vanilla", "transformers"]  # the two baselines
-    for step, kind in enumerate(args.heads, start=2):
+    for index, kind in enumerate(args.heads):
+        head, tree = str(output / kind / "head"), str(output / kind / "tree.json")
         run(
-            console, f"{step}/{steps} train {HEADS[kind][0]} for {args.max_minutes:g} minutes",
+            console, f"{2 * index + 2}/{steps} train {HEADS[kind][0]} for {args.max_minutes:g} minutes",
             f"train/{kind}.py", "--target", target, "--dataset", distilled, "--output_dir", str(output / kind),
             "--max_minutes", str(args.max_minutes), *HEADS[kind][1:],
         )  # fmt: skip
-        head = str(output / kind / "head")
-        drafters += [f"ctc_raw={head},tree=raw", f"ctc={head}"] if kind == "ctc" else [f"{kind}={head}"]
+        run(
+            console, f"{2 * index + 3}/{steps} tune the trees of {HEADS[kind][0]} to this machine",
+            "scripts/tune_tree.py", "--target", target, "--head", head, "--dataset", distilled, "--output", tree,
+            "--rows", "24", "--prompts", "4", "--new_tokens", "48", "--temperatures", "0.85", "1", "1.2",
+            "--nodes", "4", "8", "16", "32",
+        )  # fmt: skip
+        raw = [f"{kind}_raw={head},tree=raw"] if kind == "ctc" else []
+        drafters += [*raw, f"{kind}={head}", f"{kind}_tuned={head},tuned={tree}"]
     run(
         console, f"{steps}/{steps} decode and compare with no drafts at all",
         "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
