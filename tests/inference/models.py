@@ -7,7 +7,15 @@ from heads.checkpoint import head_classes
 from inference.tree import DraftTree
 from scripts.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
 
-__all__ = ["RANDOM_TARGETS", "ScriptedDrafter", "load_target", "make_head", "make_prompts", "untrained_head"]
+__all__ = [
+    "RANDOM_TARGETS",
+    "ForkedDrafter",
+    "ScriptedDrafter",
+    "load_target",
+    "make_head",
+    "make_prompts",
+    "untrained_head",
+]
 
 
 def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):
@@ -38,3 +46,17 @@ class ScriptedDrafter:
         tokens = self.answer[self.position + 1 :][: self.max_depth]
         tokens = torch.tensor(tokens + [0] * (self.max_depth - len(tokens)))
         return DraftTree.build(tokens, torch.arange(len(tokens)) - 1)
+
+
+class ForkedDrafter(ScriptedDrafter):
+    """A wrong draft in front of every right one: accepted rows are never simply the first ones."""
+
+    def __init__(self, answer, depth):
+        super().__init__(answer, depth)
+        self.max_nodes = 2 * depth
+
+    def propose(self):
+        right = super().propose()
+        tokens = torch.stack([(right.tokens + 1) % 211, right.tokens], dim=1).flatten()
+        parents = (2 * right.parents + 1).repeat_interleave(2)
+        return DraftTree.build(tokens, parents)

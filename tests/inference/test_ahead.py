@@ -13,7 +13,14 @@ from inference.kv_cache import ShardedKVCache
 from inference.lossless import Oracle, Turn, judge_all
 from inference.sampling import Sampling
 from inference.target import Target
-from tests.inference.models import RANDOM_TARGETS, load_target, make_head, make_prompts
+from tests.inference.models import (
+    RANDOM_TARGETS,
+    ForkedDrafter,
+    ScriptedDrafter,
+    load_target,
+    make_head,
+    make_prompts,
+)
 
 HEADS = [
     ("vanilla", {}),
@@ -50,21 +57,23 @@ class HostQuestions(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("kind", "settings"), HEADS)
-def test_a_step_asks_the_host_nothing(kind, settings):
+def test_a_step_asks_the_host_nothing_and_has_the_sizes_its_settings_say(kind, settings):
     target = load_target("llama", torch.float32)
     engine = DecodingEngine(target, make_drafter(target, kind, settings), ahead=True)
     assert engine.drafter.on_device
-    step, counted = engine._step, []
+    step, counted, sizes = engine._step, [], set()
 
     def watched(*arguments):
         with HostQuestions() as questions:
             result = step(*arguments)
         counted.append(questions.asked)
+        sizes.add((len(result[0].tree), len(result[0].tokens)))
         return result
 
     engine._step = watched
     assert len(engine.generate(list(range(3, 40)), GenerationSettings(24)).tokens) == 24
     assert len(counted) > 5 and not any(counted), counted
+    assert sizes == {(padded_nodes(engine.drafter.max_nodes), engine.drafter.max_depth + 1)}
 
 
 def test_the_count_of_questions_sees_them():
@@ -90,6 +99,18 @@ def test_answers_are_those_of_generate_wherever_they_end(kind, settings, name, s
             assert ahead.accept_lengths == plain.accept_lengths and ahead.finish_reason == "eos"
         rules = GenerationSettings(7, sampling=sampling)
         assert engines[0].generate(prompt, rules).tokens == free[:7]
+
+
+@pytest.mark.parametrize("depth", [0, 7])
+def test_a_step_has_room_behind_whatever_the_one_in_flight_commits(depth):
+    """Memory is lent in steps of 64 rows: the text crosses such a border at every place inside a step."""
+    target = load_target("llama", torch.float64)
+    prompt = list(range(3, 40))
+    text = prompt + Oracle(target, GenerationSettings(60)).answer(prompt)
+    for length in range(38, 54):
+        drafter = ScriptedDrafter(text[length:], depth) if depth else VanillaDrafter()
+        result = DecodingEngine(target, drafter, ahead=True).generate(text[:length], GenerationSettings(30))
+        assert result.tokens == text[length : length + 30]
 
 
 def test_it_holds_up_to_the_end_of_the_context():
@@ -137,6 +158,15 @@ def test_captured_steps_give_the_same_answers(kind, settings):
     assert 2 <= Rerun.made <= 12
 
 
+def test_steps_are_captured_anew_when_memory_has_moved():
+    target = load_target("qwen3", torch.float64)
+    engine = DecodingEngine(target, VanillaDrafter(), ahead=True, captured=CapturedSteps(Rerun))
+    prompt, rules = list(range(3, 40)), GenerationSettings(10)
+    for _ in range(3):
+        engine._cache = None  # as for a prompt that the old cache has no room for
+        assert engine.generate(prompt, rules).tokens == Oracle(target, rules).answer(prompt)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("kind", "settings"), HEADS)
 def test_on_a_gpu_steps_are_captured_and_never_wait_for_the_device(kind, settings):
@@ -181,8 +211,9 @@ def test_layers_on_several_devices_have_memory_of_their_own():
     prompt = list(range(3, 60))
     expected = Oracle(target, GenerationSettings(40)).answer(prompt)
     target.new_cache = lambda capacity: ShardedKVCache(target.layer_devices, capacity, target.device)
-    engine = DecodingEngine(target, make_drafter(target, "medusa", {"layers": 1}))
-    assert engine.generate(prompt, GenerationSettings(40)).tokens == expected
+    engine = DecodingEngine(target, ForkedDrafter(expected, 4))
+    result = engine.generate(prompt, GenerationSettings(40))
+    assert result.tokens == expected and result.accept_lengths[1:-1] == [5] * 7
     assert len(engine._cache.stores) == target.config.num_hidden_layers
 
 

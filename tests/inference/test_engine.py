@@ -41,6 +41,17 @@ def test_a_drafter_that_is_always_wrong_costs_one_step_a_token(target, answer):
     assert result.tokens == answer and result.accept_lengths == [1] * 60
 
 
+def test_trees_may_be_smaller_than_their_drafter_is_deep(target, answer):
+    """Accepted paths are filled up to the drafter's depth all the same, also where memory is lent anew."""
+
+    class Shallow(ScriptedDrafter):
+        def propose(self):
+            return super().propose().take(torch.arange(self.position % 3))
+
+    result = DecodingEngine(target, Shallow(answer, 7)).generate(PROMPT, GenerationSettings(60))
+    assert result.tokens == answer and {1, 2, 3} >= set(result.accept_lengths[1:]) > {1}
+
+
 @pytest.mark.parametrize("length", range(1, 12))
 def test_max_new_tokens_is_exact_at_every_place_inside_an_accepted_path(target, answer, length):
     engine = DecodingEngine(target, ScriptedDrafter(answer, 4))

@@ -157,3 +157,15 @@ def test_typical_acceptance_keeps_the_longest_most_probable_path():
         TypicalAcceptance(epsilon=2.0)
     with pytest.raises(ValueError, match="leave --temperature out"):
         GenerationSettings(sampling=Sampling(), typical=TypicalAcceptance())
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_engine_keeps_what_is_typical_and_goes_on_with_what_the_target_says_behind_it(ahead):
+    target = load_target("llama", torch.float64)
+    prompt, script = make_prompts(target, 1)[0], list(range(1, 31))
+    settings = GenerationSettings(21, typical=TypicalAcceptance(epsilon=1e-30))  # whatever is possible at all
+    result = DecodingEngine(target, ScriptedDrafter(script, 4), ahead).generate(prompt, settings)
+    assert result.accept_lengths == [1, 5, 5, 5, 5]
+    for place in range(0, 20, 5):  # each step: the target's own token, then four of the script
+        [base] = Oracle(target, GenerationSettings(1)).answer(prompt + result.tokens[:place])
+        assert result.tokens[place : place + 5] == [base, *script[place + 1 : place + 5]]
