@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from heads.draft_vocab import check_draft_vocab, classes_of, rows_of
 from heads.windows import Windows, select_windows
 
 
@@ -20,6 +21,7 @@ from heads.windows import Windows, select_windows
 class TargetView:
     """The frozen target's embedding and LM head, lent to a head; never registered in it, saved or trained with it.
 
+    `DraftHead.draft_view` leaves the rows of the head's draft vocabulary in the LM head; the embedding stays whole.
     A plain object, not a module: a head that is handed one cannot pick up its parameters by accident.
     """
 
@@ -91,11 +93,19 @@ class HeadConfig(ABC):
     token_scale: float = 1.0  # what heads multiply the target's embeddings by; `DraftHead.start_from` sets it
     tree_temperature: float = 1.0  # divides the log-probabilities a draft tree is built from; scripts/tune_tree.py
     anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
+    draft_vocab_size: int = field(
+        default=0, metadata={"help": "draft from this many most frequent answer tokens; 0: from the whole vocabulary"}
+    )
 
     @property
     @abstractmethod
     def offsets(self) -> int:
         """U, how many labels behind the base token a head drafts."""
+
+    @property
+    def classes(self) -> int:
+        """D, the tokens a head scores: those of its draft vocabulary, or all."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def windows_agree(self) -> bool:
@@ -107,6 +117,14 @@ class HeadConfig(ABC):
             raise ValueError(f"--anchors must be 0 (all) or more; got {self.anchors}")
         if not self.tree_temperature > 0:
             raise ValueError(f"tree_temperature must be above 0; got {self.tree_temperature}; 1 leaves drafts alone")
+        least, most = max(1, len(set(self.end_token_ids))), self.vocab_size
+        size = self.draft_vocab_size
+        if size < 0 or (most and size and not least <= size <= most):  # the target's sizes are read after the options
+            raise ValueError(
+                "--draft_vocab_size must be 0 (the whole vocabulary) or a number of tokens"
+                f"{f' from {least} to {most}' if most else ''}, the end tokens among them; got {size}; leave it out or "
+                "pick one in that range"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}
@@ -190,8 +208,9 @@ class DraftHead(nn.Module, ABC):
     """A module that drafts what follows the base token, from the target's hidden states.
 
     A head says how it starts (`start_from`), which anchors it can use (`windows`) and what a batch of windows costs
-    (`window_loss`); how it drafts is its drafter's affair. `config.hidden_size` exists because DeepSpeed's `auto`
-    values read it.
+    (`window_loss`); how it drafts is its drafter's affair. It scores `config.classes` tokens: `draft_classes` and
+    `draft_tokens` translate, and what reads the target's LM head reads it through `draft_view`. `config.hidden_size`
+    exists because DeepSpeed's `auto` values read it.
     """
 
     config: HeadConfig
@@ -201,6 +220,38 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+        self.draft_vocab: Tensor | None  # [D] int64, ascending: the token of each class; None: the whole vocabulary
+        size = config.draft_vocab_size
+        self.register_buffer("draft_vocab", torch.arange(size) if size else None)
+
+    def set_draft_vocab(self, ids: Tensor) -> None:
+        """Draft from these tokens, of which there must be `config.draft_vocab_size`; before `start_from`."""
+        config = self.config
+        check_draft_vocab(ids, config.draft_vocab_size, config.vocab_size, config.end_token_ids)
+        assert self.draft_vocab is not None
+        self.draft_vocab.copy_(ids)
+
+    def draft_classes(self, tokens: Tensor) -> Tensor:
+        """[...] int64 tokens → the classes the head scores; `OUTSIDE` for tokens it cannot draft."""
+        return tokens if self.draft_vocab is None else classes_of(tokens, self.draft_vocab)
+
+    def draft_tokens(self, classes: Tensor) -> Tensor:
+        """[...] int64 classes → tokens."""
+        return classes if self.draft_vocab is None else self.draft_vocab[classes]
+
+    def draft_view(self, view: TargetView) -> TargetView:
+        """The view with the draft vocabulary's rows of the LM head: a copy, made once by whoever drafts.
+
+        A view that has as many rows as the head has classes is taken as it is.
+        """
+        if self.draft_vocab is None or len(view.lm_head_weight) == len(self.draft_vocab):
+            return view
+        bias = view.lm_head_bias
+        return replace(
+            view,
+            lm_head_weight=rows_of(view.lm_head_weight, self.draft_vocab),
+            lm_head_bias=None if bias is None else bias.detach().index_select(0, self.draft_vocab),
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -227,7 +278,11 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
-        """The summed loss of the given windows; in evaluation mode also the hits per offset."""
+        """The summed loss of the given windows; in evaluation mode also the hits per offset.
+
+        `target` is the head's `draft_view`; labels are tokens. One that the head cannot draft has no loss and is a
+        miss.
+        """
 
     def forward(
         self,
@@ -251,7 +306,7 @@ class DraftHead(nn.Module, ABC):
         if windows.anchors.shape[1] == 0:  # nothing to train on here; still touch every parameter
             nothing = sum((p.sum() * 0.0 for p in self.parameters()), torch.zeros((), device=hidden.device))
             return HeadLoss(nothing, torch.zeros((), dtype=torch.long, device=hidden.device))
-        return self.window_loss(rows, windows, target)
+        return self.window_loss(rows, windows, self.draft_view(target))
 
     def windows(
         self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int = 0

@@ -123,6 +123,11 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
     ]
     if problems:
         raise ValueError(f"{weights} does not fit its config.json: {'; '.join(problems)}; copy both again")
+    if "draft_vocab" in state:
+        try:
+            head.set_draft_vocab(state["draft_vocab"])
+        except ValueError as error:
+            raise ValueError(f"{weights}: {error}") from error
     head.load_state_dict(state)
     return head.float().eval()
 

@@ -1,6 +1,7 @@
 """The Chimera head: a k-gram encoder, one block over the target's states and the k-grams, residual heads.
 
-Shapes: B batch, L length, A anchors a row, K heads, N windows, W tree nodes, H hidden, V vocabulary.
+Shapes: B batch, L length, A anchors a row, K heads, N windows, W tree nodes, H hidden, V vocabulary (the draft
+vocabulary's size where there is one).
 
 `g_i` encodes token i and the few before it; the block reads `[h_1 … h_n ; g_1 … g_m]`, a state's position being its
 token's index in both halves. Head k = 0 … K−1 drafts `x_{n+2+k}` from the target's last hidden state h_n and the
@@ -28,6 +29,7 @@ from heads.accuracy import offset_hits
 from heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
 from heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
 from heads.block import Attend, DecoderBlock
+from heads.draft_vocab import OUTSIDE
 from heads.losses import linear_cross_entropy
 from heads.medusa import OffsetConfig
 from heads.windows import Windows
@@ -103,7 +105,7 @@ class ChimeraHead(DraftHead):
             self.encoder.requires_grad_(config.encoder == "target_layer0_finetuned")
         self.block = DecoderBlock(config)
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
-        outputs = config.vocab_size if config.projection == "full" else hidden
+        outputs = config.classes if config.projection == "full" else hidden
         self.heads = nn.ModuleList(nn.Linear(reads, outputs, bias=False) for _ in range(config.heads))
         for head in self.each:
             nn.init.zeros_(head.weight)
@@ -124,7 +126,7 @@ class ChimeraHead(DraftHead):
         own = sum(p.numel() for p in self.heads.parameters())
         level = super().weights_read() - own
         if config.projection == "shared":
-            level += config.vocab_size * config.hidden_size
+            level += config.classes * config.hidden_size
         return own + config.heads * level
 
     @torch.no_grad()
@@ -139,7 +141,7 @@ class ChimeraHead(DraftHead):
         if self.config.projection == "full":
             for head in self.each:
                 head.weight.zero_()
-                head.weight[:, -size:] = target.lm_head_weight
+                head.weight[:, -size:] = self.draft_view(target).lm_head_weight
         if isinstance(self.encoder, DecoderBlock):
             different = ["all of it"] if target.layers is None else self.encoder.differs_from(target.layers[0])
             if different or target.layers is None:
@@ -205,15 +207,15 @@ class ChimeraHead(DraftHead):
         config, valid, anchors = self.config, windows.valid, windows.anchors
         fused = self.train_outputs(rows, anchors, target)[valid]  # [N, K, H]
         last = at(rows.hidden, anchors)[valid]
-        labels, lengths = windows.labels[valid], windows.lengths[valid]
+        labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
         loss = HeadLoss.zero(len(last), last.device)
         hits = []
         for k in range(config.heads):
-            counted = lengths > k
-            f, h, y = fused[counted, k], last[counted], labels[counted, k]
+            drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
+            f, h, y = fused[drafted, k], last[drafted], labels[drafted, k]
             states, vocabulary, bias = self.read_out(k, h, f, target)
             index = (anchors + 1 + k).clamp(max=rows.input_ids.shape[1] - 1)
-            aims = at(rows.hidden, index)[valid][counted]  # h_{n+1+k}
+            aims = at(rows.hidden, index)[valid][drafted]  # h_{n+1+k}
             loss.add(f"ce_{k}", linear_cross_entropy(states, vocabulary, y, bias), config.ce_weight)
             loss.add(f"mse_{k}", F.mse_loss(f, aims, reduction="none").mean(-1).sum(), config.mse_weight)
             if not self.training:

@@ -1,6 +1,7 @@
 """The CTC-drafter head: one decoder block that drafts T frames in one parallel pass, aligned to labels by CTC.
 
-Shapes: B batch, L length, A anchors a row, N windows, T frames, U labels, H hidden, V vocabulary (blank = class V).
+Shapes: B batch, L length, A anchors a row, N windows, T frames, U labels, H hidden, V vocabulary (the draft
+vocabulary's size where there is one; blank = class V).
 
 Context states `c_i = W[e(x_{i+1}); h_i]`, e at the scale of h, sit at position i+1; frame t of anchor n starts as
 `c_n + q_t`, sits at position n+1+t, and attends to all c_i (i ≤ n) and to the other frames of its anchor. The output is
@@ -32,6 +33,7 @@ from heads.attention import (
 )
 from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at, root_mean_square
 from heads.block import Attend, DecoderBlock, grouped_attention
+from heads.draft_vocab import cut_before_outside
 from heads.losses import ctc_loss_fused, soft_cross_entropy
 from heads.prefix_scores import teacher_forced_hits
 from heads.windows import Windows
@@ -141,7 +143,7 @@ class CTCHead(DraftHead):
 
     def weights_read(self) -> int:
         """Every weight and the LM head once; chained frames read them once a frame."""
-        once = super().weights_read() + self.config.vocab_size * self.config.hidden_size
+        once = super().weights_read() + self.config.classes * self.config.hidden_size
         return once * (self.config.frames if self.config.chained else 1)
 
     @torch.no_grad()
@@ -153,6 +155,7 @@ class CTCHead(DraftHead):
         target's logits at frames that see each other only.
         """
         super().start_from(hidden, target)
+        target = self.draft_view(target)
         block = self.blocks[0]
         assert isinstance(block, DecoderBlock)
         if target.layers is not None and not block.differs_from(target.layers[-1]):
@@ -200,7 +203,7 @@ class CTCHead(DraftHead):
             frames.append(self.norm(block(state, positions + step, attend)))
             if step + 1 < self.config.frames:
                 logits = target.logits(frames[-1].to(target.lm_head_weight.dtype))
-                state = self.context_states(frames[-1], logits.argmax(-1), target)
+                state = self.context_states(frames[-1], self.draft_tokens(logits.argmax(-1)), target)
         return torch.stack(frames, dim=2)
 
     def frame_log_probs(self, frames: Tensor, target: TargetView) -> Tensor:
@@ -259,6 +262,9 @@ class CTCHead(DraftHead):
         if config.open_windows:
             last = labels.gather(1, lengths[:, None] - 1)[:, 0]
             closed = closed & torch.isin(last, torch.tensor(config.end_token_ids, device=labels.device))
+        counted = lengths
+        if self.draft_vocab is not None:
+            labels, lengths, closed = cut_before_outside(self.draft_classes(labels), lengths, closed)
         ctc, infeasible = ctc_loss_fused(
             kept,
             self.blank_weight,
@@ -280,7 +286,6 @@ class CTCHead(DraftHead):
             loss.add("soft", soft, config.soft_weight)
         if not self.training:
             drafted = self.drafted_frames(rows, windows.anchors, target)[windows.valid] if config.chained else kept
-            loss.correct, loss.counted = teacher_forced_hits(
-                drafted, labels, lengths, lambda some: self.frame_log_probs(some, target)
-            )
+            hits, _ = teacher_forced_hits(drafted, labels, lengths, lambda some: self.frame_log_probs(some, target))
+            loss.score(list(hits), counted)  # what lies behind a token that cannot be drafted is missed
         return loss

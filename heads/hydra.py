@@ -1,6 +1,6 @@
 """Hydra heads: each offset's head also reads the tokens drafted before it.
 
-Shapes: N windows, W tree nodes, K heads, H hidden, V vocabulary.
+Shapes: N windows, W tree nodes, K heads, H hidden, V vocabulary (the draft vocabulary's size where there is one).
 
 Head k = 0 … K−1 drafts `x_{n+2+k}` from `[s_n; e(x_{n+1}); …; e(x_{n+1+k})]`: a projection to H added to s_n (it starts
 at zero), L residual layers, a vocabulary matrix that starts as the target's LM head. s_n is the target's hidden state
@@ -23,6 +23,7 @@ from heads.accuracy import offset_hits
 from heads.attention import causal_attention
 from heads.base import HeadLoss, Rows, TargetView, at
 from heads.block import DecoderBlock
+from heads.draft_vocab import OUTSIDE
 from heads.losses import linear_cross_entropy, soft_cross_entropy
 from heads.medusa import MedusaConfig, OffsetHead, OffsetHeads
 from heads.windows import Windows
@@ -103,7 +104,7 @@ class HydraHead(OffsetHeads):
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
         valid, anchors = windows.valid, windows.anchors
         states = at(self.row_states(rows), anchors)[valid]  # [N, H]
-        labels, lengths = windows.labels[valid], windows.lengths[valid]
+        labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
         offsets = torch.arange(1, self.config.heads + 1, device=anchors.device)
         ahead = (anchors[:, :, None] + offsets).clamp(max=rows.input_ids.shape[1] - 1)  # n+1 … n+K
         tokens = rows.input_ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, ahead)[valid]  # [N, K]
@@ -111,13 +112,13 @@ class HydraHead(OffsetHeads):
         loss = HeadLoss.zero(len(states), states.device)
         hits = []
         for k, head in enumerate(self.each):
-            counted = lengths > k
-            x, y = self.head_states(k, states[counted], token_states[counted, : k + 1]), labels[counted, k]
+            drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
+            x, y = self.head_states(k, states[drafted], token_states[drafted, : k + 1]), labels[drafted, k]
             weight = head.vocabulary.weight
             if self.config.labels_from == "tokens":
                 loss.add(f"ce_{k}", linear_cross_entropy(x, weight, y), self.config.decay**k)
             else:
-                aims = at(rows.hidden, ahead[:, :, k])[valid][counted]  # h_{n+1+k}, of which x_{n+2+k} is said
+                aims = at(rows.hidden, ahead[:, :, k])[valid][drafted]  # h_{n+1+k}, of which x_{n+2+k} is said
                 loss.add(f"soft_{k}", soft_cross_entropy(x, weight, aims, target), self.config.decay**k)
             if not self.training:
                 hits.append(offset_hits(head.vocabulary, x, y))

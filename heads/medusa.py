@@ -1,6 +1,6 @@
 """Medusa-1 heads: one small network per offset on the target's last hidden state.
 
-Shapes: N windows, K heads, H hidden, V vocabulary.
+Shapes: N windows, K heads, H hidden, V vocabulary (the draft vocabulary's size where there is one).
 
 Head k = 0 … K−1 drafts `x_{n+2+k}` from h_n alone: L layers `x + SiLU(Wx + b)`, W starting at zero and not shared
 between layers, then a vocabulary matrix of its own that starts as the target's LM head.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from heads.accuracy import offset_hits
 from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
 from heads.block import ResidualLayer
+from heads.draft_vocab import OUTSIDE
 from heads.losses import linear_cross_entropy
 from heads.windows import Windows
 
@@ -62,7 +63,7 @@ class OffsetHead(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(ResidualLayer(config.hidden_size) for _ in range(config.layers)))
-        self.vocabulary = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.vocabulary = nn.Linear(config.hidden_size, config.classes, bias=False)
 
 
 class OffsetHeads(DraftHead):
@@ -89,7 +90,7 @@ class OffsetHeads(DraftHead):
         """Every vocabulary matrix starts as the target's LM head."""
         super().start_from(hidden, target)
         for head in self.each:
-            head.vocabulary.weight.copy_(target.lm_head_weight)
+            head.vocabulary.weight.copy_(self.draft_view(target).lm_head_weight)
 
 
 class MedusaHead(OffsetHeads):
@@ -103,12 +104,12 @@ class MedusaHead(OffsetHeads):
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
         states = at(rows.hidden, windows.anchors)[windows.valid]  # [N, H]
-        labels, lengths = windows.labels[windows.valid], windows.lengths[windows.valid]
+        labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(states), states.device)
         hits = []
         for k, head in enumerate(self.each):
-            counted = lengths > k
-            x, y = head.layers(states[counted]), labels[counted, k]
+            drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
+            x, y = head.layers(states[drafted]), labels[drafted, k]
             loss.add(f"ce_{k}", linear_cross_entropy(x, head.vocabulary.weight, y), self.config.decay**k)
             if not self.training:
                 hits.append(offset_hits(head.vocabulary, x, y))

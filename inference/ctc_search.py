@@ -13,6 +13,8 @@ exactly its ancestors. Alignments, blanks and repeats leave no trace in it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -23,9 +25,16 @@ from inference.tree import DraftTree
 TREE_MODES = ("prefix", "raw", "plain")
 
 
-def build_tree(log_probs: Tensor, max_nodes: int, mode: str = "prefix", max_depth: int | None = None) -> DraftTree:
+def build_tree(
+    log_probs: Tensor,
+    max_nodes: int,
+    mode: str = "prefix",
+    max_depth: int | None = None,
+    vocabulary: Tensor | None = None,
+) -> DraftTree:
     """The draft tree of one anchor's frames `[T, V+1]` (blank last): at most `max_nodes` nodes.
 
+    vocabulary [V]: the token of each class but the blank; None: the class is the token.
     Raises ValueError for an unknown mode or a budget below one node.
     """
     if mode not in TREE_MODES:
@@ -33,8 +42,10 @@ def build_tree(log_probs: Tensor, max_nodes: int, mode: str = "prefix", max_dept
     if max_nodes < 1:
         raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
     if mode == "prefix":
-        return prefix_tree(log_probs, max_nodes, max_depth)
-    return alignment_tree(log_probs, max_nodes, collapse=mode == "raw")
+        tree = prefix_tree(log_probs, max_nodes, max_depth)
+    else:
+        tree = alignment_tree(log_probs, max_nodes, collapse=mode == "raw")
+    return tree if vocabulary is None else replace(tree, tokens=vocabulary[tree.tokens])
 
 
 def prefix_tree(

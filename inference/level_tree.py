@@ -22,12 +22,15 @@ Expand = Callable[[int, Tensor, Tensor], Tensor]
 `level` counts from 1; `parents` are indices into the nodes expanded at the level before (level 0: the base token)."""
 
 
-def grow_tree(first: Tensor, expand: Expand, max_nodes: int, levels: int) -> DraftTree:
+def grow_tree(
+    first: Tensor, expand: Expand, max_nodes: int, levels: int, vocabulary: Tensor | None = None
+) -> DraftTree:
     """The best `max_nodes` drafts behind the base token.
 
     first [V]: log-probabilities of what follows the base token; `expand` is called at most `levels − 1` times, each
     time with the best nodes of one level: where the host may ask, only those that are still among the best of all.
     A node of depth d brings d − 1 ancestors along, so of that depth no more than `max_nodes − d + 1` can be in.
+    vocabulary [V]: the token of each column of the log-probabilities; None: the column is the token.
     """
     device = first.device
     tokens, parents, scores = [], [], []
@@ -37,6 +40,8 @@ def grow_tree(first: Tensor, expand: Expand, max_nodes: int, levels: int) -> Dra
     for level in range(1, min(levels, max_nodes) + 1):
         width = max_nodes - level + 1
         best, parent, token = best_children(reached, log_probs, width)
+        if vocabulary is not None:
+            token = vocabulary[token]
         scores.append(best)
         tokens.append(token)
         parents.append(rows[parent])

@@ -18,7 +18,7 @@ from train.simulate import ProposeAt
 
 def propose_from(head: ChimeraHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:
     """How the Chimera drafter drafts along one row: level by level, over the keys and values up to the anchor."""
-    text = rows.input_ids[0]
+    text, view = rows.input_ids[0], head.draft_view(view)
     context = row_contexts(head, rows, view, max_nodes * head.config.heads + 1)
     return lambda anchor: draft_tree(head, view, context(anchor), text[anchor + 1], max_nodes)
 

@@ -21,6 +21,7 @@ from train.simulate import ProposeAt
 def propose_from(head: CTCHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:
     """How the CTC drafter drafts along one row: the head's frames at every anchor, the decoder's own tree."""
     anchors = torch.arange(rows.input_ids.shape[1], device=rows.hidden.device)[None]
+    view = head.draft_view(view)
     frames = head.drafted_frames(rows, anchors, view)[0]
     return lambda anchor: draft_tree(head, view, frames[anchor], max_nodes)
 

@@ -19,8 +19,10 @@ from transformers import set_seed
 from data.collate import DraftCollator, split_held_out
 from data.fingerprint import check_fingerprint
 from data.shards import DistilledDataset, load_distilled
+from data.token_counts import label_counts
 from heads.base import DraftHead, HeadConfig, Rows, TargetView, target_sizes
 from heads.checkpoint import CONFIG, head_classes, save_head, write_text
+from heads.draft_vocab import frequent_tokens
 from inference.target import Target
 from train.options import HeadTrainingArguments, RunOptions, parse_options
 from train.simulate import ProposeAt
@@ -49,8 +51,13 @@ def train_head(kind: str, propose_from: ProposeFrom) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"train/{kind}.py: {error}")
 
+    head = head_type(config)
+    if config.draft_vocab_size:
+        told = choose_draft_vocab(head, training, collator.max_length)
+        if args.process_index == 0:
+            print(told, flush=True)
     trainer = DraftHeadTrainer(
-        head_type(config),
+        head,
         target,
         args,
         collator,
@@ -173,6 +180,22 @@ def head_config(
         end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
         target=run.target,
         target_fingerprint=target.fingerprint(),
+    )
+
+
+def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
+    """The head drafts from the most frequent labels of the rows it is trained on; says how many of them it covers.
+
+    Every process counts the same rows, so all choose alike.
+    """
+    config = head.config
+    counts = label_counts(training, config.vocab_size, max_length)
+    chosen = frequent_tokens(counts, config.draft_vocab_size, config.end_token_ids)
+    head.set_draft_vocab(chosen)
+    covered = float(counts[chosen].sum() / counts.sum().clamp(min=1))
+    return (
+        f"draft vocabulary: {len(chosen)} of {config.vocab_size} tokens, {covered:.2%} of the {int(counts.sum())} "
+        "training answer tokens"
     )
 
 

@@ -75,7 +75,8 @@ def draft_tree(
         return tempered(logits.float().log_softmax(-1), head.config.tree_temperature)
 
     root = torch.zeros(1, dtype=torch.long, device=base.device)
-    return grow_tree(level_log_probs(0, base[None], root)[0], level_log_probs, max_nodes, head.config.heads)
+    first = level_log_probs(0, base[None], root)[0]
+    return grow_tree(first, level_log_probs, max_nodes, head.config.heads, head.draft_vocab)
 
 
 def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGramCache | None = None) -> Tensor:
@@ -131,7 +132,7 @@ class ChimeraDrafter(Drafter):
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
         self.head = for_drafting(head)
-        self.view = target.decoding_view()
+        self.view = head.draft_view(target.decoding_view())
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None

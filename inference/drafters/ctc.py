@@ -25,7 +25,7 @@ from inference.tree import DraftTree
 def draft_tree(head: CTCHead, view: TargetView, frames: Tensor, max_nodes: int, tree: str = "prefix") -> DraftTree:
     """The tree of collapsed candidates of one anchor's frames [T, H]."""
     log_probs = tempered(head.frame_log_probs(frames, view), head.config.tree_temperature)
-    return build_tree(log_probs, max_nodes, tree)
+    return build_tree(log_probs, max_nodes, tree, vocabulary=head.draft_vocab)
 
 
 class CTCDrafter(Drafter):
@@ -40,7 +40,7 @@ class CTCDrafter(Drafter):
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
         self.head = for_drafting(head)
-        self.view = target.decoding_view()
+        self.view = head.draft_view(target.decoding_view())
         self.tree = tree
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.frames, self.max_nodes)

@@ -33,7 +33,7 @@ def draft_tree(head: HydraHead, view: TargetView, state: Tensor, base: Tensor, m
         states = state.expand(len(paths), -1)
         return tempered(head.next_log_probs(level, states, paths), head.config.tree_temperature)
 
-    return grow_tree(log_probs(0)[0], expand, max_nodes, head.config.heads)
+    return grow_tree(log_probs(0)[0], expand, max_nodes, head.config.heads, head.draft_vocab)
 
 
 class HydraDrafter(Drafter):

@@ -25,12 +25,13 @@ def draft_tree(head: MedusaHead, last: Tensor, max_nodes: int, tree: str = "best
     """
     log_probs = tempered(head.draft_log_probs(last), head.config.tree_temperature)
     if tree != "best":
-        return build_tree(torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf), max_nodes, tree)
+        never_blank = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
+        return build_tree(never_blank, max_nodes, tree, vocabulary=head.draft_vocab)
 
     def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         return log_probs[level].expand(len(tokens), -1)
 
-    return grow_tree(log_probs[0], expand, max_nodes, len(log_probs))
+    return grow_tree(log_probs[0], expand, max_nodes, len(log_probs), head.draft_vocab)
 
 
 class MedusaDrafter(Drafter):

@@ -25,6 +25,10 @@ VARIANTS = {
     "chimera bigram": (ChimeraHead, ChimeraConfig, {"heads": 3, "order": 2, "residual": False}),
     "chimera shared": (ChimeraHead, ChimeraConfig, {"heads": 3, "projection": "shared"}),
     "chimera layer": (ChimeraHead, ChimeraConfig, {"heads": 3, "encoder": "target_layer0_finetuned"}),
+    "ctc cut": (CTCHead, CTCConfig, {"labels": 3, "frames": 5, "draft_vocab_size": 40}),
+    "medusa cut": (MedusaHead, MedusaConfig, {"heads": 3, "draft_vocab_size": 40}),
+    "hydra cut": (HydraHead, HydraConfig, {"heads": 3, "labels_from": "distribution", "draft_vocab_size": 40}),
+    "chimera cut": (ChimeraHead, ChimeraConfig, {"heads": 3, "projection": "shared", "draft_vocab_size": 40}),
 }
 
 

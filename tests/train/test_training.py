@@ -18,8 +18,12 @@ from safetensors.torch import load_file
 from data.collate import DraftCollator
 from data.shards import load_distilled
 from data.synthetic import conversations
+from data.token_counts import label_counts
+from heads.checkpoint import load_head
 from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.target import Target
+from train.options import RunOptions
+from train.run import load_data
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "data" / "tiny_target")
@@ -230,6 +234,29 @@ def test_several_datasets_are_trained_on_together(distil, dataset, tmp_path):
     mixed = [*command(dataset, tmp_path / "mixed"), "--dataset", dataset, cached]
     done = subprocess.run(mixed, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0 and "or none; got" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_draft_vocabulary_is_counted_saved_and_resumed_with(dataset, tmp_path):
+    status, told = run(dataset, tmp_path / "run", "--draft_vocab_size", "300", kind="chimera")
+    assert status == 0, told
+    covered = re.search(r"draft vocabulary: 300 of 1024 tokens, (\S+)% of the \d+ training answer tokens", told)
+    assert covered and 70 < float(covered[1]) < 100, told
+    target = Target.from_pretrained(TARGET)
+    head = load_head(tmp_path / "run" / "head", target.fingerprint())
+    training, _, _, collator = load_data(RunOptions(TARGET, [dataset], held_out=8), target)
+    counts = label_counts(training, 1024, collator.max_length)
+    rare = int(counts[head.draft_vocab[~torch.isin(head.draft_vocab, torch.tensor(head.config.end_token_ids))]].min())
+    left_out = torch.ones(1024, dtype=torch.bool).index_fill(0, head.draft_vocab, False)
+    assert len(head.draft_vocab) == 300 and int(counts[left_out].max()) <= rare
+    assert all(each.weight.shape[0] == 300 for each in head.each)
+    shutil.rmtree(tmp_path / "run" / "head")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    expected = load_file(tmp_path / "run" / "checkpoint-4" / "model.safetensors")["draft_vocab"]
+    status, told = run(dataset, tmp_path / "run", "--draft_vocab_size", "300", kind="chimera")
+    assert status == 0 and "resuming" in told, told
+    assert torch.equal(load_head(tmp_path / "run" / "head").draft_vocab, expected)
+    status, told = run(dataset, tmp_path / "large", "--draft_vocab_size", "1025", kind="chimera")
+    assert status != 0 and "to 1024, the end tokens among them; got 1025" in told and "Traceback" not in told
 
 
 def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):

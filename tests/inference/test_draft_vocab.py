@@ -1,0 +1,167 @@
+"""Drafting from a cut vocabulary: real token ids, trees of a head that never says the rest, the target's answers."""
+
+import functools
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from heads.base import Rows
+from inference.drafters.registry import drafter_for
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.lossless import Oracle
+from inference.tree import check_tree
+from scripts.lossless_matrix import trained_head
+from tests.inference.models import load_target, make_head, make_prompts
+from tests.inference.test_ahead import HostQuestions
+from train.simulate import simulate_row
+
+HEADS = [
+    ("medusa", {"layers": 1}),
+    ("hydra", {"prefix_attention": True}),
+    ("chimera", {}),
+    ("chimera", {"projection": "shared"}),
+    ("ctc", {}),
+    ("ctc", {"frames_from": "chain"}),
+]
+KINDS = [("medusa", {}), ("hydra", {"prefix_attention": True}), ("chimera", {"projection": "shared"}), ("ctc", {})]
+SOME = torch.arange(211)[torch.arange(211) % 3 != 1]  # 140 of 211
+RULES = GenerationSettings(40)
+
+
+def drafting(target, head, steps=4, **options):
+    """The trees of a few steps behind a prompt."""
+    drafter, trees = drafter_for(head, target, 12, **options), []
+    engine = DecodingEngine(target, drafter)
+    propose = drafter.propose
+    drafter.propose = lambda: trees.append(propose()) or trees[-1]
+    engine.generate(list(range(3, 40)), GenerationSettings(steps))
+    return trees
+
+
+def cut_head(target, kind, settings, ids=SOME):
+    head = make_head(target, kind, scale=0.4, **settings, draft_vocab_size=len(ids)).eval()
+    head.set_draft_vocab(ids)
+    return head
+
+
+def never_saying(head, target, ids):
+    """A head of the whole vocabulary that gives all but `ids` no probability."""
+    never = torch.full((211,), -torch.inf, dtype=target.dtype).index_fill(0, ids, 0.0)
+    if head.config.kind == "chimera" and head.config.projection == "full":
+        read_out = head.read_out
+        head.read_out = lambda *given: (*read_out(*given)[:2], never)
+    elif hasattr(head, "heads") and head.config.kind != "chimera":
+        for each in head.each:
+            each.vocabulary.bias = nn.Parameter(never)
+    else:
+        target.lm_head.bias = nn.Parameter(never)
+    return head
+
+
+@functools.cache
+def uncut_weights(kind, settings, ids):
+    """State dict of a whole head, and the same with vocabulary matrices cut to `ids`."""
+    target = load_target("llama", torch.float64)
+    state = make_head(target, kind, scale=0.4, **dict(settings)).state_dict()
+    cut = {name: value[list(ids)] if len(value) == 211 else value for name, value in state.items()}
+    return state, cut
+
+
+@pytest.mark.parametrize("kind,settings", HEADS)
+def test_a_draft_vocabulary_of_all_tokens_drafts_the_same_trees(kind, settings):
+    target = load_target("llama", torch.float64)
+    one = drafting(target, cut_head(target, kind, settings, torch.arange(211)))
+    other = drafting(target, make_head(target, kind, scale=0.4, **settings).eval())
+    assert len(one) == len(other) > 1
+    for mine, theirs in zip(one, other):
+        assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.parents, theirs.parents)
+        assert torch.equal(mine.log_probs, theirs.log_probs)
+
+
+@pytest.mark.parametrize(
+    "kind,settings,options",
+    [*((*head, {}) for head in HEADS), ("ctc", {}, {"tree": "raw"}), ("medusa", {}, {"tree": "prefix"})],
+)
+def test_trees_are_those_of_a_head_that_never_says_the_other_tokens(kind, settings, options):
+    state, cut = uncut_weights(kind, tuple(settings.items()), tuple(SOME.tolist()))
+    target = load_target("llama", torch.float64)
+    head = cut_head(target, kind, settings)
+    head.load_state_dict({**cut, "draft_vocab": SOME})
+    trees = drafting(target, head, **options)
+    masked = load_target("llama", torch.float64)
+    whole = make_head(masked, kind, **settings).eval()
+    whole.load_state_dict(state)
+    drafter = drafter_for(never_saying(whole, masked, SOME), masked, 12, **options)
+    engine = DecodingEngine(target, drafter)  # verified by the target itself, which may say anything
+    expected, propose = [], drafter.propose
+    drafter.propose = lambda: expected.append(propose()) or expected[-1]
+    engine.generate(list(range(3, 40)), GenerationSettings(4))
+    assert len(trees) == len(expected) > 1
+    for mine, theirs in zip(trees, expected):
+        check_tree(mine)
+        assert set(mine.tokens.tolist()) <= set(SOME.tolist()) and max(mine.tokens.tolist()) > 140
+        assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.parents, theirs.parents)
+        assert torch.allclose(mine.log_probs, theirs.log_probs, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind,settings", KINDS)
+def test_answers_are_the_targets_and_simulated_steps_those_of_decoding(kind, settings):
+    """Trained with a draft vocabulary, so that drafts are accepted; many tokens of the answers are not in it."""
+    target = load_target("llama", torch.float64)
+    oracle = Oracle(target, RULES)
+    texts = [(prompt, oracle.answer(prompt)) for prompt in make_prompts(target, 4)]
+    head = trained_head(target, texts, steps=60, kind=kind, **settings, draft_vocab_size=150)
+    said = {token for _, answer in texts for token in answer}
+    assert said & set(range(150)) and said - set(range(150))
+    propose_from = importlib.import_module(f"train.{kind}").propose_from
+    for ahead in (False, True):
+        engine = DecodingEngine(target, drafter_for(head, target, 12), ahead=ahead)
+        results = [engine.generate(prompt, RULES) for prompt, _ in texts]
+        assert [result.tokens for result in results] == [answer for _, answer in texts]
+        steps = [result.target_steps for result in results]
+        assert sum(steps) < 4 * 40
+        for (prompt, answer), decoded in zip(texts, steps):
+            row = torch.tensor([prompt + answer])
+            rows = Rows.of(torch.empty(0), row)
+            hidden = target.forward_rows(row, rows.segment_ids, rows.position_ids)
+            batch = {
+                "input_ids": row,
+                "greedy_ids": row,
+                "mask": torch.arange(row.shape[1])[None] >= len(prompt),
+                "segment_ids": rows.segment_ids,
+                "position_ids": rows.position_ids,
+            }
+            with torch.inference_mode():
+                walked = simulate_row(head, batch, hidden, target.view(), lambda *row: propose_from(*row, 12))
+            assert walked == [(len(answer), decoded)]
+
+
+@pytest.mark.parametrize("ids", [SOME, torch.tensor([0, 7, 200])])
+@pytest.mark.parametrize("kind,settings", HEADS)
+def test_a_step_that_runs_ahead_asks_the_host_nothing(kind, settings, ids):
+    target = load_target("llama", torch.float32)
+    engine = DecodingEngine(target, drafter_for(cut_head(target, kind, settings, ids), target, 12), ahead=True)
+    step, asked = engine._step, []
+
+    def watched(*arguments):
+        with HostQuestions() as questions:
+            result = step(*arguments)
+        asked.append(questions.asked)
+        return result
+
+    engine._step = watched
+    prompt = list(range(3, 40))
+    assert engine.generate(prompt, RULES).tokens == Oracle(target, RULES).answer(prompt)
+    assert len(asked) > 5 and not any(asked), asked
+
+
+def test_compiled_programs_draft_from_it_too():
+    target = load_target("qwen3", torch.float32)
+    prompts = [list(range(3, 40)), [7] * 90]
+    expected = [Oracle(target, RULES).answer(prompt) for prompt in prompts]
+    target.compile()
+    engine = DecodingEngine(target, drafter_for(cut_head(target, "ctc", {}), target, 12))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert [engine.generate(prompt, RULES).tokens for prompt in prompts] == expected
