@@ -103,13 +103,13 @@ def test_tokens_become_classes_and_come_back():
     assert torch.equal(cut("medusa").draft_tokens(classes_of(ODD, ODD)), ODD)
 
 
-def test_a_window_ends_closed_before_a_label_that_cannot_be_drafted():
+def test_a_window_ends_open_before_a_label_that_cannot_be_drafted():
     vocabulary = torch.tensor([2, 5, 7])
     labels = torch.tensor([[5, 2, 6, 7], [5, 2, 6, 7], [6, 2, 0, 0], [7, 7, 2, 5]])
     lengths, closed = torch.tensor([4, 2, 2, 4]), torch.tensor([True, False, False, True])
     classes, lengths, closed = cut_before_outside(classes_of(labels, vocabulary), lengths, closed)
     assert classes.tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [2, 2, 0, 1]]
-    assert lengths.tolist() == [2, 2, 0, 4] and closed.tolist() == [True, False, True, True]
+    assert lengths.tolist() == [2, 2, 0, 4] and closed.tolist() == [False, False, False, True]
 
 
 def test_a_cut_weight_lies_in_memory_as_the_whole_one_does():
@@ -197,7 +197,7 @@ def test_the_ctc_loss_is_the_reference_on_windows_cut_at_what_cannot_be_drafted(
         stop = next((u for u in range(length) if window[u] not in ODD.tolist()), length)
         labels.append([ODD.tolist().index(y) for y in window[:stop]] + [0] * (3 - stop))
         lengths.append(stop)
-        closed.append(stop < length or (length == 3 and not open_windows))
+        closed.append(stop == length == 3 and not open_windows)
     assert 0 in lengths and 3 in lengths
     expected, _ = ctc_loss_reference(log_probs, torch.tensor(labels), torch.tensor(lengths), torch.tensor(closed))
     assert loss_of(head, rows, view).parts["ctc"] == pytest.approx(expected.item(), rel=1e-4)
