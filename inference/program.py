@@ -25,7 +25,10 @@ def program(method: Method, device: torch.device) -> Method:
         function.__closure__,
     )
     bound = types.MethodType(own, method.__self__)  # type: ignore[attr-defined]
-    options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu", "guard_filter_fn": kept_guards}
+    on_cpu = device.type == "cpu"
+    options: dict[str, Any] = {"cpp_wrapper": on_cpu, "guard_filter_fn": kept_guards}
+    if on_cpu:
+        options["max_fusion_size"] = 8  # a search level by level is one long chain: with 64, minutes go into fusing it
     made: Any = torch.compile(bound, fullgraph=True, options=options)
     return made
 
