@@ -177,13 +177,14 @@ class ChimeraDrafter(Drafter):
         keys, values = (torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past))
         self._fusion.write(torch.stack([2 * slots, 2 * slots + 1], dim=1).flatten(), keys, values)
         self._length += step.count
-        self._recent.copy_(text[step.count + torch.arange(len(self._recent), device=text.device)])
+        recent = text[step.count + torch.arange(len(self._recent), device=text.device)]
+        self._recent.copy_(recent)
         self._context = ChimeraContext(
             (self._fusion.keys, self._fusion.values),
             None if self._encoder is None else (self._encoder.keys, self._encoder.values),
-            self._length,
+            self._length.clone(),
             hidden[-1],
-            self._recent,
+            recent,
         )
         self._base = step.base
 
@@ -194,7 +195,6 @@ class ChimeraDrafter(Drafter):
         states = self.view.embed(tokens).to(self.head.dtype)
         return self.head.encoder(states[None], slots[None], self._encoder.entering(slots, causal=True))[0]
 
-    @torch.inference_mode()
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._context is not None and self._base is not None, "observe the prefill before proposing"

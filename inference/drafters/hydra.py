@@ -73,7 +73,6 @@ class HydraDrafter(Drafter):
         self._base = step.base
         self.length += step.count
 
-    @torch.inference_mode()
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._state is not None and self._base is not None, "observe the prefill before proposing"

@@ -61,7 +61,6 @@ class MedusaDrafter(Drafter):
         """Take the last committed token's hidden state."""
         self._last = step.hidden[-1].to(self.head.dtype)
 
-    @torch.inference_mode()
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._last is not None, "observe the prefill before proposing"

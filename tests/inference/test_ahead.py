@@ -229,13 +229,22 @@ def test_a_cpu_may_be_asked_unless_it_may_not():
     assert may_ask(device)
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("vanilla", {}), ("medusa", {"layers": 1}), ("ctc", {})])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("vanilla", {}),
+        ("medusa", {"layers": 1}),
+        ("hydra", {"heads": 2, "prefix_attention": True}),
+        ("chimera", {"heads": 2}),
+        ("ctc", {}),
+    ],
+)
 def test_compiled_programs_give_the_same_answers_at_every_length_without_compiling_again(kind, settings):
     target = load_target("qwen3", torch.float32)
     rules = GenerationSettings(24)
     prompts = [list(range(3, 40)), list(range(3, 13)), [7] * 90]
     expected = [Oracle(target, rules).answer(prompt) for prompt in prompts]
     target.compile()
-    engine = DecodingEngine(target, make_drafter(target, kind, settings))
+    engine = DecodingEngine(target, make_drafter(target, kind, settings, max_nodes=4))
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert [engine.generate(prompt, rules).tokens for prompt in prompts] == expected
