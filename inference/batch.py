@@ -96,7 +96,10 @@ class BatchEngine:
         base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), settings.sampling)[0]
         self.drafters[place].observe(VerifiedStep.of_prompt(prompt, hidden, base))
         started = _Place(result, Stopper(settings, self.target.tokenizer, limit), base, len(prompt_ids))
-        return started if _take(started, [int(base)]) else None
+        if _take(started, [int(base)]):
+            return started
+        cache.lengths[place] = 0
+        return None
 
     def _step(self, places: list[_Place | None], settings: GenerationSettings, cache: KVCache) -> None:
         """One target forward for all; places whose answers end become None."""

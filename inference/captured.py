@@ -24,10 +24,14 @@ class CudaGraph:
     """Work captured on a CUDA device; all graphs share one pool of memory, as only one runs at a time."""
 
     _pool: Any = None
+    _anchor: Any = None  # a graph that is never dropped: a pool whose last graph has died cannot be used again
 
     def __init__(self, work: Callable[[], None]) -> None:
         if CudaGraph._pool is None:
             CudaGraph._pool = torch.cuda.graph_pool_handle()
+            CudaGraph._anchor = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(CudaGraph._anchor, pool=CudaGraph._pool):
+                torch.zeros(1, device="cuda")
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
             work()

@@ -72,7 +72,6 @@ def prefix_tree(
         labels = torch.arange(vocabulary, device=probs.device)
 
     state, blank_runs = empty_prefix(blank), runs(blank)
-    width = min(max_nodes, considered)
     beam_index = torch.full((1,), -1, dtype=torch.long, device=probs.device)  # node number of each beam entry
     scores: list[Tensor] = []
     tokens: list[Tensor] = []

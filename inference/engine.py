@@ -125,6 +125,9 @@ class DecodingEngine:
     ) -> None:
         """How steps are run; the defaults are the fastest on the target's device.
 
+        What programs and graphs are made from (the target's attention, the head's tree temperature, the drafter's
+        sizes) is fixed once an engine exists.
+
         ahead     begin a step before the tokens of the one before are read, sizes fixed beforehand
         captured  replay steps that run ahead as graphs
         """
@@ -156,8 +159,9 @@ class DecodingEngine:
         limit = room(self.target, len(prompt_ids), settings.max_new_tokens)
         stopper = Stopper(settings, self.target.tokenizer, limit)
         clock = _Clock()
-        cache = self._reserve(len(prompt_ids) + limit)
-        end = self._end.fill_(len(prompt_ids) + limit)
+        with torch.inference_mode():
+            cache = self._reserve(self._room(len(prompt_ids) + limit))
+            end = self._end.fill_(len(prompt_ids) + limit)
         step = self._prefill(prompt_ids, cache, limit, settings, clock)
         flying = deque([_Mail(torch.stack([torch.ones_like(step.base), step.base]))])
         committed = len(prompt_ids) - 1  # the newest token is not yet in the cache
@@ -184,11 +188,18 @@ class DecodingEngine:
                 result.seconds = clock.seconds()
                 return
 
+    def _room(self, text: int) -> int:
+        """How many tokens to set memory aside for. Where it lies is part of programs and graphs: it shall not move."""
+        if not self.target.compiled and self._captured is None:
+            return text
+        return max(text, min(self.target.max_positions, 8192))
+
     def _reserve(self, text: int) -> KVCache:
         """A cleared cache for a text and what steps write behind it; grown in steps, reused when it is large enough."""
         behind = 3 * (self.drafter.max_depth + 1) + padded_nodes(self.drafter.max_nodes) + 1
         if self._cache is None or self._cache.capacity < text + behind:
             most = self.target.max_positions
+            self._cache = None  # its memory is given back before more is asked for
             self._cache = self.target.new_cache(max(text, min(most, -(-text // 256) * 256)) + behind)
         self._cache.clear()
         return self._cache
@@ -198,7 +209,7 @@ class DecodingEngine:
         self, prompt_ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: _Clock
     ) -> VerifiedStep:
         prompt = torch.tensor(prompt_ids, dtype=torch.long, device=self.target.device)
-        self.drafter.begin(prompt, prompt.numel() + limit)
+        self.drafter.begin(prompt, self._room(prompt.numel() + limit))
         clock.lap("draft")
         hidden, logits = self.target.prefill(prompt, cache)
         base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
@@ -216,15 +227,17 @@ class DecodingEngine:
             tree = (self._drafted if first else self._draft)(step)
             clock.lap("draft")
             cache.reach(1 + max(len(tree), self.drafter.max_depth))  # what is verified, and what is kept
-            return self._verify(step.base, tree, cache, end, settings.sampling, settings.typical)
+            # noise is drawn by 64-bit integers that wrap around, which compiled code on a CPU may not
+            verify = self._verify if settings.sampling is None else self._verified
+            return verify(step.base, tree, cache, end, settings.sampling, settings.typical)
 
         with asking_nothing() if self.ahead else nullcontext():
-            if self._captured is None or step.tree is None:
-                verified = body(step)
+            if self._captured is None or step.tree is None or settings.sampling is not None:
+                verified = body(step)  # a seed would be part of a graph, and seeds are many
             else:
                 reach = cache.reach(1 + padded_nodes(self.drafter.max_nodes))
-                places = tuple(x.data_ptr() for x in (end, *cache.memory(), *self.drafter.memory()))
-                verified = self._captured(places, (reach, settings.sampling, settings.typical), step, body)
+                places = tuple((x.data_ptr(), *x.shape) for x in (end, *cache.memory(), *self.drafter.memory()))
+                verified = self._captured(places, (reach, settings.typical), step, body)
             clock.lap("verify")
         return verified
 

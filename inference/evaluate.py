@@ -161,7 +161,10 @@ def warm_up(
     benchmarks: Sequence[Benchmark],
     render: Callable[[Messages], list[int]],
 ) -> None:
-    """A short answer to the first question that fits, thrown away: allocating and compiling is not timed."""
+    """A short answer to the first question that fits, thrown away: allocating and compiling is not timed.
+
+    A GPU may still capture graphs for longer texts while it is timed.
+    """
     short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
     questions = [question for benchmark in benchmarks for question in benchmark.questions]
     for engine in engines:

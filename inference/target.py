@@ -74,12 +74,20 @@ class Target:
 
     def compile(self) -> None:
         """Engines made from now on decode through compiled programs; ValueError where the modules must do."""
-        self._needs_fused("--compile")
+        self._check_compilable(self._needs_fused("--compile").attention)
         self.compiled = True
 
     def attend(self, path: str) -> None:
         """How tree rows attend, a name of `TREE_ATTENTION`; ValueError where the modules must do."""
-        self._needs_fused("--attention").attention = path
+        fused = self._needs_fused("--attention")
+        if self.compiled:
+            self._check_compilable(path)
+        fused.attention = path
+
+    @staticmethod
+    def _check_compilable(path: str) -> None:
+        if path == "flex":
+            raise ValueError("--compile works with --attention masked or merged; got flex; choose one of them")
 
     def _needs_fused(self, flag: str) -> FusedDecoder:
         if self.fused is None:

@@ -78,7 +78,8 @@ class MergedAttention(MaskedAttention):
             for pair, bias in ((cached, self.biases[kind]), (own, self.among[kind]))
         )
         total = torch.logaddexp(text_lse, tree_lse)  # never −inf: a row sees itself
-        return text * (text_lse - total).exp()[..., None] + tree * (tree_lse - total).exp()[..., None]
+        joined = text * (text_lse - total).exp()[..., None] + tree * (tree_lse - total).exp()[..., None]
+        return joined.to(queries.dtype)
 
 
 class FlexTreeAttention(MaskedAttention):
@@ -112,7 +113,12 @@ class FlexTreeAttention(MaskedAttention):
 
 
 def attention_and_lse(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> KeysValues:
-    """Attention [..., Q, D] and the log-sum-exp [..., Q] of its scores; rows that see nothing give 0 and −inf."""
+    """Attention [..., Q, D] and the log-sum-exp [..., Q] of its scores; rows that see nothing give 0 and −inf.
+
+    In float32 at least: two halves joined in half precision would be ten times less exact than one attention.
+    """
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    queries, keys, values = queries.to(wide), keys.to(wide), values.to(wide)
     scores = queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5 + bias
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()

@@ -242,10 +242,10 @@ DEFECTS = (
         f"{AHEAD} -k captured",
     ),
     Defect(
-        "a captured step replayed for other settings",
+        "a captured greedy step replayed where tokens are drawn",
         "inference/engine.py",
-        "(reach, settings.sampling, settings.typical)",
-        "(reach, settings.typical)",
+        "step.tree is None or settings.sampling is not None:",
+        "step.tree is None:",
         f"{AHEAD} -k captured",
     ),
     Defect(

@@ -217,6 +217,33 @@ def test_layers_on_several_devices_have_memory_of_their_own():
     assert len(engine._cache.stores) == target.config.num_hidden_layers
 
 
+def test_an_engine_works_inside_and_outside_of_inference_mode():
+    target = load_target("llama", torch.float64)
+    rules, prompt = GenerationSettings(20), list(range(3, 40))
+    expected = Oracle(target, rules).answer(prompt)
+    engine = DecodingEngine(target, make_drafter(target, "medusa", {}))
+    with torch.inference_mode():
+        assert engine.generate(prompt, rules).tokens == expected
+    assert engine.generate(prompt, rules).tokens == expected
+
+
+def test_a_compiled_target_draws_the_tokens_that_generate_draws():
+    target = load_target("llama", torch.float32)
+    target.compile()
+    engine = DecodingEngine(target, VanillaDrafter())
+    for seed in range(3):
+        rules = GenerationSettings(24, sampling=Sampling(temperature=0.8, seed=seed))
+        expected = Oracle(target, rules).answer(list(range(3, 40)))
+        assert engine.generate(list(range(3, 40)), rules).tokens == expected
+
+
+def test_attention_that_cannot_be_compiled_is_refused():
+    target = load_target("llama", torch.float32)
+    target.attend("flex")
+    with pytest.raises(ValueError, match="--compile works with --attention masked or merged; got flex"):
+        target.compile()
+
+
 def test_sizes_of_trees_are_few():
     assert [padded_nodes(nodes) for nodes in (0, 1, 8, 9, 32, 33, 64, 65)] == [0, 8, 8, 16, 32, 64, 64, 128]
 
@@ -242,7 +269,7 @@ def test_a_cpu_may_be_asked_unless_it_may_not():
 def test_compiled_programs_give_the_same_answers_at_every_length_without_compiling_again(kind, settings):
     target = load_target("qwen3", torch.float32)
     rules = GenerationSettings(24)
-    prompts = [list(range(3, 40)), list(range(3, 13)), [7] * 90]
+    prompts = [list(range(3, 40)), list(range(3, 13)), [7] * 90, [9] * 200]
     expected = [Oracle(target, rules).answer(prompt) for prompt in prompts]
     target.compile()
     engine = DecodingEngine(target, make_drafter(target, kind, settings, max_nodes=4))

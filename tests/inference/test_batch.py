@@ -50,6 +50,16 @@ def test_a_batch_answers_as_one_by_one(target, prompts, make_drafters, kind, bat
     assert kind == "vanilla" or any(len(set(answer.accept_lengths)) > 1 for answer in together)
 
 
+def test_an_answer_of_one_token_leaves_nothing_behind(target):
+    short, long = [3] * 10, [7] * 190
+    first = Oracle(target, GenerationSettings(1)).answer(long)
+    settings = GenerationSettings(40, tuple(first))
+    expected = [Oracle(target, settings).answer(prompt) for prompt in (short, long)]
+    engine = BatchEngine(target, lambda: VanillaDrafter(target.device), 2)
+    assert [answer.tokens for answer in engine.generate([short, long], settings)] == expected
+    assert [answer.tokens for answer in engine.generate([long, short], settings)] == expected[::-1]
+
+
 def test_what_cannot_be_batched_is_refused(target, prompts):
     engine = BatchEngine(target, lambda: VanillaDrafter(target.device), 2)
     assert engine.generate([]) == []
