@@ -41,6 +41,13 @@ class CudaGraph:
         self._graph.replay()
 
 
+class Rerun:
+    """Stands in for a graph where there is no GPU: the captured work is done at every replay, not when captured."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
 class CapturedSteps:
     """Runs step after step; the second of a kind is captured, the later ones are replayed."""
 

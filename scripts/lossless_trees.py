@@ -18,7 +18,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from inference.captured import CapturedSteps
+from inference.captured import CapturedSteps, Rerun
 from inference.drafters.base import Drafter, VerifiedStep
 from inference.engine import DecodingEngine, GenerationSettings
 from inference.lossless import LosslessCounts, Oracle, Turn, judge_all
@@ -75,13 +75,6 @@ class RandomTrees(Drafter):
             depth.append(level)
             right.append(follows)
         return DraftTree.build(torch.tensor(tokens, dtype=torch.long), torch.tensor(parents, dtype=torch.long))
-
-
-class Rerun:
-    """Stands in for a CUDA graph: the captured work is done at every replay."""
-
-    def __init__(self, work) -> None:  # type: ignore[no-untyped-def]
-        self.replay = work
 
 
 def check(name: str, dtype: str, path: str, run: str, sampling: Sampling | None, turns: int) -> LosslessCounts:

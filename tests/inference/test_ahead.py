@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.captured import CapturedSteps
+from inference.captured import CapturedSteps, Rerun
 from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings, padded_nodes
@@ -124,10 +124,16 @@ def test_it_holds_up_to_the_end_of_the_context():
         assert result.tokens == expected.tokens and result.finish_reason == "context", kind
 
 
-def test_targets_that_run_through_their_modules_run_ahead_too():
+def through_modules(name):
+    """A random target that decodes through transformers' modules."""
     torch.manual_seed(0)
-    target = Target(RANDOM_TARGETS["qwen2"]().double())
+    target = Target(RANDOM_TARGETS[name]().double())
     target._modules_only = True
+    return target
+
+
+def test_targets_that_run_through_their_modules_run_ahead_too():
+    target = through_modules("qwen2")
     prompt = list(range(3, 40))
     expected = Oracle(target, GenerationSettings(40)).answer(prompt)
     drafter = make_drafter(target, "medusa", {"layers": 1})
@@ -135,32 +141,30 @@ def test_targets_that_run_through_their_modules_run_ahead_too():
     assert DecodingEngine(target, drafter, ahead=True).generate(prompt, GenerationSettings(40)).tokens == expected
 
 
-class Rerun:
-    """What a CUDA graph does, where there is none: the captured work is run at every replay, not when captured."""
-
+class Counted(Rerun):
     made = 0
 
     def __init__(self, work):
-        self.replay = work
-        Rerun.made += 1
+        super().__init__(work)
+        Counted.made += 1
 
 
 @pytest.mark.parametrize(("kind", "settings"), HEADS)
 def test_captured_steps_give_the_same_answers(kind, settings):
     target = load_target("qwen3", torch.float64)
-    engine = DecodingEngine(target, make_drafter(target, kind, settings), ahead=True, captured=CapturedSteps(Rerun))
-    Rerun.made = 0
+    engine = DecodingEngine(target, make_drafter(target, kind, settings), ahead=True, captured=CapturedSteps(Counted))
+    Counted.made = 0
     prompts = [*make_prompts(target, 3), [7] * 90]
     for prompt in (*prompts, *prompts):
         for sampling in (None, Sampling(temperature=0.8, seed=3)):
             rules = GenerationSettings(40, sampling=sampling)
             assert engine.generate(prompt, rules).tokens == Oracle(target, rules).answer(prompt)
-    assert 2 <= Rerun.made <= 12
+    assert 2 <= Counted.made <= 12
 
 
 def test_steps_are_captured_anew_when_memory_has_moved():
     target = load_target("qwen3", torch.float64)
-    engine = DecodingEngine(target, VanillaDrafter(), ahead=True, captured=CapturedSteps(Rerun))
+    engine = DecodingEngine(target, VanillaDrafter(), ahead=True, captured=CapturedSteps(Counted))
     prompt, rules = list(range(3, 40)), GenerationSettings(10)
     for _ in range(3):
         engine._cache = None  # as for a prompt that the old cache has no room for
@@ -205,9 +209,7 @@ def test_in_half_precision_every_difference_is_a_near_tie(kind, dtype):
 
 
 def test_layers_on_several_devices_have_memory_of_their_own():
-    torch.manual_seed(0)
-    target = Target(RANDOM_TARGETS["mistral"]().double())
-    target._modules_only = True
+    target = through_modules("mistral")
     prompt = list(range(3, 60))
     expected = Oracle(target, GenerationSettings(40)).answer(prompt)
     target.new_cache = lambda capacity: ShardedKVCache(target.layer_devices, capacity, target.device)
