@@ -84,7 +84,7 @@ class CapturedSteps:
         return self._step, told
 
     def _captured(self, step: VerifiedStep, body: Body) -> tuple[Any, Tensor]:
-        told = step.tokens.new_empty(1 + len(step.tokens))
+        told = step.tokens.new_empty(1 + 2 * len(step.tokens))  # a count, tokens, sources
 
         def work() -> None:
             result, news = body(step)

@@ -62,12 +62,14 @@ class Generation:
 
     tokens          new tokens, EOS included
     accept_lengths  new tokens of each target step (base token included); the prefill's single token comes first
+    sources         who drafted each token, an index into the drafter's `sources`; −1: the target itself
     seconds         wall seconds by part: draft, verify, accept, other, and their sum total
     finish_reason   "eos", "length", "stop" or "context"
     """
 
     tokens: list[int] = field(default_factory=list)
     accept_lengths: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
 
@@ -94,7 +96,10 @@ class _Clock:
 
 
 class _Mail:
-    """Tokens of a step on their way to the host: `[count, token, …]`, through pinned memory where there is a GPU."""
+    """A step's tokens and their sources on the way to the host, through pinned memory where there is a GPU.
+
+    `[count, token, …, source, …]`, of which `count` tokens and sources are meant.
+    """
 
     def __init__(self, told: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -104,12 +109,13 @@ class _Mail:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def read(self) -> list[int]:
-        """The tokens; waits for them."""
+    def read(self) -> tuple[list[int], list[int]]:
+        """The tokens and their sources; waits for them."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        count, *tokens = self._host.tolist()
-        return tokens[:count]
+        count, *told = self._host.tolist()
+        half = len(told) // 2
+        return told[:count], told[half : half + count]
 
 
 class DecodingEngine:
@@ -163,18 +169,19 @@ class DecodingEngine:
             cache = self._reserve(self._room(len(prompt_ids) + limit))
             end = self._end.fill_(len(prompt_ids) + limit)
         step = self._prefill(prompt_ids, cache, limit, settings, clock)
-        flying = deque([_Mail(torch.stack([torch.ones_like(step.base), step.base]))])
+        flying = deque([_Mail(torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)]))])
         committed = len(prompt_ids) - 1  # the newest token is not yet in the cache
         while True:
             if self.ahead or not flying:
                 step, told = self._step(step, cache, end, settings, clock)
                 flying.append(_Mail(told))
-            new = flying.popleft().read()
+            new, sources = flying.popleft().read()
             committed += len(new)
             cache.settle(committed + len(flying) * (self.drafter.max_depth + 1))
             clock.lap("accept")
             kept, reason = stopper.cut(result.tokens, new)
             result.tokens.extend(kept)
+            result.sources.extend(sources[: len(kept)])
             result.accept_lengths.append(len(kept))
             result.seconds = clock.seconds()
             result.finish_reason = reason
@@ -220,7 +227,7 @@ class DecodingEngine:
     def _step(
         self, step: VerifiedStep, cache: KVCache, end: Tensor, settings: GenerationSettings, clock: _Clock
     ) -> tuple[VerifiedStep, Tensor]:
-        """One target step: what it committed, and `[count, token, …]` for the host, all still on the device."""
+        """One target step: what it committed, and what the host is told of it (`_Mail`), all still on the device."""
 
         def body(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
             first = step.tree is None  # a prompt has a length of its own: its step is not compiled
@@ -269,8 +276,9 @@ class DecodingEngine:
         tokens = rows[path]
         behind = torch.arange(len(path), device=path.device) >= count - 1
         next_tokens = torch.where(behind, next_base, tokens.roll(-1))
+        source = torch.cat([tree.source.new_full((1,), -1), tree.source])[path].roll(-1).masked_fill(behind, -1)
         verified = VerifiedStep(tokens, next_tokens, hidden[path], count, chosen, tree)
-        return verified, torch.cat([count[None], next_tokens])
+        return verified, torch.cat([count[None], next_tokens, source])
 
     def _accepted(
         self,

@@ -63,7 +63,7 @@ class PlainGenerate:
         else:
             reason = "length" if limit == settings.max_new_tokens else "context"
         seconds = {"draft": 0.0, "verify": taken, "accept": 0.0, "other": 0.0, "total": taken}
-        return Generation(tokens, [1] * len(tokens), seconds, reason)
+        return Generation(tokens, [1] * len(tokens), [-1] * len(tokens), seconds, reason)
 
 
 @torch.inference_mode()

@@ -71,10 +71,12 @@ class Drafter(Protocol):
 
     max_nodes  no proposal has more nodes
     max_depth  no proposal is deeper
+    sources    what `DraftTree.source` counts: who may have drafted a node; a drafter alone is its only source
     """
 
     max_nodes: int
     max_depth: int
+    sources: tuple[str, ...] = ("draft",)
 
     @property
     def on_device(self) -> bool:
@@ -93,6 +95,10 @@ class Drafter(Protocol):
 
     def propose(self) -> DraftTree:
         """Draft what may come after the base token."""
+
+    def findings(self) -> dict[str, Any]:
+        """What the drafter has learned about itself so far, for reports; nothing by default."""
+        return {}
 
     def generate_fn(self, streamer: Any = None) -> Callable[..., Tensor]:
         """For `model.generate(…, custom_generate=…)` of transformers; see `inference.generate`."""

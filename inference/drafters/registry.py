@@ -1,13 +1,15 @@
 """Builds drafters from the words of a command line: `NAME[=[KIND:]PATH[,key=value…][+…]]`.
 
-`ctc=RUN/head`, `ctc_raw=RUN/head,tree=raw`, `vanilla`: a name, then where it is loaded from and its options. The kind
-of a head comes from its checkpoint when it is left out; a name alone is a drafter that loads nothing.
+`ctc=RUN/head`, `ctc_raw=RUN/head,tree=raw`, `draft_model=DIR`, `ngram`, `long=ngram,k=12`: a name, then where it is
+loaded from and its options. The kind of a head comes from its checkpoint when it is left out; what else lies at a path
+is of the kind its name says, or a draft model. A name alone is a drafter that loads nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,10 +46,10 @@ class DrafterSpec:
             raise ValueError(
                 f"a drafter is NAME or NAME=[KIND:]PATH[,key=value…][+…]; got {text!r}; write e.g. ctc=runs/ctc/head"
             )
-        return cls(name, tuple(cls._part(part, text) for part in (rest or name).split("+")))
+        return cls(name, tuple(cls._part(part, name, text) for part in (rest or name).split("+")))
 
     @staticmethod
-    def _part(text: str, whole: str) -> DrafterPart:
+    def _part(text: str, name: str, whole: str) -> DrafterPart:
         place, *pairs = text.split(",")
         options = {}
         for pair in pairs:
@@ -60,12 +62,22 @@ class DrafterSpec:
             return DrafterPart(kind, path, options)
         if place in DRAFTERS:
             return DrafterPart(place, "", options)
+        if name in FREE_DRAFTERS:
+            return DrafterPart(name, place, options)
         if (Path(place) / "config.json").is_file() or "/" in place:
-            return DrafterPart(str(read_config(place)["kind"]), place, options)
+            return DrafterPart(_kind_at(place), place, options)
         raise ValueError(
-            f"a drafter is one of {', '.join(sorted(DRAFTERS))} or the folder of a head checkpoint; got {place!r} in "
-            f"{whole!r}"
+            f"a drafter is one of {', '.join(sorted(DRAFTERS))} or the folder of a head checkpoint or draft model; got "
+            f"{place!r} in {whole!r}"
         )
+
+
+def _kind_at(place: str) -> str:
+    """What lies in a folder: a head of some kind, or a causal language model, which drafts as it is."""
+    config = Path(place) / "config.json"
+    if config.is_file() and re.search(r'"model_type"\s*:', config.read_text(encoding="utf-8")):
+        return "draft_model"
+    return str(read_config(place)["kind"])
 
 
 HEAD_DRAFTERS = {
@@ -78,14 +90,23 @@ HEAD_DRAFTERS = {
 max_nodes, **options) and names its options with their defaults in `options`."""
 
 
+FREE_DRAFTERS: dict[str, str] = {
+    "draft_model": "inference.drafters.draft_model:DraftModelDrafter",
+    "ngram": "inference.drafters.ngram:NgramDrafter",
+    "prompt_lookup": "inference.drafters.prompt_lookup:PromptLookupDrafter",
+}
+"""Training-free kind → module and class of its drafter, imported on first use. The class is made by
+`from_options(path, target, max_nodes, **options)` and names its options with their defaults in `options`."""
+
+
 def drafter_for(head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> Drafter:
     """The drafter of a head in memory."""
     return drafter_class(head.config.kind)(head, target, max_nodes, **options)
 
 
 def drafter_class(kind: str) -> Any:
-    """The class that drafts with heads of a kind."""
-    module, name = HEAD_DRAFTERS[kind].split(":")
+    """The class that drafts with heads of a kind, or without any."""
+    module, name = {**HEAD_DRAFTERS, **FREE_DRAFTERS}[kind].split(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -110,9 +131,17 @@ def _head_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
     return drafter_for(head, target, **options)
 
 
+def _free_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
+    made = drafter_class(part.kind)
+    options = _take_options(part, {"max_nodes": max_nodes, **made.options})
+    drafter: Drafter = made.from_options(part.path, target, **options)
+    return drafter
+
+
 DRAFTERS: dict[str, Callable[[DrafterPart, Target, int], Drafter]] = {
     "vanilla": _vanilla,
     **dict.fromkeys(HEAD_DRAFTERS, _head_drafter),
+    **dict.fromkeys(FREE_DRAFTERS, _free_drafter),
 }
 
 
@@ -134,6 +163,18 @@ def whole_number(key: str, value: str) -> int:
         return int(value)
     except ValueError:
         raise ValueError(f"drafter option {key} must be a whole number; got {value!r}") from None
+
+
+def _as(default: Any, key: str, value: str) -> Any:
+    """An option's value as one of the default's type."""
+    if isinstance(default, int):
+        return whole_number(key, value)
+    if not isinstance(default, float):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"drafter option {key} must be a number; got {value!r}") from None
 
 
 def _tuned(part: DrafterPart) -> dict[str, Any]:
@@ -158,9 +199,5 @@ def _take_options(part: DrafterPart, defaults: dict[str, Any], also: Sequence[st
             f"unknown option {', '.join(unknown)} of a {part.kind} drafter; valid are "
             f"{', '.join(sorted({*defaults, *also})) or 'none'}"
         )
-    given = {
-        key: whole_number(key, value) if isinstance(defaults[key], int) else value
-        for key, value in part.options.items()
-        if key not in also
-    }
+    given = {key: _as(defaults[key], key, value) for key, value in part.options.items() if key not in also}
     return {**defaults, **given}

@@ -51,7 +51,7 @@ class StubEngine:
             "accept": 0.125 * total,
             "other": 0.125 * total,
         }
-        return Generation(tokens, lengths, {**parts, "total": total}, "eos")
+        return Generation(tokens, lengths, [-1] * len(tokens), {**parts, "total": total}, "eos")
 
 
 class StubOracle:

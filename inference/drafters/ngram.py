@@ -1,0 +1,101 @@
+"""ANPD: adaptive n-grams over the text so far, the largest level that matches first (its section 3)."""
+
+from __future__ import annotations
+
+import math
+from heapq import heappop, heappush
+from typing import Any, ClassVar
+
+import torch
+
+from inference.drafters.ngram_table import NgramTable
+from inference.drafters.text import TextDrafter, check_positive
+from inference.target import Target
+from inference.tree import DraftTree
+
+
+class NgramDrafter(TextDrafter):
+    """Step by step the most frequent continuation; stops where no level matches. As a tree, the two most frequent."""
+
+    sources = ("ngram",)
+    options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0}
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        max_nodes: int = 32,
+        n: int = 5,
+        k: int = 7,
+        branches: int = 1,
+        keep: int = 0,
+    ) -> None:
+        """n: tokens of the longest n-gram; k: most steps; branches: 1 (a chain) or 2 (a tree of up to `max_nodes`);
+        keep: 1 keeps the counts from prompt to prompt."""
+        check_positive(k=k, branches=branches, max_nodes=max_nodes)
+        if branches > 2 or keep not in (0, 1):
+            raise ValueError(f"an ngram drafter has branches 1 or 2 and keep 0 or 1; got {branches} and {keep}")
+        super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
+        self.table = NgramTable(n)
+        self.branches, self.keep = branches, bool(keep)
+
+    @classmethod
+    def from_options(cls, path: str, target: Target, **options: int) -> NgramDrafter:
+        """See `FREE_DRAFTERS`."""
+        refuse_path("ngram", path)
+        return cls(target.device, **options)
+
+    def start(self) -> None:
+        """Forget the last text, unless its counts are kept."""
+        self.table.start(self.keep)
+
+    def read(self, tokens: list[int]) -> None:
+        """Count them at every level."""
+        self.table.extend(tokens)
+
+    def propose(self) -> DraftTree:
+        """See the class."""
+        if self.branches == 2:
+            return self._branching()
+        table, tokens = self.table, []
+        code = table.code
+        for _ in range(self.max_depth):
+            found = table.followers(code)
+            if found is None:
+                break
+            token = found[1][0]
+            tokens.append(token)
+            code = table.after(code, token)
+        return self.chain(tokens)
+
+    def _branching(self) -> DraftTree:
+        """The nodes of the highest share of their counts, multiplied along the path."""
+        table = self.table
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        waiting: list[tuple[float, int, int, int, int, int]] = []  # −score, order, token, parent, depth, context
+
+        def follow(parent: int, score: float, depth: int, code: int) -> None:
+            found = table.followers(code)
+            if found is None or depth == self.max_depth:
+                return
+            first, count, second, second_count, total = found[1]
+            for token, seen in ((first, count), (second, second_count)):
+                if token >= 0:
+                    share = score + math.log(seen / (total + 1))  # one more for what was not seen yet
+                    heappush(waiting, (-share, len(tokens) + len(waiting), token, parent, depth + 1, code))
+
+        follow(-1, 0.0, 0, table.code)
+        while waiting and len(tokens) < self.max_nodes:
+            score, _, token, parent, depth, code = heappop(waiting)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(-score)
+            follow(len(tokens) - 1, -score, depth, table.after(code, token))
+        return self.tree(tokens, parents, scores)
+
+
+def refuse_path(kind: str, path: str) -> None:
+    """ValueError for a path given to a drafter that loads nothing."""
+    if path:
+        raise ValueError(f"{kind} loads nothing; got the path {path!r}; write {kind} alone, options behind commas")

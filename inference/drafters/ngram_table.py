@@ -1,0 +1,81 @@
+"""Counts of what followed what: the n-gram levels of ANPD (section 3.2), one dictionary look-up each.
+
+A context of c tokens is one integer, the token ids + 1 in lanes of `LANE` bits, the newest lowest. For tokens 4, 7, 7:
+level 3 (two tokens of context) has seen token 7 once behind `5 << LANE | 8`.
+
+The text's size does not matter: a token costs one update a level, a query at most one look-up a level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LANE = 21  # vocabularies of up to two million tokens
+
+
+Followers = tuple[int, int, int, int, int]
+"""What followed a context: the most frequent token, its count, the second (−1: none), its count, the count of all.
+
+Of equally frequent tokens the one seen last goes first."""
+
+
+class NgramTable:
+    """Levels 2 … n of counts over one growing text, or over several when the counts are kept."""
+
+    def __init__(self, n: int) -> None:
+        """Raises ValueError for n below 2: a context of no tokens predicts nothing."""
+        if n < 2:
+            raise ValueError(f"n-grams have at least 2 tokens; got n={n}; choose 2 or more")
+        self.n = n
+        self.code = 0  # of the text's last n − 1 tokens
+        self._mask = (1 << LANE * (n - 1)) - 1
+        self._levels: list[tuple[int, int, dict[int, int], dict[int, Followers]]] = [
+            (1 << LANE * (context - 1), (1 << LANE * context) - 1, {}, {}) for context in range(1, n)
+        ]  # smallest number with so many lanes, mask, counts by whole n-gram, followers by context
+        self._longest_first = [(level + 2, mask, tops) for level, (_, mask, _, tops) in enumerate(self._levels)][::-1]
+
+    def start(self, keep: bool = False) -> None:
+        """A new text; no n-gram spans two of them."""
+        self.code = 0
+        if not keep:
+            for _, _, counts, tops in self._levels:
+                counts.clear()
+                tops.clear()
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Count more of the text."""
+        code, whole, levels = self.code, self._mask, self._levels
+        for token in tokens:
+            for least, mask, counts, tops in levels:
+                if code < least:
+                    break  # the text is shorter than this context, and so than all longer ones
+                context = code & mask
+                gram = context << LANE | token + 1
+                count = counts[gram] = counts.get(gram, 0) + 1
+                top = tops.get(context)
+                if top is None:
+                    tops[context] = token, 1, -1, 0, 1
+                    continue
+                first, first_count, second, second_count, total = top
+                if token == first:
+                    tops[context] = first, count, second, second_count, total + 1
+                elif count >= first_count:
+                    tops[context] = token, count, first, first_count, total + 1
+                elif count >= second_count:
+                    tops[context] = first, first_count, token, count, total + 1
+                else:
+                    tops[context] = first, first_count, second, second_count, total + 1
+            code = (code << LANE | token + 1) & whole
+        self.code = code
+
+    def after(self, code: int, token: int) -> int:
+        """The context `code` with one more token behind it."""
+        return (code << LANE | token + 1) & self._mask
+
+    def followers(self, code: int) -> tuple[int, Followers] | None:
+        """The level of the longest context at the end of `code` that was seen before, and what followed it."""
+        for level, mask, tops in self._longest_first:
+            top = tops.get(code & mask)
+            if top is not None:
+                return level, top
+        return None

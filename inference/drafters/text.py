@@ -1,0 +1,78 @@
+"""Drafters that need nothing but the text: they keep tables of token ids on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference.drafters.base import Drafter, VerifiedStep
+from inference.tree import DraftTree
+
+
+class TextDrafter(Drafter):
+    """Reads the committed tokens, the base token included, and proposes trees made of lists.
+
+    A subclass has `start` (a new text), `read` (more of it) and `propose`.
+    """
+
+    def __init__(self, device: torch.device | str, max_nodes: int, max_depth: int) -> None:
+        self.device = torch.device(device)
+        self.max_nodes, self.max_depth = max_nodes, max_depth
+        self._chain = DraftTree.build(
+            torch.zeros(max_depth, dtype=torch.long), torch.arange(max_depth) - 1, torch.zeros(max_depth)
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """The tokens of every step are read back."""
+        return False
+
+    def start(self) -> None:
+        """A new text begins."""
+
+    def read(self, tokens: list[int]) -> None:
+        """More of the text."""
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """See `Drafter.begin`."""
+        self.start()
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Hand the new tokens on: what follows each committed one, and before that the prompt's first."""
+        self.read(committed(step))
+
+    def chain(self, tokens: Sequence[int]) -> DraftTree:
+        """Tokens one after another, no more than `max_depth`."""
+        empty, count = self._chain, len(tokens)
+        tree = DraftTree(
+            torch.tensor(tokens, dtype=torch.long),
+            empty.parents[:count],
+            empty.log_probs[:count],
+            empty.source[:count],
+            empty.candidate[:count],
+        )
+        return tree if self.device.type == "cpu" else tree.map(lambda x: x.to(self.device))
+
+    def tree(self, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> DraftTree:
+        """Nodes from lists, parents before children."""
+        device = self.device
+        return DraftTree.build(
+            torch.tensor(tokens, dtype=torch.long, device=device),
+            torch.tensor(parents, dtype=torch.long, device=device),
+            torch.tensor(log_probs, dtype=torch.float32, device=device),
+        )
+
+
+def committed(step: VerifiedStep) -> list[int]:
+    """The tokens that a step added to the text: its accepted drafts and the new base token; at first the prompt too."""
+    new = step.next_tokens.tolist()[: int(step.count)]
+    return new if step.tree is not None else [int(step.tokens[0]), *new]
+
+
+def check_positive(**options: int) -> None:
+    """ValueError for an option below 1."""
+    for name, value in options.items():
+        if value < 1:
+            raise ValueError(f"drafter option {name} must be at least 1; got {value}; leave it out for the default")
