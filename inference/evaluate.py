@@ -68,12 +68,18 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that was decoded: records in the order they ran."""
+    """Everything that was decoded: records in the order they ran.
+
+    sources   drafter → the names of who drafts for it, as `Generation.sources` counts them
+    findings  drafter → what it has learned about itself, where there is anything
+    """
 
     benchmarks: Sequence[Benchmark]
     drafters: tuple[str, ...]
     records: list[TurnRecord] = field(default_factory=list)
     noise: float | None = None
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def evaluate(
@@ -123,7 +129,15 @@ def evaluate(
                 on_answer(answered)
                 done += 1
     progress("decoded", total, total)
-    return Evaluation(benchmarks, names, judge_records(oracle, records, progress), oracle.measured_noise)
+    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
+    return Evaluation(
+        benchmarks,
+        names,
+        judge_records(oracle, records, progress),
+        oracle.measured_noise,
+        {name: drafter.sources for name, drafter in drafters.items()},
+        {name: found for name, drafter in drafters.items() if (found := drafter.findings())},
+    )
 
 
 def rotate(names: Sequence[str], index: int) -> list[str]:

@@ -37,7 +37,8 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
             asked = [q for q in benchmark.questions if category in (None, q.category)]
             for drafter, records in by_drafter.items():
                 row = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
-                rows.append(row | result_row(records, *baselines, asked, seed))
+                row |= result_row(records, *baselines, asked, seed)
+                rows.append(row | {"accepted_by_source": accepted_by_source(records, evaluation.sources.get(drafter))})
     return rows
 
 
@@ -133,6 +134,14 @@ def accept_length_histogram(records: Sequence[TurnRecord]) -> list[int]:
     """
     counts = Counter(max(kept - 1, 0) for record in records for kept in record.generation.accept_lengths[1:])
     return [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
+
+
+def accepted_by_source(records: Sequence[TurnRecord], names: Sequence[str] | None) -> dict[str, int] | None:
+    """How many of the new tokens each source drafted; None where nobody drafts."""
+    if not names:
+        return None
+    counts = Counter(source for record in records for source in record.generation.sources)
+    return {name: counts[source] for source, name in enumerate(names)}
 
 
 def score(records: Sequence[TurnRecord]) -> dict[str, float] | None:

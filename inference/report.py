@@ -42,6 +42,7 @@ def build_report(evaluation: Evaluation, target: dict[str, Any], settings: dict[
         "target": target,
         "settings": settings,
         "results": result_rows(evaluation, seed),
+        "findings": evaluation.findings,
         "noise": evaluation.noise,
         "environment": environment(target.get("device", "cpu")),
     }
@@ -172,6 +173,8 @@ def markdown(report: dict[str, Any]) -> str:
             "## Where the time goes",
             markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), [time_cells(row) for row in whole], 2),
             "![time shares](time_share.png)",
+            *source_table(whole),
+            *findings_note(report["findings"]),
             *category_tables(report["results"]),
             "",
         ]
@@ -203,6 +206,29 @@ def skipped_note(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not skipped:
         return []
     return [f"Turns skipped because a prompt did not fit the context: {', '.join(skipped)}."]
+
+
+def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Who drafted the accepted tokens, for drafters of more than one source."""
+    shown = [row for row in rows if len(row.get("accepted_by_source") or {}) > 1]
+    if not shown:
+        return []
+    lines = []
+    for row in shown:
+        parts = ", ".join(f"{name} {count:,}" for name, count in row["accepted_by_source"].items())
+        lines.append([row["benchmark"], row["drafter"], parts, f"{row['new_tokens']:,}"])
+    return ["## Who drafted the accepted tokens", markdown_table((*HEADER[:2], "by source", "new tokens"), lines, 3)]
+
+
+def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
+    """A sentence for every time a source was switched off."""
+    return [
+        f"{drafter}: {name} did not pay and was switched off after {switch['off']:,} target steps"
+        + (f", for another trial on again after {switch['on']:,}." if switch["on"] is not None else ".")
+        for drafter, found in findings.items()
+        for name, part in found.get("parts", {}).items()
+        for switch in part["switched"]
+    ]
 
 
 def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:

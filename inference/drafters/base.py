@@ -24,7 +24,8 @@ class VerifiedStep:
     next_tokens  [A] int64, the token after each; behind the last committed one stands the next base token
     hidden       [A, H], the target's hidden state at each of them, as the LM head reads it
     count        [] int64, at least 1
-    choices      [R] int64, the target's own choice at every row of the forward (R = 1 + M); None after the prefill
+    choices      [R] int64, the target's own choice at every row of the forward (R = 1 + M), −1 at a row that was not
+                 verified (a node that a composed tree left out); None after the prefill
     tree         the tree that was verified; None after the prefill
     """
 
@@ -71,11 +72,13 @@ class Drafter(Protocol):
 
     max_nodes  no proposal has more nodes
     max_depth  no proposal is deeper
+    reads_choices  whether `observe` looks at what the target said elsewhere than on the accepted path
     sources    what `DraftTree.source` counts: who may have drafted a node; a drafter alone is its only source
     """
 
     max_nodes: int
     max_depth: int
+    reads_choices: bool = False
     sources: tuple[str, ...] = ("draft",)
 
     @property

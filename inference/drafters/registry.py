@@ -11,7 +11,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +147,38 @@ DRAFTERS: dict[str, Callable[[DrafterPart, Target, int], Drafter]] = {
 
 def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32) -> Drafter:
     """The drafter a spec describes, on the target's device; ValueError names what is wrong with it."""
-    if len(spec.parts) != 1:
-        raise ValueError(f"drafter {spec.name!r} composes {len(spec.parts)} sources; give one source per drafter")
-    part = spec.parts[0]
-    if part.kind not in DRAFTERS:
-        raise ValueError(
-            f"drafter {spec.name!r} is of kind {part.kind!r}; known kinds are {', '.join(sorted(DRAFTERS))}"
-        )
-    return DRAFTERS[part.kind](part, target, max_nodes)
+    for part in spec.parts:
+        if part.kind not in DRAFTERS:
+            raise ValueError(
+                f"drafter {spec.name!r} is of kind {part.kind!r}; known kinds are {', '.join(sorted(DRAFTERS))}"
+            )
+    if len(spec.parts) > 1:
+        return _composed(spec, target, max_nodes)
+    return DRAFTERS[spec.parts[0].kind](spec.parts[0], target, max_nodes)
+
+
+def _composed(spec: DrafterSpec, target: Target, max_nodes: int) -> Drafter:
+    """Several sources in one tree; options that are the whole's, not a source's, may stand behind any of them."""
+    from inference.drafters.hybrid import HybridDrafter
+
+    if any(part.kind == "vanilla" for part in spec.parts):
+        raise ValueError(f"drafter {spec.name!r} joins vanilla, which drafts nothing, to others; leave it out")
+    own = {key: value for part in spec.parts for key, value in part.options.items() if key in HybridDrafter.options}
+    whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
+    drafters = []
+    for part, name in zip(spec.parts, part_names(spec.parts)):
+        rest = {key: value for key, value in part.options.items() if key not in own}
+        drafters.append((name, DRAFTERS[part.kind](replace(part, options=rest), target, max_nodes)))
+    return HybridDrafter(drafters, target, max_nodes, **whole)
+
+
+def part_names(parts: Sequence[DrafterPart]) -> list[str]:
+    """The kinds of a composed drafter's parts; a second one of a kind is numbered."""
+    kinds = [part.kind for part in parts]
+    return [
+        kind if kind not in kinds[:index] else f"{kind}_{1 + kinds[:index].count(kind)}"
+        for index, kind in enumerate(kinds)
+    ]
 
 
 def whole_number(key: str, value: str) -> int:

@@ -4,6 +4,7 @@ import torch
 
 from heads.base import target_sizes
 from heads.checkpoint import head_classes
+from inference.drafters.base import Drafter
 from inference.tree import DraftTree
 from scripts.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
 
@@ -28,13 +29,15 @@ def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):
     return head.to(target.dtype)
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Drafts the continuation it was given: every draft accepted, `depth` tokens a step."""
 
     def __init__(self, answer, depth):
         self.answer, self.max_nodes, self.max_depth = answer, depth, depth
 
-    on_device = False
+    @property
+    def on_device(self):
+        return False
 
     def begin(self, prompt, capacity):
         self.position = -len(prompt)

@@ -1,0 +1,183 @@
+"""Trees of several sources as one, grown best first by calibrated acceptance; on the host, in lists.
+
+A node's children are what the sources' own trees have behind it (`TreeSource`) and what n-grams say of the text up to
+it (`PhraseSource`), so that the leaves of a learned tree are lengthened by phrases, at any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from heapq import heappop, heappush
+from math import exp, log
+from typing import Protocol
+
+from inference.drafters.calibration import Calibration, confidence
+from inference.drafters.ngram_table import NgramTable
+from inference.tree import DraftTree
+
+Opinion = dict[int, tuple[Hashable, float, int | None]]
+"""Token → what the source says of it, what that is worth at first sight, the node of the source's own tree."""
+
+OTHER = 99  # a source that proposes something, but not this token
+
+
+class Source(Protocol):
+    """Says what may follow a node."""
+
+    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+        """What follows a node, and what the source says of all other tokens (None: nothing).
+
+        place    the node in the source's own tree, −1 the base token, None where it is not in it
+        context  the text up to the node, as `NgramTable` codes it
+        """
+
+
+class TreeSource:
+    """A tree that was proposed as a whole."""
+
+    def __init__(self) -> None:
+        self._kids: list[Opinion] = []
+
+    def take(self, tree: DraftTree) -> None:
+        """Keep the candidates of this step's tree as lists."""
+        kids: list[Opinion] = [{} for _ in range(len(tree) + 1)]
+        scores = tree.log_probs.tolist()
+        rows = zip(tree.tokens.tolist(), tree.parents.tolist(), scores, tree.candidate.tolist())
+        for node, (token, parent, score, candidate) in enumerate(rows):
+            if candidate:
+                share = exp(min(score - (scores[parent] if parent >= 0 else 0.0), 0.0))
+                kids[parent + 1][token] = confidence(share), share, node
+        self._kids = kids
+
+    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+        """See `Source`."""
+        found = self._kids[place + 1] if place is not None else None
+        return (found, OTHER) if found else ({}, None)
+
+
+class PhraseSource:
+    """N-grams of the text: at every node the two most frequent followers of the longest context that was seen."""
+
+    def __init__(self, table: NgramTable) -> None:
+        self.table = table
+
+    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+        """See `Source`."""
+        found = self.table.followers(context)
+        if found is None:
+            return {}, None
+        level, (first, count, second, second_count, total) = found
+        sure = level * 8 + min(count, 3) * 2 + (count == total)
+        worth = (level - 1) / level / (total + 1)
+        said: Opinion = {first: (sure, count * worth, None)}
+        if second >= 0:
+            said[second] = -level * 8 - min(second_count, 3), second_count * worth, None
+        return said, 1000 + sure
+
+
+class SilentSource:
+    """A source that has been switched off."""
+
+    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+        """Nothing."""
+        return {}, None
+
+
+class _Node:
+    """A node of the merged tree: where each source has it, the text up to it, what was considered behind it."""
+
+    __slots__ = ("considered", "context", "inside", "places")
+
+    def __init__(self, places: Sequence[int | None], context: int) -> None:
+        self.places, self.context = places, context
+        self.considered: list[tuple[int, tuple[Hashable, ...]]] = []
+        self.inside: dict[int, int] = {}  # token → index, of the children that got a node
+
+
+class MergedTree:
+    """The `max_nodes` nodes that are most probably accepted; remembers why, to learn from what is.
+
+    tokens, parents, scores, source  as in `DraftTree`, lists; source is the first of those that propose a node
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        calibration: Calibration,
+        context: int,
+        after: NgramTable,
+        max_nodes: int,
+        max_depth: int,
+        least: float = 0.0,
+    ) -> None:
+        """context: the text, as `after` codes it; least: no node is accepted less often, by estimate."""
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.scores: list[float] = []
+        self.source: list[int] = []
+        self.alone: list[bool] = []  # whether nobody else proposes the node
+        self._sources, self._calibration = sources, calibration
+        self._waiting: list[tuple[float, int, int, int, int, Sequence[int | None], int, bool]] = []
+        self._serial = 0
+        self._nodes = [_Node((-1,) * len(sources), context)]
+        bound = log(least) if least > 0 else float("-inf")
+        self._expand(0, 0.0, 0, bound)
+        while self._waiting:
+            score, _, parent, token, depth, places, source, alone = heappop(self._waiting)
+            self._nodes[parent].inside[token] = len(self._nodes)
+            self.tokens.append(token)
+            self.parents.append(parent - 1)
+            self.scores.append(-score)
+            self.source.append(source)
+            self.alone.append(alone)
+            self._nodes.append(_Node(places, after.after(self._nodes[parent].context, token)))
+            if len(self.tokens) == max_nodes:
+                break
+            if depth < max_depth:
+                self._expand(len(self.tokens), -score, depth, bound)
+
+    def _expand(self, index: int, score: float, depth: int, bound: float) -> None:
+        """Let the children of a node wait for their turn."""
+        node = self._nodes[index]
+        opinions = [source.opinion(place, node.context) for source, place in zip(self._sources, node.places)]
+        for token in dict.fromkeys(token for said, _ in opinions for token in said):
+            evidence, guesses, places = [], [], []
+            for said, otherwise in opinions:
+                entry, guess, place = said.get(token, (otherwise, 0.0, None))
+                evidence.append(entry)
+                guesses.append(guess)
+                places.append(place)
+            key = tuple(evidence)
+            node.considered.append((token, key))
+            reached = score + log(max(self._calibration.estimate(key, guesses), 1e-6))
+            if reached >= bound:
+                speaks = [number for number, guess in enumerate(guesses) if guess > 0]
+                self._serial += 1
+                entry = (-reached, self._serial, index, token, depth + 1, places, speaks[0], len(speaks) == 1)
+                heappush(self._waiting, entry)
+
+    def learn(self, followed: Sequence[int]) -> list[int]:
+        """The tokens that really followed, as far as they are known: counts what was right and wrong of it.
+
+        Returns the nodes that were accepted.
+        """
+        accepted = []
+        index = 0
+        for token in followed:
+            node = self._nodes[index]
+            for considered, evidence in node.considered:
+                self._calibration.count(evidence, considered == token)
+            index = node.inside.get(token, -1)
+            if index < 0:
+                break
+            accepted.append(index - 1)
+        return accepted
+
+    def rows(self, source: int, nodes: int) -> list[int]:
+        """[1 + nodes]: in which row of the target's forward each node of a source's own tree is, −1 where in none."""
+        rows = [0] + [-1] * nodes
+        for index, node in enumerate(self._nodes[1:], start=1):
+            place = node.places[source]
+            if place is not None:
+                rows[place + 1] = index
+        return rows

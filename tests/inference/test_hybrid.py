@@ -1,0 +1,332 @@
+"""Several drafters in one tree: merging, calibration, what does not pay, and that decoding stays exact."""
+
+import itertools
+
+import pytest
+import torch
+
+from inference.drafters.calibration import Calibration, confidence
+from inference.drafters.hybrid import PAUSE, TRIAL, HybridDrafter
+from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource, TreeSource
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.ngram_table import NgramTable
+from inference.drafters.prompt_lookup import PromptLookupDrafter
+from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
+from inference.drafters.running_costs import RunningCosts
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.sampling import Sampling
+from inference.tree import DraftTree, check_tree
+from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.set_num_threads(1)
+    return load_target("llama", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts(target):
+    return make_prompts(target, 4)
+
+
+def proposal(tokens, parents, probabilities):
+    source = TreeSource()
+    logs = torch.tensor(probabilities, dtype=torch.float64).log()
+    source.take(DraftTree.build(torch.tensor(tokens), torch.tensor(parents), logs))
+    return source
+
+
+def merged(*sources, table=None, max_nodes=16, max_depth=8, least=0.0, calibration=None):
+    table = table or NgramTable(3)
+    return MergedTree(sources, calibration or Calibration(), table.code, table, max_nodes, max_depth, least)
+
+
+def as_tree(tree):
+    return DraftTree.build(torch.tensor(tree.tokens), torch.tensor(tree.parents))
+
+
+def paths(tree):
+    found = set()
+    for node in range(len(tree.tokens)):
+        path, at = (), node
+        while at >= 0:
+            path, at = (tree.tokens[at], *path), tree.parents[at]
+        found.add(path)
+    return found
+
+
+# ---- merging ---------------------------------------------------------------------------------------------
+
+
+def test_equal_prefixes_are_merged_and_credited_to_the_first_who_has_them():
+    first = proposal([5, 6], [-1, 0], [0.6, 0.5])  # 5, 5 6
+    second = proposal([5, 7, 9], [-1, 0, -1], [0.7, 0.4, 0.2])  # 5, 5 7, 9
+    tree = merged(first, second)
+    assert paths(tree) == {(5,), (5, 6), (5, 7), (9,)}
+    by_path = {tree.tokens[i]: (tree.source[i], tree.alone[i]) for i in range(4)}
+    assert by_path == {5: (0, False), 6: (0, True), 7: (1, True), 9: (1, True)}
+    check_tree(as_tree(tree))
+
+
+def test_agreement_raises_the_estimate_above_either_part():
+    alone = merged(proposal([5], [-1], [0.5])).scores[0]
+    both = merged(proposal([5], [-1], [0.5]), proposal([5], [-1], [0.5])).scores[0]
+    assert torch.tensor([alone, both]).exp().tolist() == pytest.approx([0.5, 0.75])
+
+
+def test_leaves_are_lengthened_by_what_followed_them_in_the_text():
+    table = NgramTable(3)
+    table.extend([1, 2, 3, 4, 9, 1])
+    tree = merged(proposal([2], [-1], [0.9]), PhraseSource(table), table=table)
+    assert {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 9)} <= paths(tree)
+    assert tree.source[tree.tokens.index(3)] == 1
+
+
+def test_the_budget_goes_to_the_nodes_most_probably_accepted():
+    wide = proposal([1, 2, 3, 4], [-1, -1, -1, -1], [0.4, 0.3, 0.2, 0.1])
+    deep = proposal([8, 9], [-1, 0], [0.5, 0.45])
+    assert set(merged(wide, deep, max_nodes=3).tokens) == {8, 9, 1}
+
+
+def test_nodes_below_the_least_acceptance_are_left_out():
+    source = proposal([1, 2, 3], [-1, -1, 0], [0.6, 0.2, 0.09])
+    assert merged(source, least=0.15).tokens == [1, 2]
+    assert merged(source, least=0.7).tokens == []
+
+
+def test_no_path_is_deeper_than_asked():
+    table = NgramTable(2)
+    table.extend([1, 1, 1])
+    assert len(merged(SilentSource(), PhraseSource(table), table=table, max_depth=4).tokens) == 4
+
+
+def test_random_merges_are_trees_whose_siblings_differ():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        sources = []
+        for _ in range(3):
+            parents, children = [], set()
+            tokens = []
+            while len(tokens) < 12:
+                parent = int(torch.randint(-1, len(tokens) or 1, (), generator=generator)) if tokens else -1
+                token = int(torch.randint(0, 4, (), generator=generator))
+                if (parent, token) not in children:
+                    children.add((parent, token))
+                    tokens.append(token)
+                    parents.append(parent)
+            scores = [0.9 ** (1 + len(paths_of(parents, node))) for node in range(12)]
+            sources.append(proposal(tokens, parents, scores))
+        tree = merged(*sources, max_nodes=20)
+        check_tree(as_tree(tree))
+        assert len(tree.tokens) == 20 == len(paths(tree))
+
+
+def paths_of(parents, node):
+    return list(itertools.takewhile(lambda n: n >= 0, iterate(parents, node)))
+
+
+def iterate(parents, node):
+    while True:
+        yield node
+        node = parents[node] if node >= 0 else -1
+
+
+# ---- calibration -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probability,expected", [(0.5, 0), (0.7311, 2), (0.2689, -2), (0.999, 8), (0.0, -8)])
+def test_confidence_is_half_nats_of_odds(probability, expected):
+    assert confidence(probability) == expected
+
+
+def test_estimates_move_from_the_guess_to_what_was_seen():
+    table = Calibration()
+    assert table.estimate((3,), (0.8,)) == pytest.approx(0.8)
+    for step in range(400):
+        table.count((3,), step % 4 == 0)
+    assert table.estimate((3,), (0.8,)) == pytest.approx(0.25, abs=0.01)
+    assert table.estimate((5,), (0.8,)) == pytest.approx(0.8)  # other evidence has its own
+
+
+def test_new_combinations_begin_with_what_their_parts_have_shown():
+    table = Calibration()
+    table.estimate((1, None), (0.5, 0.0))
+    for _ in range(1000):
+        table.count((1, None), True)
+    assert table.estimate((1, 7), (0.5, 0.5)) > 0.99  # the first is always right: guesses do not matter any more
+
+
+def test_old_observations_are_forgotten():
+    table = Calibration()
+    table.estimate((1,), (0.5,))
+    for accepted in [True] * 20000 + [False] * 6000:
+        table.count((1,), accepted)
+    assert table.estimate((1,), (0.5,)) < 0.5
+
+
+def test_learning_judges_every_child_considered_behind_the_accepted_path_and_none_elsewhere():
+    calibration = Calibration()
+    tree = merged(proposal([5, 6, 7], [-1, -1, 0], [0.7, 0.3, 0.35]), calibration=calibration)
+    assert tree.learn([5, 8]) == [0]  # 5 was accepted, then 8 came instead of 7
+    right, wrong, behind = confidence(0.7), confidence(0.3), confidence(0.5)
+    estimate = {entry: calibration.estimate((entry,), (0.0,)) for entry in (right, wrong, behind)}
+    assert estimate[right] == pytest.approx((4 * 0.7 + 1) / 5)
+    assert estimate[wrong] == pytest.approx(4 * 0.3 / 5)
+    assert estimate[behind] == pytest.approx(4 * 0.5 / 5)
+
+
+# ---- costs -----------------------------------------------------------------------------------------------
+
+
+def test_the_least_acceptance_is_the_time_of_a_node_in_tokens():
+    costs = RunningCosts()
+    for _ in range(200):
+        nodes, _ = costs.plan(32)
+        costs.verified(nodes, 0.010 + 0.0002 * nodes)
+        costs.stepped(4, 0.020)
+    assert costs.seconds_per_node == pytest.approx(0.0002, rel=1e-3)
+    assert costs.least == pytest.approx(0.0002 / 0.005, rel=1e-3)
+
+
+def test_trial_steps_have_different_sizes_and_no_least():
+    costs = RunningCosts()
+    plans = []
+    for _ in range(400):
+        plans.append(costs.plan(32))
+        costs.verified(plans[-1][0], 0.010 + 0.001 * plans[-1][0])
+        costs.stepped(1, 0.020)
+    assert {nodes for nodes, least in plans[40:] if least == 0} == {8, 16, 32}
+    assert sum(least > 0 for _, least in plans[40:]) == pytest.approx(360 * 15 / 16, abs=2)
+
+
+# ---- in the engine ---------------------------------------------------------------------------------------
+
+
+def hybrids(target, **options):
+    head = make_head(target)
+    yield "ctc+ngram", [("ctc", drafter_for(head, target, 12)), ("ngram", NgramDrafter())]
+    lookup = ("prompt_lookup", PromptLookupDrafter())
+    yield (
+        "medusa+ngram+lookup",
+        [
+            ("medusa", drafter_for(make_head(target, "medusa"), target, 12)),
+            ("ngram", NgramDrafter(keep=1)),
+            lookup,
+        ],
+    )
+    yield "chimera+hydra", [(kind, drafter_for(make_head(target, kind), target, 12)) for kind in ("chimera", "hydra")]
+
+
+@pytest.mark.parametrize("name", ["ctc+ngram", "medusa+ngram+lookup", "chimera+hydra"])
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
+@pytest.mark.parametrize("fit", [0, 1])
+def test_decoding_is_exact(target, prompts, name, sampling, fit):
+    from inference.drafters.vanilla import VanillaDrafter
+
+    settings = GenerationSettings(60, sampling=sampling)
+    parts = dict(hybrids(target))[name]
+    hybrid = DecodingEngine(target, HybridDrafter(parts, target, 10, fit=fit))
+    vanilla = DecodingEngine(target, VanillaDrafter())
+    for prompt in prompts:
+        assert hybrid.generate(prompt, settings).tokens == vanilla.generate(prompt, settings).tokens
+
+
+def test_every_accepted_token_has_its_source(target, prompts):
+    answer = DecodingEngine(target, build_drafter(DrafterSpec.parse("vanilla"), target)).generate(
+        prompts[0], GenerationSettings(40)
+    )
+    right, wrong = ScriptedDrafter(answer.tokens, 3), ScriptedDrafter([7] * 40, 3)
+    hybrid = HybridDrafter([("wrong", wrong), ("right", right)], target, 8, fit=0)
+    result = DecodingEngine(target, hybrid).generate(prompts[0], GenerationSettings(40))
+    assert result.tokens == answer.tokens and result.target_steps < 15
+    assert len(result.sources) == 40
+    taken = [hybrid.sources[source] for source in result.sources if source >= 0]
+    assert len(taken) - (40 - result.target_steps) in (0, 1)  # the answer may end on a draft
+    assert set(taken) - {"wrong"} == {"right"} and taken.count("right") > 20
+    assert hybrid.findings()["parts"]["right"]["accepted"] >= taken.count("right") - 3  # the last step is not observed
+
+
+class Clock:
+    """Time passes only where it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1e-6
+        return self.now
+
+
+def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(target, prompts):
+    clock = Clock()
+    slow = ScriptedDrafter([7] * 10**6, 2)
+    propose = slow.propose
+
+    def proposing():
+        clock.now += 1.0  # a second for drafts that are never right
+        return propose()
+
+    slow.propose = proposing
+    hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], target, 8, clock=clock)
+    engine = DecodingEngine(target, hybrid)
+    while hybrid.findings()["steps"] < TRIAL + 60:
+        engine.generate(prompts[0], GenerationSettings(60))
+    found = hybrid.findings()["parts"]
+    assert found["slow"]["switched"] == [{"off": TRIAL, "on": None}] and found["ngram"]["switched"] == []
+    spent = clock.now
+    engine.generate(prompts[1], GenerationSettings(60))
+    assert clock.now - spent < 1.0
+    hybrid._steps = TRIAL + PAUSE
+    engine.generate(prompts[1], GenerationSettings(60))
+    assert hybrid.findings()["parts"]["slow"]["switched"][0]["on"] == TRIAL + PAUSE
+    assert clock.now - spent > 1.0
+
+
+def test_a_compiled_target_drafts_its_heads_through_programs():
+    torch.set_num_threads(1)
+    target = load_target("llama", torch.float32)
+    target.compile()
+    plain = load_target("llama", torch.float32)
+    prompts = make_prompts(target, 2)
+    parts = [("medusa", drafter_for(make_head(target, "medusa"), target, 6)), ("ngram", NgramDrafter())]
+    hybrid = DecodingEngine(target, HybridDrafter(parts, target, 6))
+    vanilla = DecodingEngine(plain, build_drafter(DrafterSpec.parse("vanilla"), plain))
+    for prompt in prompts:
+        settings = GenerationSettings(24)
+        assert hybrid.generate(prompt, settings).tokens == vanilla.generate(prompt, settings).tokens
+
+
+# ---- words -----------------------------------------------------------------------------------------------
+
+
+def test_options_of_the_whole_may_stand_behind_any_part(target):
+    drafter = build_drafter(DrafterSpec.parse("h=ngram,n=3,fit=0+prompt_lookup,depth=5"), target, 9)
+    assert isinstance(drafter, HybridDrafter)
+    assert (drafter.fit, drafter.max_depth, drafter.max_nodes, drafter.sources) == (
+        False,
+        5,
+        9,
+        ("ngram", "prompt_lookup"),
+    )
+    twice = build_drafter(DrafterSpec.parse("h=ngram+ngram,keep=1"), target, 9)
+    assert twice.sources == ("ngram", "ngram_2")
+
+
+@pytest.mark.parametrize(
+    "words,told",
+    [
+        ("h=ngram+vanilla", "vanilla, which drafts nothing"),
+        ("h=ngram+magic:x", "known kinds"),
+        ("h=ngram,size=3+prompt_lookup", "unknown option size"),
+        ("h=ngram+prompt_lookup,fit=yes", "whole number"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(target, words, told):
+    with pytest.raises(ValueError, match=told):
+        build_drafter(DrafterSpec.parse(words), target, 9)
+
+
+def test_one_part_is_no_hybrid(target):
+    with pytest.raises(ValueError, match="at least two parts"):
+        HybridDrafter([("ngram", NgramDrafter())], target)
