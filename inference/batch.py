@@ -96,7 +96,7 @@ class BatchEngine:
         base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), settings.sampling)[0]
         self.drafters[place].observe(VerifiedStep.of_prompt(prompt, hidden, base))
         started = _Place(result, Stopper(settings, self.target.tokenizer, limit), base, len(prompt_ids))
-        if _take(started, [int(base)]):
+        if _take(started, [int(base)], [-1]):
             return started
         cache.lengths[place] = 0
         return None
@@ -123,18 +123,21 @@ class BatchEngine:
             within = tree if place is None else tree.no_deeper(place.remaining, depth[row, 1:count])
             on_path, base = greedy_path(within, chosen[row, :count], sees[row, :count, :count])
             path, accepted = accepted_rows(on_path, depth[row, :count], deepest)
-            steps.append((path, accepted if place is not None else torch.zeros_like(accepted), base))
-        paths, counts, next_bases = (torch.stack(parts) for parts in zip(*steps))
+            source = torch.cat([tree.source, tree.source.new_full((1,), -1)])[path - 1]
+            steps.append((path, accepted if place is not None else torch.zeros_like(accepted), base, source))
+        paths, counts, next_bases, sources = (torch.stack(parts) for parts in zip(*steps))
         cache.commit(paths, counts)
         kept = tokens.gather(1, paths)
-        told = torch.cat([counts[:, None], kept[:, 1:], next_bases[:, None]], dim=1).tolist()  # the one synchronisation
+        news = torch.cat([counts[:, None], kept[:, 1:], next_bases[:, None], sources[:, 1:]], dim=1)
+        told = news.tolist()  # the one synchronisation
         for row, place in enumerate(places):
             if place is None:
                 continue
-            accepted, *drafts, base = told[row]
+            accepted, base = told[row][0], told[row][deepest + 1]
+            drafts, drafted_by = told[row][1 : deepest + 1], told[row][deepest + 2 :]
             place.base = next_bases[row]
             place.committed += accepted
-            if _take(place, [*drafts[: accepted - 1], base]):
+            if _take(place, [*drafts[: accepted - 1], base], [*drafted_by[: accepted - 1], -1]):
                 path = paths[row, :accepted]
                 following = torch.cat([kept[row, 1:accepted], place.base[None]])
                 self.drafters[row].observe(
@@ -158,10 +161,11 @@ class BatchEngine:
         return hidden, self.target.logits(hidden)
 
 
-def _take(place: _Place, new: list[int]) -> bool:
+def _take(place: _Place, new: list[int], sources: list[int]) -> bool:
     """Add a step's tokens to the answer, as far as it goes; whether it goes on."""
     kept, reason = place.stopper.cut(place.result.tokens, new)
     place.result.tokens.extend(kept)
+    place.result.sources.extend(sources[: len(kept)])
     place.result.accept_lengths.append(len(kept))
     place.result.finish_reason = reason
     return not reason

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from inference.batch import BatchEngine
+from inference.drafters.hybrid import HybridDrafter
+from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import ContextError, DecodingEngine, GenerationSettings
@@ -32,11 +34,15 @@ def make_drafters(target, prompts):
     return {
         "vanilla": lambda: VanillaDrafter(target.device),
         **{kind: lambda head=head: drafter_for(head, target, 8) for kind, head in heads.items()},
+        "ngram": lambda: NgramDrafter(branches=2),
+        "hybrid": lambda: HybridDrafter(
+            [("ctc", drafter_for(heads["ctc"], target, 8)), ("ngram", NgramDrafter())], target, 8, fit=0
+        ),
     }
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
-@pytest.mark.parametrize("kind", ["vanilla", "ctc", "chimera"])
+@pytest.mark.parametrize("kind", ["vanilla", "ctc", "chimera", "ngram", "hybrid"])
 def test_a_batch_answers_as_one_by_one(target, prompts, make_drafters, kind, batch):
     oracle = Oracle(target, GenerationSettings(40))
     ends = tuple({oracle.answer(prompt)[place] for place, prompt in enumerate(prompts[:3], start=5)})
@@ -46,8 +52,11 @@ def test_a_batch_answers_as_one_by_one(target, prompts, make_drafters, kind, bat
         for prompt, answer in zip(prompts, together):
             expected = alone.generate(prompt, settings)
             assert answer.tokens == expected.tokens and answer.finish_reason == expected.finish_reason
-            assert answer.accept_lengths == expected.accept_lengths
-    assert kind == "vanilla" or any(len(set(answer.accept_lengths)) > 1 for answer in together)
+            if kind == "hybrid":  # what one has learned from earlier answers is not what the other has
+                assert len(answer.sources) == len(answer.tokens) and sum(answer.accept_lengths) == len(answer.tokens)
+            else:
+                assert answer.accept_lengths == expected.accept_lengths and answer.sources == expected.sources
+    assert kind in ("vanilla", "ngram") or any(len(set(answer.accept_lengths)) > 1 for answer in together)
 
 
 def test_an_answer_of_one_token_leaves_nothing_behind(target):

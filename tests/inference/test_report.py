@@ -18,7 +18,7 @@ SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32
 ROW_KEYS = {
     *("benchmark", "category", "drafter", "questions", "turns", "skipped", "new_tokens", "target_steps"),
     *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
-    *("accept_length_histogram", "score", "over_transformers"),
+    *("accept_length_histogram", "score", "over_transformers", "accepted_by_source"),
 }
 
 
@@ -36,7 +36,7 @@ def report(evaluation):
 
 def test_the_report_is_json_with_the_agreed_keys(report):
     report = json.loads(json.dumps(report, allow_nan=False))
-    assert {"target", "settings", "results", "environment"} <= set(report)
+    assert {"target", "settings", "results", "findings", "environment"} <= set(report)
     assert {"torch", "transformers", "python", "threads"} <= set(report["environment"])
     for row in report["results"]:
         assert set(row) == ROW_KEYS
