@@ -145,6 +145,7 @@ class DecodingEngine:
         self._cache: KVCache | None = None
         self._end = torch.zeros((), dtype=torch.long, device=target.device)  # where the answer must end
         self._draft, self._verify = self._drafted, self._verified
+        self._met = False  # trees of other sizes than the first
         if target.compiled:
             self._verify = program(self._verified, target.device)
             if drafter.on_device and drafter.max_nodes:
@@ -167,6 +168,7 @@ class DecodingEngine:
         clock = _Clock()
         with torch.inference_mode():
             cache = self._reserve(self._room(len(prompt_ids) + limit))
+            self._meet_sizes(cache)
             end = self._end.fill_(len(prompt_ids) + limit)
         step = self._prefill(prompt_ids, cache, limit, settings, clock)
         flying = deque([_Mail(torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)]))])
@@ -211,6 +213,21 @@ class DecodingEngine:
         self._cache.clear()
         return self._cache
 
+    def _meet_sizes(self, cache: KVCache) -> None:
+        """Compile for trees of any size, and for none, before the first answer; a program is made of each by itself."""
+        if not self.target.compiled or self.drafter.on_device or self._met:
+            return
+        self._met = True
+        base = torch.zeros((), dtype=torch.long, device=self.target.device)
+        chain = torch.zeros(min(3, self.drafter.max_nodes), dtype=torch.long, device=self.target.device)
+        for tree in (DraftTree.empty(base.device), DraftTree.build(chain, torch.full_like(chain, -1))):
+            self.target.prefill(base[None], cache)
+            for tensor in tree.tensors() if len(tree) > 1 else ():
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            cache.reach(1 + max(len(tree), self.drafter.max_depth))
+            self._verify(base, tree, cache, self._end, None, None)
+            cache.clear()
+
     @torch.inference_mode()
     def _prefill(
         self, prompt_ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: _Clock
@@ -252,6 +269,8 @@ class DecodingEngine:
         """The drafter takes in what was committed and drafts what may come; of fixed size if steps run ahead."""
         self.drafter.observe(step)
         tree = self.drafter.propose()
+        if self.target.compiled and len(tree) == 1:
+            return tree.padded(2)  # a program for one node would be one for one only
         return tree.padded(padded_nodes(self.drafter.max_nodes)) if self.ahead else tree
 
     def _verified(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from inference.drafters.calibration import Calibration
 from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource, Source, TreeSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.ngram_table import NgramTable
-from inference.drafters.running_costs import RunningCosts
+from inference.drafters.running_costs import RunningCosts, Step
 from inference.drafters.text import committed
 from inference.program import program
 from inference.target import Target
@@ -42,11 +43,13 @@ class _Part:
         self.phrases = isinstance(drafter, NgramDrafter)
         self.source: Source = PhraseSource(drafter.table) if isinstance(drafter, NgramDrafter) else TreeSource()
         self.tree = DraftTree.empty(target.device)
-        self.draft: Callable[[VerifiedStep], DraftTree] = self._drafted
+        self._draft: Callable[[VerifiedStep], DraftTree] = self._drafted
         if target.compiled and drafter.on_device and drafter.max_nodes:
-            self.draft = program(self._drafted, target.device)
-        self.seconds, self.brought = 0.0, 0
-        self.accepted = self.alone = 0  # tokens since the beginning: credited to it, brought by nobody else
+            self._draft = program(self._drafted, target.device)
+        self.seconds = 0.0  # that the present step owes to it
+        self.spent: list[float] = []  # the same of every step since it was judged
+        self.brought = 0  # tokens nobody else had, since it was judged
+        self.accepted = self.alone = 0  # tokens since the beginning: credited to it, and those nobody else had
         self.switched: list[dict[str, int | None]] = []  # target steps after which it went off and on again
         self.rows: list[int] | None = None  # of the forward, for each row of its own tree, where it asks for choices
 
@@ -67,6 +70,10 @@ class _Part:
         if over:
             last["on"] = steps
         return over
+
+    def draft(self, step: VerifiedStep) -> DraftTree:
+        """Take a step in and draft behind it; a prompt has a length of its own and is not compiled for."""
+        return (self._drafted if step.tree is None else self._draft)(step)
 
     def _drafted(self, step: VerifiedStep) -> DraftTree:
         self.drafter.observe(step)
@@ -111,7 +118,6 @@ class HybridDrafter(Drafter):
         self._merged: MergedTree | None = None
         self._step: VerifiedStep | None = None
         self._steps = 0
-        self._window = (0.0, 0)  # seconds and tokens since the parts were judged
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
 
     @property
@@ -136,16 +142,17 @@ class HybridDrafter(Drafter):
         """Learn from what was accepted; the parts take the step in when they draft."""
         now = self._clock()
         new = committed(step)
+        self._steps += step.tree is not None
         if self._merged is not None:
             self._learn(new, now)
         for token in new[-self._contexts.n :]:
             self._context = self._contexts.after(self._context, token)
+        self._step, self._began = step, self._clock()
         for part in self.active:
             if part.phrases:
                 start = self._clock()
                 part.drafter.read(new)  # type: ignore[attr-defined]
-                part.seconds += self._clock() - start
-        self._step, self._began = step, now
+                self._charge([part], start)
 
     def _learn(self, new: list[int], now: float) -> None:
         """What was right in the last tree, and what the step cost."""
@@ -155,31 +162,37 @@ class HybridDrafter(Drafter):
             part.accepted += 1
             part.alone += alone
             part.brought += alone
-        self._steps += 1
         if not self.fit:
             return
-        self._costs.verified(len(self._merged.tokens), now - self._proposed)
-        self._costs.stepped(len(new), now - self._began)
+        self._costs.add(Step(len(self._merged.tokens), now - self._proposed, now - self._began, len(new)))
         for node, alone in enumerate(self._merged.alone):
             if alone:
                 self.parts[self._merged.source[node]].seconds += self._costs.seconds_per_node
-        self._window = (self._window[0] + now - self._began, self._window[1] + len(new))
-        if self._steps % TRIAL == 0:
+        for part in self.active:
+            part.spent.append(part.seconds)
+            part.seconds = 0.0
+        if self._costs.steps % TRIAL == 0:
             self._judge(self.active)
 
     def _judge(self, active: Sequence[_Part]) -> None:
         """Switch off the part that loses most, if one takes longer than its own tokens would without it."""
-        seconds, tokens = self._window
-        loss, worst = max((part.seconds - part.brought * seconds / tokens, index) for index, part in enumerate(active))
-        if loss > 0 and len(active) > 1:
-            active[worst].switch_off(self._steps)
+        losses = [
+            median(part.spent) * len(part.spent) - part.brought * self._costs.seconds_per_token for part in active
+        ]
+        if max(losses) > 0 and len(active) > 1:
+            active[losses.index(max(losses))].switch_off(self._steps)
         for part in active:
-            part.seconds, part.brought = 0.0, 0
-        self._window = (0.0, 0)
+            part.spent.clear()
+            part.brought = 0
 
     def propose(self) -> DraftTree:
-        """The merged tree, and behind it the rows that parts want to ride along."""
+        """The merged tree, and behind it the rows that parts want to ride along; of one part alone, its own tree."""
         assert self._step is not None, "observe the prefill before proposing"
+        active = self.active
+        if len(active) == 1:
+            self._merged = None
+            tree = active[0].drafter.propose() if active[0].phrases else active[0].draft(self._step)
+            return replace(tree, source=torch.full_like(tree.source, self.parts.index(active[0])))
         start = self._clock()
         for index, part in enumerate(self.parts):
             if not part.off and isinstance(part.source, TreeSource):
@@ -196,7 +209,6 @@ class HybridDrafter(Drafter):
             self._deepest_node,
             least,
         )
-        self._charge([part for part in self.active if part.phrases], start)
         device = self.target.device
         tree = DraftTree(
             torch.tensor(merged.tokens, dtype=torch.long, device=device),
@@ -205,15 +217,16 @@ class HybridDrafter(Drafter):
             torch.tensor(merged.source, dtype=torch.long, device=device),
             torch.ones(len(merged.tokens), dtype=torch.bool, device=device),
         )
+        self._charge(active, start)
         tree = self._with_riders(tree)
         self._proposed = self._clock()
         return tree
 
     def _charge(self, parts: Sequence[_Part], start: float) -> float:
-        """The time since `start` is theirs."""
+        """The time since `start` is owed to them; of two each owes all, as the other alone would not need it."""
         now = self._clock()
         for part in parts:
-            part.seconds += (now - start) / len(parts)
+            part.seconds += (now - start) / max(1, len(parts) - 1)
         return now
 
     def _with_riders(self, tree: DraftTree) -> DraftTree:

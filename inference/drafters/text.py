@@ -20,9 +20,10 @@ class TextDrafter(Drafter):
     def __init__(self, device: torch.device | str, max_nodes: int, max_depth: int) -> None:
         self.device = torch.device(device)
         self.max_nodes, self.max_depth = max_nodes, max_depth
-        self._chain = DraftTree.build(
-            torch.zeros(max_depth, dtype=torch.long), torch.arange(max_depth) - 1, torch.zeros(max_depth)
-        )
+        with torch.inference_mode():  # as every other tree: a program would be compiled for each kind of tensor
+            self._chain = DraftTree.build(
+                torch.zeros(max_depth, dtype=torch.long), torch.arange(max_depth) - 1, torch.zeros(max_depth)
+            )
 
     @property
     def on_device(self) -> bool:

@@ -12,7 +12,7 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.ngram_table import NgramTable
 from inference.drafters.prompt_lookup import PromptLookupDrafter
 from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
-from inference.drafters.running_costs import RunningCosts
+from inference.drafters.running_costs import RunningCosts, Step
 from inference.engine import DecodingEngine, GenerationSettings
 from inference.sampling import Sampling
 from inference.tree import DraftTree, check_tree
@@ -181,10 +181,10 @@ def test_learning_judges_every_child_considered_behind_the_accepted_path_and_non
 
 def test_the_least_acceptance_is_the_time_of_a_node_in_tokens():
     costs = RunningCosts()
-    for _ in range(200):
+    for step in range(200):
         nodes, _ = costs.plan(32)
-        costs.verified(nodes, 0.010 + 0.0002 * nodes)
-        costs.stepped(4, 0.020)
+        late = 30.0 * (step % 50 == 0)  # something was compiled
+        costs.add(Step(nodes, 0.010 + 0.0002 * nodes + late, 0.020 + late, 4))
     assert costs.seconds_per_node == pytest.approx(0.0002, rel=1e-3)
     assert costs.least == pytest.approx(0.0002 / 0.005, rel=1e-3)
 
@@ -194,8 +194,7 @@ def test_trial_steps_have_different_sizes_and_no_least():
     plans = []
     for _ in range(400):
         plans.append(costs.plan(32))
-        costs.verified(plans[-1][0], 0.010 + 0.001 * plans[-1][0])
-        costs.stepped(1, 0.020)
+        costs.add(Step(plans[-1][0], 0.010 + 0.001 * plans[-1][0], 0.020, 1))
     assert {nodes for nodes, least in plans[40:] if least == 0} == {8, 16, 32}
     assert sum(least > 0 for _, least in plans[40:]) == pytest.approx(360 * 15 / 16, abs=2)
 
