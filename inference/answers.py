@@ -234,7 +234,7 @@ def score_answers(
     """
     _same_questions("the baseline", answers, baseline)
     if categories is not None and (missing := [id_ for _, id_ in answers if id_ not in categories]):
-        raise ValueError(f"every answered question must be in the questions file; it lacks {_some(missing)}")
+        raise ValueError(f"every answered question must be in the questions file; it lacks {some(missing)}")
     scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
     for key, answer in answers.items():
         groups = {None, categories[answer.question_id]} if categories is not None else {None}
@@ -247,11 +247,12 @@ def _same_questions(name: str, answers: Iterable[QuestionKey], other: Iterable[Q
     wanted, got = set(answers), set(other)
     rule = "both files must answer the same questions"
     if missing := sorted((id_ for _, id_ in wanted - got), key=str):
-        raise ValueError(f"{rule}; {name} lacks {_some(missing)}")
+        raise ValueError(f"{rule}; {name} lacks {some(missing)}")
     if extra := sorted((id_ for _, id_ in got - wanted), key=str):
-        raise ValueError(f"{rule}; only {name} has {_some(extra)}")
+        raise ValueError(f"{rule}; only {name} has {some(extra)}")
 
 
-def _some(keys: Sequence[QuestionId]) -> str:
+def some(keys: Sequence[QuestionId]) -> str:
+    """The first five of `keys` and how many more there are."""
     listed = ", ".join(repr(key) for key in keys[:5])
     return f"{listed} and {len(keys) - 5} more" if len(keys) > 5 else listed

@@ -33,7 +33,7 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
             by_drafter = {
                 drafter: [record for record in chosen if record.drafter == drafter] for drafter in evaluation.drafters
             }
-            baselines = by_drafter[VANILLA], by_drafter.get(TRANSFORMERS, [])
+            baselines = by_drafter.get(VANILLA, []), by_drafter.get(TRANSFORMERS, [])
             asked = [q for q in benchmark.questions if category in (None, q.category)]
             for drafter, records in by_drafter.items():
                 row = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
@@ -53,13 +53,15 @@ def result_row(
 
     gamma is the speed over `vanilla`, over_transformers that over transformers' own `generate` (no turns: not run).
     questions counts those asked; turns + skipped = turns asked (a turn that does not fit the context ends its
-    question, so it and what follows are skipped).
+    question, so it and what follows are skipped). Turns without seconds are replayed ones, which were neither timed nor
+    compared with anything: what follows from that is None.
     """
     turns = len(records)
     new_tokens = sum(len(record.generation.tokens) for record in records)
     steps = sum(record.generation.target_steps for record in records)
-    seconds = sum(record.generation.seconds["total"] for record in records)
-    gamma, interval = speedup(records, vanilla, seed)
+    decoded = all(record.generation.seconds for record in records)
+    seconds = sum(record.generation.seconds["total"] for record in records) if decoded else None
+    gamma, interval = speedup(records, vanilla, seed) if decoded else (None, None)
     return {
         "questions": len(asked),
         "turns": turns,
@@ -70,10 +72,10 @@ def result_row(
         "beta": new_tokens / steps if steps else None,
         "gamma": gamma,
         "gamma_ci95": interval,
-        "over_transformers": speedup(records, transformers, seed)[0],
+        "over_transformers": speedup(records, transformers, seed)[0] if decoded else None,
         "tokens_per_second": new_tokens / seconds if seconds else None,
-        "lossless": lossless_counts(records).as_dict(),
-        "time_share": time_share(records),
+        "lossless": lossless_counts(records).as_dict() if decoded else None,
+        "time_share": time_share(records) if decoded else None,
         "accept_length_histogram": accept_length_histogram(records),
         "score": score(records),
     }

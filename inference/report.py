@@ -22,12 +22,16 @@ PICTURES = {
     "time_share.png": plots.time_share,
 }
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
+REPLAY_PICTURES = ("accepted_length.png",)
+REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
 OVER_TRANSFORMERS = "over transformers"
 
 EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of vanilla over the
 drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns identical to
 transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
 within the numerical noise."""
+EXPLANATION_REPLAY = """β: new tokens per target step, the prefill included, as greedy decoding would have had it.
+Recorded answers were replayed through drafters that read text only; no target ran, nothing was timed or compared."""
 EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `generate`, without this project's engine;
 over transformers: its seconds per token over the drafter's, as γ is vanilla's."""
 
@@ -36,15 +40,17 @@ over transformers: its seconds per token over the drafter's, as γ is vanilla's.
 # What is reported
 
 
-def build_report(evaluation: Evaluation, target: dict[str, Any], settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The content of report.json; `target` and `settings` describe the run."""
+def build_report(
+    evaluation: Evaluation, target: dict[str, Any] | None, settings: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    """The content of report.json; `target` and `settings` describe the run; None: recorded answers were replayed."""
     return {
         "target": target,
         "settings": settings,
         "results": result_rows(evaluation, seed),
         "findings": evaluation.findings,
         "noise": evaluation.noise,
-        "environment": environment(target.get("device", "cpu")),
+        "environment": environment((target or {}).get("device", "cpu")),
     }
 
 
@@ -82,8 +88,8 @@ def clear_output(folder: Path, finished: str = "report.json") -> None:
 def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
     """Write pictures, report.md and, last and whole, report.json; the paths of the pictures."""
     pictures = []
-    for name, draw in PICTURES.items():
-        figure = draw(report["results"])
+    for name in PICTURES if report["target"] else REPLAY_PICTURES:
+        figure = PICTURES[name](report["results"])
         figure.savefig(folder / name, dpi=150)
         pictures.append(folder / name)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")
@@ -121,6 +127,11 @@ def header(results: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     return (*HEADER[:5], OVER_TRANSFORMERS, *HEADER[5:]) if ran_transformers(results) else HEADER
 
 
+def columns_of(report: dict[str, Any]) -> tuple[str, ...]:
+    """The columns of the table of whole benchmarks that fits 80 columns of a terminal."""
+    return HEADER if report["target"] else REPLAY_HEADER
+
+
 def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     """A row's figures in the order of `columns`."""
     interval = row["gamma_ci95"]
@@ -134,6 +145,8 @@ def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
         "tokens/s": number(row["tokens_per_second"], ".1f"),
         "lossless": lossless_cell(row["lossless"]),
         "accuracy": "–" if row["score"] is None else f"{row['score']['accuracy']:.1%}",
+        "new tokens": f"{row['new_tokens']:,}",
+        "target steps": f"{row['target_steps']:,}",
     }
     return [figures[column] for column in columns]
 
@@ -158,6 +171,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
 
 def markdown(report: dict[str, Any]) -> str:
     """report.md."""
+    if report["target"] is None:
+        return replay_markdown(report)
     whole = overall(report["results"])
     columns = header(whole)
     return "\n\n".join(
@@ -175,6 +190,23 @@ def markdown(report: dict[str, Any]) -> str:
             "![time shares](time_share.png)",
             *source_table(whole),
             *findings_note(report["findings"]),
+            *category_tables(report["results"]),
+            "",
+        ]
+    )
+
+
+def replay_markdown(report: dict[str, Any]) -> str:
+    """report.md of recorded answers that were replayed."""
+    rows = [cells(row, REPLAY_HEADER) for row in overall(report["results"])]
+    given = ", ".join(f"{key} {value}" for key, value in report["settings"].items() if value is not None)
+    return "\n\n".join(
+        [
+            "# Recorded answers, replayed",
+            f"{given}.",
+            markdown_table(REPLAY_HEADER, rows, 2),
+            EXPLANATION_REPLAY,
+            "![accepted drafts per step](accepted_length.png)",
             *category_tables(report["results"]),
             "",
         ]
@@ -232,8 +264,9 @@ def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
-    """β and γ by category, one table for each benchmark that has more than one."""
+    """β, and γ where it was measured, by category: one table for each benchmark that has more than one."""
     parts = []
+    timed = any(row["gamma"] is not None for row in results)
     for benchmark in dict.fromkeys(row["benchmark"] for row in results):
         rows = [row for row in results if row["benchmark"] == benchmark and row["category"] is not None]
         categories = list(dict.fromkeys(row["category"] for row in rows))
@@ -241,8 +274,12 @@ def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
             continue
         drafters = list(dict.fromkeys(row["drafter"] for row in rows))
         figures = {
-            (row["category"], row["drafter"]): f"{number(row['beta'])} ({number(row['gamma'])}×)" for row in rows
+            (row["category"], row["drafter"]): number(row["beta"]) + (f" ({number(row['gamma'])}×)" if timed else "")
+            for row in rows
         }
         lines = [[category, *(figures[category, name] for name in drafters)] for category in categories]
-        parts += [f"## {benchmark}: β (γ) by category", markdown_table(("category", *drafters), lines, 1)]
+        parts += [
+            f"## {benchmark}: β{' (γ)' if timed else ''} by category",
+            markdown_table(("category", *drafters), lines, 1),
+        ]
     return parts

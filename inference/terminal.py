@@ -18,12 +18,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from inference.report import HEADER, cells, overall
+from inference.report import cells, columns_of, overall
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that `evaluate` moves: stage, done, of."""
+def progress_bar(console: Console, first: str = "warming up") -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that `evaluate` moves: stage, done, of; `first` is the stage before that."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -32,7 +32,7 @@ def progress_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bars:
-        task = bars.add_task("warming up", total=None)
+        task = bars.add_task(first, total=None)
 
         def move(stage: str, done: int, of: int) -> None:
             if done == 0:
@@ -47,14 +47,16 @@ def summary_table(report: dict[str, Any]) -> Table:
 
     It fits 80 columns, so speed over transformers is left to report.md; the row of that baseline has its γ.
     """
-    most = report["settings"]["max_new_tokens"]
+    columns, settings = columns_of(report), report["settings"]
     table = Table(
-        title=f"{report['target']['path']}, at most {most} new tokens a turn",
+        title=f"{report['target']['path']}, at most {settings['max_new_tokens']} new tokens a turn"
+        if report["target"]
+        else f"{settings['answers']}, replayed",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    for index, name in enumerate(HEADER):
+    for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=name != "lossless")
     previous = None
     for row in overall(report["results"]):
@@ -62,5 +64,5 @@ def summary_table(report: dict[str, Any]) -> Table:
             table.add_section()
         previous = row["benchmark"]
         bad = row["lossless"] is not None and row["lossless"]["unexplained"]
-        table.add_row(*cells(row, HEADER), style="red" if bad else None)
+        table.add_row(*cells(row, columns), style="red" if bad else None)
     return table
