@@ -162,6 +162,11 @@ class Target:
         return int(getattr(self.config, "max_position_embeddings", 2**31))
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head, which may be more than the tokenizer has entries."""
+        return int(self.config.vocab_size)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer, from the generation config."""
         ids = self.model.generation_config.eos_token_id

@@ -94,6 +94,7 @@ FREE_DRAFTERS: dict[str, str] = {
     "draft_model": "inference.drafters.draft_model:DraftModelDrafter",
     "ngram": "inference.drafters.ngram:NgramDrafter",
     "prompt_lookup": "inference.drafters.prompt_lookup:PromptLookupDrafter",
+    "rest": "inference.drafters.rest:RESTDrafter",
 }
 """Training-free kind → module and class of its drafter, imported on first use. The class is made by
 `from_options(path, target, max_nodes, **options)` and names its options with their defaults in `options`."""

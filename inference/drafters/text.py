@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from inference.drafters.base import Drafter, VerifiedStep
 from inference.tree import DraftTree
+
+
+class TextTarget(Protocol):
+    """The part of a target that text drafters are made from: a tokenizer is enough (`inference.replay`)."""
+
+    tokenizer: Any
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 class TextDrafter(Drafter):
