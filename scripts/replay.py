@@ -1,0 +1,113 @@
+"""Measure drafters that read text only on recorded answers: β as greedy decoding would have had it, without a target.
+
+    python scripts/replay.py --answers mt_bench_answers.jsonl --tokenizer TOKENIZER --questions mt_bench.jsonl \\
+        --drafters ngram tree=ngram,branches=2 kept=ngram,keep=1 prompt_lookup rest=DATASTORE --output runs/replay
+
+Prompts are the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
+--questions a prompt is what was answered before in the same conversation. Drafters go through the answers in order, one
+after another, so that what they keep of earlier texts (keep=1) counts. Writes report.json, report.md and
+accepted_length.png to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from data.benchmarks import Question, load_benchmark
+from data.chat_form import chat_tokenizer
+from data.json_rows import read_json_rows
+from data.rendering import render_prompt
+from inference.answers import read_answers
+from inference.config_file import parse_with_config
+from inference.drafters.registry import DrafterSpec
+from inference.replay import asked_of, recorded_turns, replay_all, text_drafters
+from inference.report import build_report, check_output, clear_output, write_report
+from inference.terminal import progress_bar, summary_table
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
+    p.add_argument("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
+    p.add_argument("--tokenizer", metavar="DIR|ID", help="of the target that gave them")
+    p.add_argument("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="what was asked: FastChat or GSM8K rows")
+    p.add_argument("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
+    p.add_argument("--output", type=Path, help="folder for the results")
+    p.add_argument("--overwrite", action="store_true", help="replace a finished run in --output")
+    p.add_argument("--limit", type=int, help="only the first N answered questions")
+    p.add_argument("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    return p
+
+
+def parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    """Flags over the defaults of --config; ValueError says rule, value and remedy."""
+    options = parse_with_config(parser(), arguments, ("answers", "tokenizer", "drafters", "output"))
+    for name in ("limit", "max_nodes"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    return options
+
+
+def read_questions(path: Path) -> list[Question]:
+    """FastChat questions, or GSM8K problems, whose ids count from 0 as in recorded files."""
+    first = next((record for _, record in read_json_rows(path)), None)
+    fastchat = isinstance(first, dict) and "turns" in first
+    return load_benchmark("mt_bench" if fastchat else "gsm8k", str(path))
+
+
+def drafter_specs(texts: list[str]) -> list[DrafterSpec]:
+    """The drafters asked for; ValueError for a name given twice."""
+    specs = [DrafterSpec.parse(text) for text in texts]
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"drafters must have different names, {name!r} is given twice; rename one")
+    return specs
+
+
+def run(options: argparse.Namespace) -> None:
+    console = Console()
+    specs = drafter_specs(options.drafters)
+    check_output(options.output, options.overwrite)
+    answers = dict(islice(read_answers(options.answers).items(), options.limit))
+    questions = asked_of(answers, read_questions(options.questions) if options.questions else None)
+    tokenizer = chat_tokenizer(options.tokenizer, options.chat_template)
+    drafters = text_drafters(specs, tokenizer, options.max_nodes)
+    render = partial(render_prompt, tokenizer) if options.questions else None
+    clear_output(options.output)
+    with progress_bar(console, "tokenising") as progress:
+        turns = list(recorded_turns(answers, questions, tokenizer, render))
+        evaluation = replay_all(options.answers.stem, drafters, questions, turns, progress)
+    report = build_report(evaluation, None, described(options), seed=0)
+    pictures = write_report(options.output, report)
+    console.print(summary_table(report))
+    for path in [*pictures, options.output / "report.md", options.output / "report.json"]:
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
+
+
+def described(options: argparse.Namespace) -> dict[str, object]:
+    """The settings' entry in the report; what only decoding has is None."""
+    given = {name: getattr(options, name) for name in ("tokenizer", "max_nodes", "limit")}
+    given["drafters"] = " ".join(options.drafters)
+    files = {name: path.name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
+    return {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        run(parse_options(arguments))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
