@@ -1,0 +1,161 @@
+"""Datastores: the suffix array, the folder's round trip, and folders that cannot be used."""
+
+import json
+
+import numpy as np
+import pytest
+
+from data.chat_form import chat_tokenizer
+from data.datastore import MANIFEST, Datastore, build_datastore
+from data.fingerprint import tokenizer_hash
+from data.rendering import render_conversation
+from data.suffix_array import suffix_array
+from scripts import build_datastore as script
+
+TINY = "data/tiny_target"
+
+
+@pytest.mark.parametrize("alphabet,depth", [(1, 8), (2, 4), (3, 16), (50, 2)])
+def test_suffixes_are_in_order_up_to_the_depth(alphabet, depth):
+    tokens = np.random.default_rng(depth).integers(0, alphabet, 300).astype(np.uint16)
+    words = tokens.tolist()
+    order = sorted(range(300), key=lambda place: words[place : place + depth])
+    assert suffix_array(tokens, depth).tolist() == order
+
+
+def test_the_worked_example_of_a_suffix_array():
+    assert suffix_array(np.array([1, 2, 1, 2, 3])).tolist() == [0, 2, 1, 3, 4]
+    with pytest.raises(ValueError, match="power of two; got 12"):
+        suffix_array(np.array([1]), 12)
+
+
+def rows(count):
+    return [
+        {
+            "id": str(number),
+            "conversations": [
+                {"from": "human", "value": f"How many apples are {number} and {number}?"},
+                {"from": "gpt", "value": f"{number} and {number} are {2 * number} apples."},
+            ],
+        }
+        for number in range(count)
+    ]
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "chats.json"
+    path.write_text(json.dumps(rows(9)))
+    return path
+
+
+@pytest.fixture
+def store(tmp_path, source):
+    build_datastore(str(source), chat_tokenizer(TINY), tmp_path / "store")
+    return tmp_path / "store"
+
+
+def test_the_folder_holds_the_conversations_and_their_suffixes(store):
+    opened, tokenizer = Datastore.open(store), chat_tokenizer(TINY)
+    expected = []
+    for row in rows(9):
+        human, gpt = (turn["value"] for turn in row["conversations"])
+        messages = [{"role": "user", "content": human}, {"role": "assistant", "content": gpt}]
+        expected += [*render_conversation(tokenizer, messages)[0], len(tokenizer)]
+    assert opened.tokens.tolist() == expected
+    assert opened.tokens.dtype == np.dtype("<u2") and not opened.tokens.flags.owndata
+    assert opened.suffixes.tolist() == suffix_array(np.array(expected)).tolist()
+    first = opened.tokens[opened.suffixes]
+    assert [int(np.searchsorted(first, token)) for token in range(len(tokenizer) + 2)] == opened.starts.tolist()
+    assert opened.manifest["tokenizer_hash"] == tokenizer_hash(tokenizer)
+    assert (opened.manifest["conversations"], opened.manifest["dataset"]["name"]) == (9, "chats.json")
+
+
+def test_the_script_writes_a_folder_once(tmp_path, source, capsys):
+    words = ["--dataset", str(source), "--tokenizer", TINY, "--output", str(tmp_path / "out"), "--limit", "4"]
+    assert script.main(words) == 0
+    assert "of 4 conversations" in capsys.readouterr().out
+    assert Datastore.open(tmp_path / "out" / MANIFEST).manifest["conversations"] == 4
+    assert script.main(words) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert script.main([*words, "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    "change,told",
+    [
+        ({"--dataset": "nowhere.json"}, "nowhere.json does not exist"),
+        ({"--tokenizer": "nowhere"}, "--tokenizer nowhere is no tokenizer's folder"),
+        ({"--limit": "0"}, "--limit must be at least 1, got 0"),
+    ],
+)
+def test_the_script_says_what_is_wrong(tmp_path, source, capsys, change, told):
+    words = {"--dataset": str(source), "--tokenizer": TINY, "--output": str(tmp_path / "out"), **change}
+    assert script.main([word for pair in words.items() for word in pair]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_bad_row_stops_the_run_and_is_named(tmp_path, source, capsys):
+    bad = rows(3)
+    bad[1]["conversations"][1]["value"] = " "
+    source.write_text(json.dumps(bad))
+    assert script.main(["--dataset", str(source), "--tokenizer", TINY, "--output", str(tmp_path / "out")]) == 2
+    assert "row 1: turn 1 (assistant) is blank" in capsys.readouterr().err
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "suffixes.npy", "starts.npy"])
+def test_files_that_are_missing_or_cut_short_are_refused(store, name):
+    whole = (store / name).read_bytes()
+    (store / name).write_bytes(whole[:-3])
+    with pytest.raises(ValueError, match=f"{name} is damaged or cut short"):
+        Datastore.open(store)
+    (store / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=name):
+        Datastore.open(store)
+    np.save(store / name, np.arange(3))
+    with pytest.raises(ValueError, match=f"{name} must hold .* numbers of type"):
+        Datastore.open(store)
+    (store / name).unlink()
+    with pytest.raises(ValueError, match=f"a datastore holds {name}"):
+        Datastore.open(store)
+
+
+def test_objects_are_never_unpickled(store):
+    np.save(store / "tokens.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(ValueError, match=r"tokens.npy is damaged"):
+        Datastore.open(store)
+
+
+@pytest.mark.parametrize(
+    "change,told",
+    [
+        ({"format_version": 2}, "format_version 1; got 2"),
+        ({"tokens": 0}, "tokens must be a positive whole number; got 0"),
+        ({"depth": "deep"}, "depth must be a positive"),
+    ],
+)
+def test_manifests_that_do_not_fit_are_refused(store, change, told):
+    manifest = json.loads((store / MANIFEST).read_text())
+    (store / MANIFEST).write_text(json.dumps({**manifest, **change}))
+    with pytest.raises(ValueError, match=told):
+        Datastore.open(store)
+
+
+def test_folders_that_are_none_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"a folder with {MANIFEST}.*No such file"):
+        Datastore.open(tmp_path)
+    (tmp_path / MANIFEST).write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        Datastore.open(tmp_path)
+
+
+def test_a_tokenizer_without_a_chat_template_takes_vicunas(tmp_path):
+    tokenizer = chat_tokenizer(TINY)
+    own = tokenizer.chat_template
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    rendered = chat_tokenizer(str(tmp_path)).apply_chat_template(messages, tokenize=False)
+    assert rendered.endswith(f"questions. USER: Hi ASSISTANT: Hello.{tokenizer.eos_token}")
+    assert chat_tokenizer(TINY).chat_template == own

@@ -1,0 +1,43 @@
+"""Small datastores from token lists, without a tokenizer."""
+
+import json
+from types import SimpleNamespace
+
+import torch
+
+import data.datastore
+from data.datastore import Datastore, build_datastore
+
+
+def write_datastore(folder, corpora, vocabulary, monkeypatch):
+    """A folder built from token lists: a stand-in tokenizer reads them back out of the message."""
+    rows = [
+        {"conversations": [{"from": "human", "value": json.dumps(text)}, {"from": "gpt", "value": "."}]}
+        for text in corpora
+    ]
+    source = folder.with_suffix(".json")
+    source.write_text(json.dumps(rows))
+    monkeypatch.setattr(data.datastore, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
+    build_datastore(str(source), StubTokenizer(vocabulary), folder)
+    return Datastore.open(folder)
+
+
+class StubTokenizer:
+    """Messages hold their token ids as JSON."""
+
+    def __init__(self, vocabulary, name="stub"):
+        self.vocabulary, self.hash = vocabulary, name
+
+    def __len__(self):
+        return self.vocabulary
+
+    def apply_chat_template(self, messages, tokenize):
+        return messages[0]["content"]
+
+    def __call__(self, texts, **options):
+        return {"input_ids": [json.loads(text) for text in texts]}
+
+
+def target(tokenizer, vocab_size):
+    """What `TextTarget` asks for."""
+    return SimpleNamespace(tokenizer=tokenizer, device=torch.device("cpu"), vocab_size=vocab_size)

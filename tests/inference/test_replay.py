@@ -1,0 +1,171 @@
+"""Replayed answers: steps as the engine takes them, prompts, and what cannot be replayed."""
+
+import pytest
+import torch
+
+from data.benchmarks import Question
+from inference.answers import Answer, AnsweredTurn
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.prompt_lookup import PromptLookupDrafter
+from inference.drafters.registry import DrafterSpec
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.metrics import result_rows
+from inference.replay import (
+    RecordedTurn,
+    accepted,
+    answer_tokens,
+    asked_of,
+    recorded_turns,
+    replay,
+    replay_all,
+    text_drafters,
+)
+from inference.tree import DraftTree
+from tests.inference.models import RANDOM_TARGETS, load_target, make_prompts
+
+DRAFTERS = {
+    "vanilla": VanillaDrafter,
+    "ngram": NgramDrafter,
+    "tree": lambda: NgramDrafter(branches=2, max_nodes=12),
+    "kept": lambda: NgramDrafter(keep=1),
+    "prompt_lookup": PromptLookupDrafter,
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(next(iter(RANDOM_TARGETS)), torch.float64)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_replaying_an_engines_answers_takes_the_same_steps(target, name):
+    """Random targets soon repeat themselves, so that drafts are accepted; half the answers end at EOS."""
+    plain, engine = DecodingEngine(target, VanillaDrafter()), DecodingEngine(target, DRAFTERS[name]())
+    replayed, drafted = DRAFTERS[name](), 0
+    for number, prompt in enumerate(make_prompts(target, 6)):
+        ends = (plain.generate(prompt, GenerationSettings(60)).tokens[-7],) if number % 2 else ()
+        decoded = engine.generate(prompt, GenerationSettings(60, eos_token_ids=ends))
+        again = replay(replayed, prompt, decoded.tokens)
+        assert again.tokens == decoded.tokens
+        assert again.accept_lengths == decoded.accept_lengths
+        assert again.sources[:-1] == decoded.sources[:-1]  # where the length ends an answer, nobody drafts the last
+        drafted += sum(source >= 0 for source in decoded.sources)
+    assert (drafted > 0) == (name != "vanilla")
+
+
+def test_steps_of_a_small_answer():
+    """Behind 1 2 3 the base token 1 is known; 2 3 1 2 3 1 is drafted, and 9 ends the answer."""
+    done = replay(NgramDrafter(n=3, k=6), [1, 2, 3], [1, 2, 3, 1, 9])
+    assert done.accept_lengths == [1, 4]
+    assert done.sources == [-1, 0, 0, 0, -1]
+    assert replay(NgramDrafter(n=3, k=6), [1, 2, 3], [1, 2, 3, 1]).accept_lengths == [1, 3]
+    assert replay(NgramDrafter(), [1, 2, 3], []).target_steps == 0
+
+
+def test_the_longest_path_counts():
+    tree = DraftTree.build(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([-1, -1, 1, 0, 2]))
+    assert accepted(tree, [5, 6, 8, 1]) == [0, 0, 0]
+    assert accepted(tree, [5, 6]) == [0, 0]
+    assert accepted(tree, [4, 6]) == [0]
+    assert accepted(tree, [9]) == []
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    bos_token_id, eos_token_id = 1, 2
+
+    def __call__(self, text, **options):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def __len__(self):
+        return 256
+
+
+ANSWERS = {
+    (None, 7): Answer(7, (AnsweredTurn("ab", 3, 3, 1.0), AnsweredTurn("cd", 2, 2, 1.0))),
+    (None, 8): Answer(8, (AnsweredTurn("ef", 3, 3, 1.0),)),
+}
+QUESTIONS = [Question(8, "math", ["x"]), Question(7, "writing", ["y", "z"]), Question(9, "math", ["not answered"])]
+
+
+def test_eos_is_added_where_more_tokens_were_counted_than_the_text_has():
+    assert answer_tokens(Letters(), "ab", 3) == [97, 98, 2]
+    assert answer_tokens(Letters(), "ab", 2) == [97, 98]
+    assert answer_tokens(Letters(), "ab", 20) == [97, 98, 2]
+
+
+def test_prompts_are_the_conversation_so_far():
+    asked = asked_of(ANSWERS, QUESTIONS)
+    assert [question.question_id for question in asked] == [7, 8]
+
+    def render(messages):
+        return [ord(letter) for message in messages for letter in message["content"]]
+
+    turns = list(recorded_turns(ANSWERS, asked, Letters(), render))
+    assert [(turn.question, turn.turn, bytes(turn.prompt).decode()) for turn in turns] == [
+        (0, 0, "y"),
+        (0, 1, "yabz"),
+        (1, 0, "x"),
+    ]
+    assert [turn.answer for turn in turns] == [[97, 98, 2], [99, 100], [101, 102, 2]]
+
+
+def test_without_questions_prompts_are_what_was_answered_before():
+    turns = list(recorded_turns(ANSWERS, asked_of(ANSWERS, None), Letters(), None))
+    assert [turn.prompt for turn in turns] == [[1], [1, 97, 98, 2], [1]]
+    bare = Letters()
+    bare.bos_token_id = bare.eos_token_id = None
+    with pytest.raises(ValueError, match="BOS or EOS"):
+        list(recorded_turns(ANSWERS, asked_of(ANSWERS, None), bare, None))
+
+
+def test_questions_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="it lacks 7, 8; pass the file that was asked"):
+        asked_of(ANSWERS, QUESTIONS[2:])
+    with pytest.raises(ValueError, match="question 7 has 1 turns in --questions and 2 answers"):
+        asked_of(ANSWERS, [Question(7, None, ["y"]), QUESTIONS[0]])
+
+
+def test_figures_by_category_without_times():
+    asked = asked_of(ANSWERS, QUESTIONS)
+    turns = [RecordedTurn(0, 0, [5, 6, 5], [6, 5, 6, 5, 6], "…"), RecordedTurn(1, 0, [5], [7, 8], "…")]
+    moved = []
+    drafters = {"vanilla": VanillaDrafter(), "ngram": NgramDrafter()}
+    evaluation = replay_all("file", drafters, asked, turns, lambda *where: moved.append(where))
+    assert moved[0] == ("file: vanilla", 0, 4) and moved[-1] == ("replayed", 4, 4)
+    rows = {(row["category"], row["drafter"]): row for row in result_rows(evaluation, 0)}
+    assert [(key, row["new_tokens"], row["target_steps"]) for key, row in rows.items()] == [
+        ((None, "vanilla"), 7, 7),
+        ((None, "ngram"), 7, 4),
+        (("writing", "vanilla"), 5, 5),
+        (("writing", "ngram"), 5, 2),
+        (("math", "vanilla"), 2, 2),
+        (("math", "ngram"), 2, 2),
+    ]
+    row = rows["writing", "ngram"]
+    assert (row["beta"], row["accept_length_histogram"]) == (
+        2.5,
+        [0, 0, 0, 1],
+    )  # as the engine counts: a step at the end keeps one less
+    nothing = (
+        "wall_seconds",
+        "gamma",
+        "gamma_ci95",
+        "tokens_per_second",
+        "lossless",
+        "time_share",
+        "over_transformers",
+    )
+    assert all(row[key] is None for row in rows.values() for key in nothing)
+
+
+def test_drafters_that_need_a_target_are_refused():
+    made = text_drafters([DrafterSpec.parse(words) for words in ("ngram", "wide=ngram,branches=2")], Letters(), 9)
+    assert [(name, drafter.max_nodes) for name, drafter in made.items()] == [("ngram", 7), ("wide", 9)]
+    for words in ("mine=ctc:runs/head", "small=draft_model:runs/small", "both=ngram+medusa:runs/head"):
+        with pytest.raises(ValueError, match=r"drafters that read text only; .* needs a target; measure it with"):
+            text_drafters([DrafterSpec.parse(words)], Letters(), 9)
+    with pytest.raises(ValueError, match="known kinds are"):
+        text_drafters([DrafterSpec.parse("x=magic:path")], Letters(), 9)

@@ -1,0 +1,123 @@
+"""`scripts/replay.py` from its command line, on the embedded target's tokenizer."""
+
+import json
+
+import pytest
+
+from data.chat_form import chat_tokenizer
+from scripts import build_datastore, replay
+
+TINY = "data/tiny_target"
+ANSWERS = ["One apple and one apple are two apples.", "Two apples and two apples are four apples."]
+
+
+def answer(question_id, texts, tokenizer):
+    counts = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]
+    choice = {"turns": texts, "idxs": [count - 1 for count in counts], "new_tokens": counts}
+    choice["wall_time"] = [1.0] * len(texts)
+    return {"question_id": question_id, "choices": [choice]}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def command(tmp_path):
+    tokenizer = chat_tokenizer(TINY)
+    answers = [answer(3, ANSWERS, tokenizer), answer(4, ANSWERS[1:], tokenizer)]
+    questions = [
+        {"question_id": 4, "category": "math", "turns": ["How many are two and two?"]},
+        {"question_id": 3, "category": "writing", "turns": ["Write of apples.", "Write of more apples."]},
+    ]
+    chats = [{"conversations": [{"from": "human", "value": "Apples?"}, {"from": "gpt", "value": ANSWERS[1]}]}]
+    (tmp_path / "chats.json").write_text(json.dumps(chats))
+    store = str(tmp_path / "store")
+    assert (
+        build_datastore.main(["--dataset", str(tmp_path / "chats.json"), "--tokenizer", TINY, "--output", store]) == 0
+    )
+    return {
+        "--answers": [write(tmp_path / "recorded.jsonl", answers)],
+        "--questions": [write(tmp_path / "questions.jsonl", questions)],
+        "--tokenizer": [TINY],
+        "--drafters": ["vanilla", "ngram", "tree=ngram,branches=2", "prompt_lookup", f"rest={store}"],
+        "--output": [str(tmp_path / "out")],
+    }
+
+
+def run(command, **changes):
+    words = command | {f"--{name}": value for name, value in changes.items()}
+    return replay.main([word for flag, values in words.items() if values is not None for word in (flag, *values)])
+
+
+def test_the_folder_holds_the_report(command, tmp_path, capsys):
+    assert run(command) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["target"] is None
+    assert report["settings"]["answers"] == "recorded.jsonl"
+    assert report["settings"]["max_new_tokens"] is None
+    rows = {(row["category"], row["drafter"]): row for row in report["results"]}
+    assert {row["benchmark"] for row in rows.values()} == {"recorded"}
+    assert {category for category, _ in rows} == {None, "writing", "math"}
+    for row in rows.values():
+        assert [row[key] for key in ("gamma", "lossless", "wall_seconds")] == [None] * 3
+        assert row["beta"] == row["new_tokens"] / row["target_steps"]
+    assert rows[None, "vanilla"]["beta"] == 1.0
+    assert rows[None, "ngram"]["beta"] > 1.1
+    assert rows["math", "rest"]["beta"] > rows["math", "ngram"]["beta"]  # its datastore holds that answer
+    assert rows[None, "ngram"]["questions"] == 2 and rows[None, "ngram"]["turns"] == 3
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| benchmark | drafter | β | new tokens | target steps |" in text
+    assert "| category | vanilla | ngram | tree | prompt_lookup | rest |" in text
+    assert "×" not in text and "None" not in text
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "accepted_length.png",
+        "report.json",
+        "report.md",
+    ]
+    assert "recorded.jsonl, replayed" in capsys.readouterr().out
+
+
+def test_without_questions_there_are_no_categories(command, tmp_path):
+    assert run(command, questions=None, drafters=["ngram"], limit=["1"]) == 0
+    (row,) = json.loads((tmp_path / "out" / "report.json").read_text())["results"]
+    assert (row["category"], row["questions"], row["turns"]) == (None, 1, 2)
+
+
+def test_gsm8k_problems_are_numbered_from_0(command, tmp_path):
+    problems = [{"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(5)]
+    assert run(command, questions=[write(tmp_path / "gsm8k.jsonl", problems)], limit=["1"]) == 2  # two turns, one asked
+    tokenizer = chat_tokenizer(TINY)
+    answers = [write(tmp_path / "gsm.jsonl", [answer(number, ANSWERS[:1], tokenizer) for number in range(6)])]
+    assert run(command, questions=[str(tmp_path / "gsm8k.jsonl")], answers=answers, limit=["5"]) == 0
+
+
+@pytest.mark.parametrize(
+    "changes,told",
+    [
+        ({"drafters": ["ctc=ctc:some/head"]}, "read text only; 'ctc' is of kind ctc, which needs a target"),
+        ({"drafters": ["ngram", "ngram"]}, "'ngram' is given twice"),
+        ({"drafters": None}, "--drafters is required"),
+        ({"limit": ["0"]}, "--limit must be at least 1, got 0"),
+        ({"tokenizer": ["nowhere"]}, "--tokenizer nowhere is no tokenizer's folder"),
+        ({"answers": ["nowhere.jsonl"]}, "nowhere.jsonl: cannot be read"),
+        ({"questions": ["nowhere.jsonl"]}, "nowhere.jsonl"),
+    ],
+)
+def test_it_says_what_is_wrong(command, capsys, changes, told):
+    assert run(command, **changes) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_unanswerable_ids_broken_answers_and_finished_folders_are_refused(command, tmp_path, capsys):
+    other = write(tmp_path / "other.jsonl", [{"question_id": 99, "turns": ["?"]}])
+    assert run(command, questions=[other]) == 2
+    assert "it lacks 3, 4" in capsys.readouterr().err
+    broken = write(tmp_path / "broken.jsonl", [{"question_id": 3, "choices": []}])
+    assert run(command, answers=[broken]) == 2
+    assert "broken.jsonl:1: choices must be a list" in capsys.readouterr().err
+    assert run(command, drafters=["ngram"]) == 0
+    assert run(command, drafters=["ngram"]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert run(command, drafters=["ngram"], overwrite=[]) == 0
