@@ -6,14 +6,12 @@
     starts.npy      [vocab_size + 2] where in `suffixes` each first token begins
 
 Numbers are little-endian and unsigned. No phrase that is looked up holds a separator, so no match spans two
-conversations. `python scripts/build_datastore.py` makes the folder.
+conversations. `python scripts/build_datastore.py` makes the folder (`data/build_datastore.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import load_conversations
 from data.fingerprint import tokenizer_hash
-from data.rendering import Messages
-from data.suffix_array import suffix_array
 
 FORMAT_VERSION = 1
 MANIFEST = "datastore.json"
 DEPTH = 32  # tokens: the longest phrase looked up and what is read behind it
-_BATCH = 256  # conversations tokenised at once
-
-Progress = Callable[[str, int, int], None]  # stage, done, of
 
 
 @dataclass(frozen=True)
@@ -62,8 +54,8 @@ class Datastore:
         manifest = _read_manifest(folder)
         size, vocabulary = manifest["tokens"], manifest["vocab_size"]
         return cls(
-            _map(folder / "tokens.npy", size, _unsigned(vocabulary)),
-            _map(folder / "suffixes.npy", size, _unsigned(size)),
+            _map(folder / "tokens.npy", size, unsigned(vocabulary)),
+            _map(folder / "suffixes.npy", size, unsigned(size)),
             _map(folder / "starts.npy", vocabulary + 2, np.dtype("<u8")),
             manifest,
         )
@@ -85,74 +77,10 @@ class Datastore:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Building
-
-
-def build_datastore(
-    dataset: str,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    limit: int | None = None,
-    progress: Progress = lambda stage, done, of: None,
-) -> dict[str, Any]:
-    """Write the conversations of a file, folder or hub id as a datastore; its manifest, which is written last.
-
-    `tokenizer` has a chat template, by which conversations are rendered as the target sees them. ConversationError
-    with file, row and reason for a bad row, ValueError for a source without rows.
-    """
-    rows = load_conversations(dataset)
-    if limit is not None:
-        rows = rows.select(range(min(limit, len(rows))))
-    if not len(rows):
-        raise ValueError(f"--dataset {dataset} holds no conversation; pass a file with at least one")
-    vocabulary = len(tokenizer)
-    digest = hashlib.sha256()
-    parts = []
-    for messages in _shown(rows["messages"], len(rows), progress):
-        digest.update(json.dumps(messages).encode())
-        parts += [np.array([*ids, vocabulary], _unsigned(vocabulary)) for ids in _token_ids(tokenizer, messages)]
-    tokens = np.concatenate(parts)
-    del parts
-    suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
-    starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=vocabulary + 1))])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    np.save(folder / "tokens.npy", tokens, allow_pickle=False)
-    np.save(folder / "suffixes.npy", suffixes.astype(_unsigned(len(tokens))), allow_pickle=False)
-    np.save(folder / "starts.npy", starts.astype("<u8"), allow_pickle=False)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "tokens": len(tokens),
-        "conversations": len(rows),
-        "vocab_size": vocabulary,
-        "tokenizer_hash": tokenizer_hash(tokenizer),
-        "depth": DEPTH,
-        "dataset": {"name": Path(dataset).name, "limit": limit, "fingerprint": digest.hexdigest()[:16]},
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return manifest
-
-
-def _shown(rows: Sequence[Messages], count: int, progress: Progress) -> Iterator[Sequence[Messages]]:
-    """The rows, `_BATCH` at a time."""
-    for first in range(0, count, _BATCH):
-        progress("conversations", first, count)
-        yield rows[first : first + _BATCH]
-    progress("conversations", count, count)
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Messages]) -> list[list[int]]:
-    """Each conversation rendered by the chat template and tokenised."""
-    texts: Any = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations]
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
-# ----------------------------------------------------------------------------------------------------
 # Opening
 
 
-def _unsigned(largest: int) -> np.dtype[Any]:
+def unsigned(largest: int) -> np.dtype[Any]:
     """The smallest of three little-endian types that holds 0 … largest."""
     return np.dtype("<u2" if largest < 1 << 16 else "<u4" if largest < 1 << 32 else "<u8")
 

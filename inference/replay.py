@@ -13,13 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from data.benchmarks import Question
-from inference.answers import Answer, QuestionKey, some
+from inference.answers import Answer, QuestionId, QuestionKey, some
 from inference.drafters.base import Drafter, VerifiedStep
 from inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_class
 from inference.drafters.text import TextDrafter
 from inference.engine import Generation
-from inference.evaluate import Benchmark, Evaluation, Messages, TurnRecord
+from inference.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord
 from inference.target import Target
 from inference.tree import DraftTree
 
@@ -99,6 +98,16 @@ def _no_hidden(tokens: int) -> Tensor:
 # A file of answers
 
 
+@dataclass
+class UnknownQuestion:
+    """The question of an answer when no questions are given."""
+
+    question_id: QuestionId
+    turns: list[str]
+    category: str | None = None
+    reference: str | None = None
+
+
 @dataclass(frozen=True)
 class RecordedTurn:
     """What a drafter would have met: the tokens before an answer, and the answer's."""
@@ -151,10 +160,10 @@ def _first_token(tokenizer: Any) -> int:
     raise ValueError("replaying answers without --questions needs a tokenizer with BOS or EOS; it has neither")
 
 
-def asked_of(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> list[Question]:
+def asked_of(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:
     """The question of each answer; without `questions`, one without text. ValueError names those that are missing."""
     if questions is None:
-        return [Question(answer.question_id, None, [""] * len(answer.turns)) for answer in answers.values()]
+        return [UnknownQuestion(answer.question_id, [""] * len(answer.turns)) for answer in answers.values()]
     known = {question.question_id: question for question in questions}
     if missing := [answer.question_id for answer in answers.values() if answer.question_id not in known]:
         raise ValueError(

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from data.build_datastore import build_datastore
 from data.chat_form import chat_tokenizer
-from data.datastore import MANIFEST, build_datastore
+from data.datastore import MANIFEST
 from inference.config_file import parse_with_config
 from inference.report import check_output
 from inference.terminal import progress_bar

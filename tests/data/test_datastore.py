@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from data.build_datastore import build_datastore
 from data.chat_form import chat_tokenizer
-from data.datastore import MANIFEST, Datastore, build_datastore
+from data.datastore import MANIFEST, Datastore
 from data.fingerprint import tokenizer_hash
 from data.rendering import render_conversation
 from data.suffix_array import suffix_array
@@ -58,6 +59,7 @@ def store(tmp_path, source):
 def test_the_folder_holds_the_conversations_and_their_suffixes(store):
     opened, tokenizer = Datastore.open(store), chat_tokenizer(TINY)
     expected = []
+    assert len(tokenizer) == 1 + max(tokenizer.get_vocab().values())
     for row in rows(9):
         human, gpt = (turn["value"] for turn in row["conversations"])
         messages = [{"role": "user", "content": human}, {"role": "assistant", "content": gpt}]

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import torch
 
+import data.build_datastore
 import data.datastore
-from data.datastore import Datastore, build_datastore
+from data.build_datastore import build_datastore
+from data.datastore import Datastore
 
 
 def write_datastore(folder, corpora, vocabulary, monkeypatch):
@@ -17,7 +19,8 @@ def write_datastore(folder, corpora, vocabulary, monkeypatch):
     ]
     source = folder.with_suffix(".json")
     source.write_text(json.dumps(rows))
-    monkeypatch.setattr(data.datastore, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
+    for module in (data.build_datastore, data.datastore):
+        monkeypatch.setattr(module, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
     build_datastore(str(source), StubTokenizer(vocabulary), folder)
     return Datastore.open(folder)
 
@@ -28,8 +31,8 @@ class StubTokenizer:
     def __init__(self, vocabulary, name="stub"):
         self.vocabulary, self.hash = vocabulary, name
 
-    def __len__(self):
-        return self.vocabulary
+    def get_vocab(self):
+        return {str(token): token for token in range(self.vocabulary)}
 
     def apply_chat_template(self, messages, tokenize):
         return messages[0]["content"]

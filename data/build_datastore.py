@@ -1,0 +1,88 @@
+"""Builds a datastore (`data.datastore`) from conversations: tokens, suffix array, manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from data.conversations import load_conversations
+from data.datastore import DEPTH, FORMAT_VERSION, MANIFEST, unsigned
+from data.fingerprint import tokenizer_hash
+from data.rendering import Messages
+from data.suffix_array import suffix_array
+
+Progress = Callable[[str, int, int], None]  # stage, done, of
+
+_BATCH = 256  # conversations tokenised at once
+
+
+def build_datastore(
+    dataset: str,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    limit: int | None = None,
+    progress: Progress = lambda stage, done, of: None,
+) -> dict[str, Any]:
+    """Write the conversations of a file, folder or hub id as a datastore; its manifest, which is written last.
+
+    `tokenizer` has a chat template, by which conversations are rendered as the target sees them. ConversationError
+    with file, row and reason for a bad row, ValueError for a source without rows.
+    """
+    rows = load_conversations(dataset)
+    if limit is not None:
+        rows = rows.select(range(min(limit, len(rows))))
+    if not len(rows):
+        raise ValueError(f"--dataset {dataset} holds no conversation; pass a file with at least one")
+    vocabulary = 1 + max(tokenizer.get_vocab().values())
+    digest = hashlib.sha256()
+    parts = []
+    for messages in _shown(rows["messages"], len(rows), progress):
+        digest.update(json.dumps(messages).encode())
+        parts += [np.array([*ids, vocabulary], unsigned(vocabulary)) for ids in _token_ids(tokenizer, messages)]
+    tokens = np.concatenate(parts)
+    del parts
+    suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=vocabulary + 1))])
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "tokens": len(tokens),
+        "conversations": len(rows),
+        "vocab_size": vocabulary,
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "depth": DEPTH,
+        "dataset": {"name": Path(dataset).name, "limit": limit, "fingerprint": digest.hexdigest()[:16]},
+    }
+    arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
+    _write(folder, arrays, manifest)
+    return manifest
+
+
+def _write(folder: Path, arrays: dict[str, NDArray[Any]], manifest: dict[str, Any]) -> None:
+    """The files of the folder; without its manifest, which comes last, it is no datastore."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _shown(rows: Sequence[Messages], count: int, progress: Progress) -> Iterator[Sequence[Messages]]:
+    """The rows, `_BATCH` at a time."""
+    for first in range(0, count, _BATCH):
+        progress("conversations", first, count)
+        yield rows[first : first + _BATCH]
+    progress("conversations", count, count)
+
+
+def _token_ids(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Messages]) -> list[list[int]]:
+    """Each conversation rendered by the chat template and tokenised."""
+    texts: Any = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations]
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
