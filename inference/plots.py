@@ -140,4 +140,5 @@ def _finish(axes: Axes, grid: str = "y") -> None:
 
 def _legend_below(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+    columns = min(len(labels), 6, int(figure.get_figwidth() / 1.6))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)

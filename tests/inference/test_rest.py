@@ -5,10 +5,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.drafters.rest import RESTDrafter, blended, frequent
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import DecodingEngine, GenerationSettings
 from tests.inference.datastores import StubTokenizer, target, write_datastore
+from tests.inference.models import RANDOM_TARGETS, load_target, make_prompts
 from tests.inference.text_drafters import begin, proposal, texts
 
 CORPUS = texts(12, 60, alphabet=4, seed=8)
@@ -117,6 +121,18 @@ def test_tokens_beyond_its_vocabulary_are_nowhere(datastore):
     assert proposal(drafter) == []
     begin(drafter, [0, 6])  # the separator's own value
     assert proposal(drafter) == []
+
+
+def test_the_engine_decodes_the_same_with_it_in_fewer_steps(tmp_path, monkeypatch):
+    target = load_target(next(iter(RANDOM_TARGETS)), torch.float64)
+    prompts, settings = make_prompts(target, 4), GenerationSettings(40)
+    plain = [DecodingEngine(target, VanillaDrafter()).generate(prompt, settings).tokens for prompt in prompts]
+    known = [prompt + answer for prompt, answer in zip(prompts, plain)]
+    datastore = write_datastore(tmp_path / "own", known[:2], target.vocab_size, monkeypatch)
+    engine = DecodingEngine(target, RESTDrafter(datastore))
+    decoded = [engine.generate(prompt, settings) for prompt in prompts]
+    assert [generation.tokens for generation in decoded] == plain
+    assert all(generation.target_steps < 12 for generation in decoded[:2])
 
 
 @pytest.mark.parametrize(
