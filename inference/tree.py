@@ -55,7 +55,7 @@ class DraftTree:
     def empty(cls, device: torch.device | str = "cpu") -> DraftTree:
         """No drafts at all: the step verifies the base token only, as the vanilla loop does."""
         none = torch.zeros(0, dtype=torch.long, device=device)
-        return cls.build(none, none)
+        return cls.build(none, none.clone())  # not one tensor twice: programs look at that
 
     def tensors(self) -> list[Tensor]:
         """Its five tensors."""

@@ -56,23 +56,31 @@ class TreeSource:
 
 
 class PhraseSource:
-    """N-grams of the text: at every node the two most frequent followers of the longest context that was seen."""
+    """N-grams of the text: at every node the most frequent followers of the contexts that were seen, longest first."""
+
+    WIDTH = 4  # followers of a node
 
     def __init__(self, table: NgramTable) -> None:
         self.table = table
 
     def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
         """See `Source`."""
-        found = self.table.followers(context)
-        if found is None:
-            return {}, None
-        level, (first, count, second, second_count, total) = found
-        sure = level * 8 + min(count, 3) * 2 + (count == total)
-        worth = (level - 1) / level / (total + 1)
-        said: Opinion = {first: (sure, count * worth, None)}
-        if second >= 0:
-            said[second] = -level * 8 - min(second_count, 3), second_count * worth, None
-        return said, 1000 + sure
+        said: Opinion = {}
+        otherwise: Hashable = None
+        for level, (first, count, second, second_count, total) in self.table.levels(context):
+            sure = level * 8 + min(count, 3) * 2 + (count == total)
+            worth = (level - 1) / level / (total + 1)
+            if otherwise is None:
+                otherwise = 1000 + sure
+            else:
+                sure, worth = sure + 100, worth / 2  # a longer context says something else
+            if first not in said:
+                said[first] = sure, count * worth, None
+            if second >= 0 and second not in said:
+                said[second] = -sure, second_count * worth, None
+            if len(said) >= self.WIDTH:
+                break
+        return said, otherwise
 
 
 class SilentSource:

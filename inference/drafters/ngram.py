@@ -15,7 +15,10 @@ from inference.tree import DraftTree
 
 
 class NgramDrafter(TextDrafter):
-    """Step by step the most frequent continuation; stops where no level matches. As a tree, the two most frequent."""
+    """Step by step the most frequent continuation; stops where no level matches.
+
+    As a tree (`branches` above 1), the likeliest continuations by all levels together (`NgramTable.shares`).
+    """
 
     sources = ("ngram",)
     options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0}
@@ -29,11 +32,11 @@ class NgramDrafter(TextDrafter):
         branches: int = 1,
         keep: int = 0,
     ) -> None:
-        """n: tokens of the longest n-gram; k: most steps; branches: 1 (a chain) or 2 (a tree of up to `max_nodes`);
-        keep: 1 keeps the counts from prompt to prompt."""
+        """n: tokens of the longest n-gram; k: most steps; branches: 1, a chain, or the most continuations of a node
+        in a tree of up to `max_nodes`; keep: 1 keeps the counts from prompt to prompt."""
         check_positive(k=k, branches=branches, max_nodes=max_nodes)
-        if branches > 2 or keep not in (0, 1):
-            raise ValueError(f"an ngram drafter has branches 1 or 2 and keep 0 or 1; got {branches} and {keep}")
+        if keep not in (0, 1):
+            raise ValueError(f"drafter option keep must be 0 or 1; got {keep}; leave it out for the default")
         super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
         self.table = NgramTable(n)
         self.branches, self.keep = branches, bool(keep)
@@ -54,7 +57,7 @@ class NgramDrafter(TextDrafter):
 
     def propose(self) -> DraftTree:
         """See the class."""
-        if self.branches == 2:
+        if self.branches > 1:
             return self._branching()
         table, tokens = self.table, []
         code = table.code
@@ -68,30 +71,27 @@ class NgramDrafter(TextDrafter):
         return self.chain(tokens)
 
     def _branching(self) -> DraftTree:
-        """The nodes of the highest share of their counts, multiplied along the path."""
+        """The nodes of the highest shares, multiplied along the path."""
         table = self.table
         tokens: list[int] = []
         parents: list[int] = []
         scores: list[float] = []
-        waiting: list[tuple[float, int, int, int, int, int]] = []  # −score, order, token, parent, depth, context
+        waiting: list[tuple[float, int, int, int, int, int]] = []  # −share, order, token, parent, depth, context
 
-        def follow(parent: int, score: float, depth: int, code: int) -> None:
-            found = table.followers(code)
-            if found is None or depth == self.max_depth:
-                return
-            first, count, second, second_count, total = found[1]
-            for token, seen in ((first, count), (second, second_count)):
-                if token >= 0:
-                    share = score + math.log(seen / (total + 1))  # one more for what was not seen yet
-                    heappush(waiting, (-share, len(tokens) + len(waiting), token, parent, depth + 1, code))
+        def follow(parent: int, reached: float, depth: int, code: int) -> None:
+            shares = sorted(table.shares(code).items(), key=lambda item: -item[1])
+            for token, share in shares[: self.branches]:
+                order = len(tokens) + len(waiting)
+                heappush(waiting, (-reached * share, order, token, parent, depth + 1, table.after(code, token)))
 
-        follow(-1, 0.0, 0, table.code)
+        follow(-1, 1.0, 0, table.code)
         while waiting and len(tokens) < self.max_nodes:
-            score, _, token, parent, depth, code = heappop(waiting)
+            reached, _, token, parent, depth, code = heappop(waiting)
             tokens.append(token)
             parents.append(parent)
-            scores.append(-score)
-            follow(len(tokens) - 1, -score, depth, table.after(code, token))
+            scores.append(math.log(-reached))
+            if depth < self.max_depth:
+                follow(len(tokens) - 1, -reached, depth, code)
         return self.tree(tokens, parents, scores)
 
 

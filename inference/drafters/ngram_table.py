@@ -8,7 +8,7 @@ The text's size does not matter: a token costs one update a level, a query at mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 LANE = 21  # vocabularies of up to two million tokens
 
@@ -79,3 +79,26 @@ class NgramTable:
             if top is not None:
                 return level, top
         return None
+
+    def levels(self, code: int) -> Iterator[tuple[int, Followers]]:
+        """The same for every context at the end of `code` that was seen before, longest first."""
+        for level, mask, tops in self._longest_first:
+            top = tops.get(code & mask)
+            if top is not None:
+                yield level, top
+
+    def shares(self, code: int) -> dict[int, float]:
+        """Token → the share of what followed, all levels together; of each its two most frequent followers.
+
+        A context that was seen P times has P / (P + 2) of the say, the rest goes to the next shorter one. Example: 8 9
+        was followed once by 4, and 9 twice by 4 and twice by 6: 4 has ⅓ + ⅔·²⁄₆ = .56, 6 has ⅔·²⁄₆ = .22.
+        """
+        found: dict[int, float] = {}
+        left = 1.0
+        for _, (first, count, second, second_count, total) in self.levels(code):
+            say = left / (total + 2)
+            found[first] = found.get(first, 0.0) + say * count
+            if second >= 0:
+                found[second] = found.get(second, 0.0) + say * second_count
+            left = 2 * say
+        return found

@@ -3,6 +3,7 @@
 import pytest
 
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.ngram_table import NgramTable
 from tests.inference.text_drafters import begin, go_on, proposal, texts
 
 
@@ -89,19 +90,57 @@ def test_counts_are_forgotten_unless_kept():
     assert proposal(drafter) == []
 
 
+def blended(text, n, context):
+    """Token → share, from counts over the whole text: of each level the two most frequent, ties to the most recent."""
+    shares, left = {}, 1.0
+    for size in range(min(n - 1, len(context)), 0, -1):
+        ending = tuple(context[-size:])
+        followers = [text[i + size] for i in range(len(text) - size) if tuple(text[i : i + size]) == ending]
+        if not followers:
+            continue
+        latest = {token: place for place, token in enumerate(followers)}
+        top = sorted(latest, key=lambda token: (-followers.count(token), -latest[token]))[:2]
+        for token in top:
+            shares[token] = shares.get(token, 0) + left * followers.count(token) / (len(followers) + 2)
+        left *= 2 / (len(followers) + 2)
+    return shares
+
+
+def test_shares_of_all_levels_equal_a_count_over_the_whole_text():
+    for text in texts(40, 60, seed=2):
+        drafter = NgramDrafter(n=4, branches=8)
+        begin(drafter, text)
+        assert drafter.table.shares(drafter.table.code) == pytest.approx(blended(text, 4, text))
+
+
+def test_shares_have_the_worked_examples_values():
+    table = NgramTable(3)
+    for text in ([9, 4], [9, 6], [9, 6], [8, 9, 4]):
+        table.start(keep=True)
+        table.extend(text)
+    # behind 8 9 stood 4 once; behind 9 stood 4 twice and 6 twice
+    code = table.after(table.after(0, 8), 9)
+    assert table.shares(code) == pytest.approx({4: 1 / 3 + 2 / 3 * 2 / 6, 6: 2 / 3 * 2 / 6})
+
+
 @pytest.mark.parametrize("max_nodes", [1, 6, 32])
-def test_a_tree_holds_the_chain_when_it_is_large_enough_and_siblings_differ(max_nodes):
-    drafter = NgramDrafter(n=4, k=4, branches=2, max_nodes=max_nodes)
+@pytest.mark.parametrize("branches", [2, 8])
+def test_a_tree_holds_the_likeliest_paths_and_siblings_differ(max_nodes, branches):
+    drafter = NgramDrafter(n=4, k=4, branches=branches, max_nodes=max_nodes)
     for text in texts(30, 50, seed=max_nodes):
         begin(drafter, text)
         paths = proposal(drafter)
-        chain = brute_force([text], 4, 1)
-        assert set(chain) <= set(paths)
+        first = blended(text, 4, text)
+        if first:
+            assert first[paths[0][0]] == pytest.approx(max(first.values()))
         assert len(paths) == len(set(paths)) and all(path[:-1] in paths for path in paths if len(path) > 1)
+        children = [sum(path[:-1] == other for path in paths) for other in [(), *paths]]
+        assert max(children, default=0) <= branches
 
 
 @pytest.mark.parametrize(
-    "options,told", [({"n": 1}, "at least 2"), ({"k": 0}, "k must be"), ({"branches": 3}, "branc")]
+    "options,told",
+    [({"n": 1}, "at least 2"), ({"k": 0}, "k must be"), ({"keep": 2}, "keep")],
 )
 def test_options_that_make_no_sense_are_refused(options, told):
     with pytest.raises(ValueError, match=told):
