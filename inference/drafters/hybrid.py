@@ -44,7 +44,7 @@ class _Part:
         self.source: Source = PhraseSource(drafter.table) if isinstance(drafter, NgramDrafter) else TreeSource()
         self.tree = DraftTree.empty(target.device)
         self._draft: Callable[[VerifiedStep], DraftTree] = self._drafted
-        if target.compiled and drafter.on_device and drafter.max_nodes:
+        if drafter.on_device and drafter.max_nodes and target.compiled:
             self._draft = program(self._drafted, target.device)
         self.seconds = 0.0  # that the present step owes to it
         self.spent: list[float] = []  # the same of every step since it was judged
