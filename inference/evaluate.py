@@ -18,7 +18,8 @@ from inference.engine import ContextError, Generation, GenerationSettings
 from inference.lossless import Difference, Oracle, Turn, judge
 
 VANILLA = "vanilla"
-TRANSFORMERS = "transformers"  # the row of transformers' own `generate`; no drafter may be called so
+TRANSFORMERS = "transformers"  # the row of transformers' own `generate`
+BASELINES = (TRANSFORMERS, "transformers_lookup", "transformers_assisted")  # its own ways; no drafter may be called so
 WARM_UP_TOKENS = 16
 
 Messages = list[dict[str, str]]

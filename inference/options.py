@@ -13,7 +13,7 @@ from inference.config_file import parse_with_config
 from inference.drafters.base import Drafter
 from inference.drafters.registry import DrafterSpec, build_drafter
 from inference.engine import GenerationSettings
-from inference.evaluate import TRANSFORMERS
+from inference.evaluate import BASELINES
 from inference.sampling import Sampling
 from inference.target import Target
 from inference.tree_attention import TREE_ATTENTION
@@ -137,9 +137,9 @@ def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     for text in texts:
         if text == "vanilla":
             continue
-        if text.partition("=")[0] == TRANSFORMERS:
+        if (name := text.partition("=")[0]) in BASELINES:
             raise ValueError(
-                f"the name {TRANSFORMERS!r} is reserved for the target's own generate, a baseline of "
+                f"the name {name!r} is reserved for the target's own generate, a baseline of "
                 f"scripts/evaluate.py and no drafter; got {text!r}; rename the drafter or leave it out"
             )
         spec = DrafterSpec.parse(text)

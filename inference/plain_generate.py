@@ -1,7 +1,7 @@
-"""transformers' own `generate`: the oracle's answers, and the second baseline of reports beside vanilla.
+"""transformers' own `generate`: the oracle's answers, and the baselines of reports beside vanilla.
 
-Its own cache, its own loop, one token at a time, with greedy choices or the project's fixed noise; stop rules beyond
-EOS and length by `end`, for both uses.
+Its own cache, its own loop, one token at a time or assisted in its own two ways, with greedy choices or the project's
+fixed noise; stop rules beyond EOS and length by `end`, for all uses.
 
 Shapes: L length, V vocabulary.
 """
@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -39,11 +41,23 @@ class PlainGenerate:
     ask, and on a GPU none to wait for.
     """
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, **assisted: Any) -> None:
+        """assisted: what `generate` drafts with, `prompt_lookup_num_tokens` or `assistant_model`; none: plainly."""
+        self.target, self.assisted = target, assisted
+
+    @classmethod
+    def from_words(cls, text: str, target: Target) -> PlainGenerate:
+        """`transformers`, `transformers_lookup` (10 tokens of prompt lookup) or `transformers_assisted=DIR`."""
+        name, path = baseline_words(text)
+        if name == "transformers_lookup":
+            return cls(target, prompt_lookup_num_tokens=10)
+        if not path:
+            return cls(target)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+        return cls(target, assistant_model=model.to(target.device).eval())
 
     def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation:
-        """The whole answer: one target step a token (beta 1), all seconds in `verify`.
+        """The whole answer: one target step a token (beta 1) unless assisted, all seconds in `verify`.
 
         Raises ContextError (before any work) if the prompt does not fit, ValueError for stop strings without a
         tokenizer.
@@ -54,7 +68,9 @@ class PlainGenerate:
         start = time.perf_counter()
         ended = _Ended(len(prompt_ids), settings, self.target.tokenizer)
         asked = settings.stop is not None or bool(settings.stop_strings)
-        tokens = generated(self.target, prompt_ids, settings, limit, [ended] if asked else [])[: ended.length]
+        with _forwards(self.target.model if self.assisted else None) as lengths:
+            tokens = generated(self.target, prompt_ids, settings, limit, [ended] if asked else [], **self.assisted)
+        tokens = tokens[: ended.length]
         taken = time.perf_counter() - start
         if tokens and tokens[-1] in settings.eos_token_ids:
             reason = "eos"
@@ -63,7 +79,45 @@ class PlainGenerate:
         else:
             reason = "length" if limit == settings.max_new_tokens else "context"
         seconds = {"draft": 0.0, "verify": taken, "accept": 0.0, "other": 0.0, "total": taken}
-        return Generation(tokens, [1] * len(tokens), [-1] * len(tokens), seconds, reason)
+        accepted = steps(lengths, len(prompt_ids), len(tokens)) if self.assisted else [1] * len(tokens)
+        return Generation(tokens, accepted, [-1] * len(tokens), seconds, reason)
+
+
+def baseline_words(text: str) -> tuple[str, str]:
+    """The name and the path of a baseline, NAME or NAME=PATH; ValueError where a path is missing or too much."""
+    name, _, path = text.partition("=")
+    if bool(path) != (name == "transformers_assisted"):
+        raise ValueError(
+            f"the name {name!r} is reserved for transformers' own generate, a baseline and no drafter: transformers, "
+            f"transformers_lookup, or transformers_assisted=DIR with a model; got {text!r}; rename the drafter"
+        )
+    return name, path
+
+
+def steps(lengths: Sequence[int], prompt: int, new: int) -> list[int]:
+    """New tokens of each target forward, from how many tokens its cache held when each began: all but the newest.
+
+    A prompt of 10 tokens, forwards that began at 0, 10, 13 and 14, and 6 new tokens: 1, 3, 1 and 1.
+    """
+    held = [0, *(length + 1 - prompt for length in lengths[1:]), new]
+    return [after - before for before, after in pairwise(held)]
+
+
+@contextmanager
+def _forwards(model: Any | None) -> Iterator[list[int]]:
+    """Notes how many tokens the cache holds when a forward of the model begins; no model: nothing."""
+    lengths: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        cache = kwargs.get("past_key_values")
+        lengths.append(cache.get_seq_length() if cache is not None else 0)
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True) if model is not None else None
+    try:
+        yield lengths
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 @torch.inference_mode()
@@ -73,8 +127,13 @@ def generated(
     settings: GenerationSettings,
     limit: int,
     criteria: Sequence[StoppingCriteria] = (),
+    prompt_lookup_num_tokens: int | None = None,
+    assistant_model: Any = None,
 ) -> list[int]:
-    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` end them."""
+    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` end them.
+
+    The last two are `generate`'s own ways to be assisted; they do not change what it says.
+    """
     ids_1L = torch.tensor([list(prompt)], device=target.device)
     with _neutral_generation_config(target.model):
         output_1L = target.model.generate(
@@ -86,7 +145,9 @@ def generated(
                 max_new_tokens=limit,
                 eos_token_id=list(settings.eos_token_ids) or None,
                 pad_token_id=settings.eos_token_ids[0] if settings.eos_token_ids else 0,
+                prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             ),
+            assistant_model=assistant_model,
             logits_processor=drawn_as(settings.sampling),
             stopping_criteria=StoppingCriteriaList(criteria),
         )
@@ -114,17 +175,19 @@ def end(tokens: list[int], settings: GenerationSettings, tokenizer: Any, known: 
 
 
 class _Ended(StoppingCriteria):
-    """`end` asked after every token; `length` is what it said first."""
+    """`end` asked after every step; `length` is what it said first."""
 
     def __init__(self, prompt_tokens: int, settings: GenerationSettings, tokenizer: Any) -> None:
         self.prompt_tokens, self.settings, self.tokenizer = prompt_tokens, settings, tokenizer
         self.length: int | None = None
+        self._known = 0
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """[1] bool."""
         if self.length is None:
             tokens = input_ids[0, self.prompt_tokens :].tolist()
-            self.length = end(tokens, self.settings, self.tokenizer, known=len(tokens) - 1)
+            self.length = end(tokens, self.settings, self.tokenizer, self._known)
+            self._known = len(tokens)
         return input_ids.new_full((1,), self.length is not None, dtype=torch.bool)
 
 

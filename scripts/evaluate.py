@@ -5,7 +5,8 @@
 
 Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to
 --output. Among the drafters, the name `transformers` stands for the target's own `generate`: a second baseline beside
-vanilla, timed in turn with the drafters, with a row of its own and every row's speed over it.
+vanilla, timed in turn with the drafters, with a row of its own and every row's speed over it. `transformers_lookup` and
+`transformers_assisted=DIR` are its own prompt lookup and assisted generation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from data.loops import LoopDetector
 from data.rendering import render_prompt
 from inference.answers import AnswerFiles
 from inference.engine import DecodingEngine
-from inference.evaluate import TRANSFORMERS, VANILLA, Benchmark, Engine, evaluate
+from inference.evaluate import BASELINES, VANILLA, Benchmark, Engine, evaluate
 from inference.lossless import Oracle
 from inference.options import (
     decoding_parser,
@@ -35,7 +36,7 @@ from inference.options import (
     named_files,
     parse_options,
 )
-from inference.plain_generate import PlainGenerate
+from inference.plain_generate import PlainGenerate, baseline_words
 from inference.report import build_report, check_output, clear_output, write_report
 from inference.terminal import progress_bar, summary_table
 
@@ -57,13 +58,14 @@ def same_number(answer: str, reference: str) -> bool:
 def run(options: argparse.Namespace) -> None:
     console = Console()
     benchmarks = load_benchmarks(options)
-    specs = drafter_specs([text for text in options.drafters if text != TRANSFORMERS])
+    named = [text for text in options.drafters if text.partition("=")[0] in BASELINES]
+    baselines = {baseline_words(text)[0]: text for text in named}
+    specs = drafter_specs([text for text in options.drafters if text not in named])
     check_output(options.output, options.overwrite)
     target = load_target(options)
     drafters = load_drafters(specs, target, options.max_nodes)
     engines: dict[str, Engine] = {VANILLA: DecodingEngine(target, drafters[VANILLA])}
-    if TRANSFORMERS in options.drafters:
-        engines[TRANSFORMERS] = PlainGenerate(target)
+    engines |= {name: PlainGenerate.from_words(text, target) for name, text in baselines.items()}
     engines |= {name: DecodingEngine(target, drafter) for name, drafter in drafters.items() if name != VANILLA}
     clear_output(options.output)
     answers = AnswerFiles(options.output, list(engines))

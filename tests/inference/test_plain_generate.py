@@ -1,5 +1,6 @@
 """transformers' `generate` as an engine: the oracle's tokens under every stop rule, and no step too many."""
 
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import ContextError, DecodingEngine, GenerationSettings
 from inference.lossless import Oracle
-from inference.plain_generate import PlainGenerate, end
+from inference.plain_generate import PlainGenerate, end, steps
 from inference.sampling import Sampling
 from tests.inference.models import load_target, make_prompts
 
@@ -124,3 +125,28 @@ def test_stop_strings_need_a_tokenizer(target, prompt):
     bare = SimpleNamespace(model=target.model, tokenizer=None, device="cpu", max_positions=256)
     with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
         PlainGenerate(bare).generate(prompt, GenerationSettings(4, stop_strings=("x",)))
+
+
+# ---- transformers' own ways to be assisted ---------------------------------------------------------------
+
+
+def test_steps_have_the_worked_examples_lengths():
+    assert steps([0, 10, 13, 14], prompt=10, new=6) == [1, 3, 1, 1]
+
+
+def test_assisted_answers_are_the_plain_ones_in_fewer_steps(target, prompts):
+    plain, looped, twin = PlainGenerate(target), prompts[0] + prompts[0], deepcopy(target.model)
+    for settings in (GenerationSettings(24), GenerationSettings(24, stop_strings=(chr(200 + 7),))):
+        expected = plain.generate(looped, settings)
+        for assisted in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": twin}):
+            result = PlainGenerate(target, **assisted).generate(looped, settings)
+            assert result.tokens == expected.tokens and result.finish_reason == expected.finish_reason
+            assert sum(result.accept_lengths) == len(result.tokens) and min(result.accept_lengths) >= 0
+    itself = PlainGenerate(target, assistant_model=twin).generate(prompts[1], GenerationSettings(24))
+    assert itself.target_steps < 12
+
+
+@pytest.mark.parametrize("text", ["transformers=x", "transformers_lookup=3", "transformers_assisted"])
+def test_baselines_that_make_no_sense_are_refused(target, text):
+    with pytest.raises(ValueError, match="is reserved for transformers' own generate"):
+        PlainGenerate.from_words(text, target)

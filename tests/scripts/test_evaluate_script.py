@@ -157,7 +157,7 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, got 'mt.jsonl'"),
         (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),
-        (["--drafters", "transformers=vanilla"], "no drafter; got 'transformers=vanilla'; rename the drafter"),
+        (["--drafters", "transformers=vanilla"], "got 'transformers=vanilla'; rename the drafter"),
         (["--config", "absent.yaml"], "absent.yaml cannot be read"),
         (["--target", "absent/../absent"], "absent"),
     ],
