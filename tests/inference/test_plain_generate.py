@@ -143,7 +143,7 @@ def test_assisted_answers_are_the_plain_ones_in_fewer_steps(target, prompts):
             assert result.tokens == expected.tokens and result.finish_reason == expected.finish_reason
             assert sum(result.accept_lengths) == len(result.tokens) and min(result.accept_lengths) >= 0
     itself = PlainGenerate(target, assistant_model=twin).generate(prompts[1], GenerationSettings(24))
-    assert itself.target_steps < 12
+    assert itself.target_steps <= 12
 
 
 @pytest.mark.parametrize("text", ["transformers=x", "transformers_lookup=3", "transformers_assisted"])
