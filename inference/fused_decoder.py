@@ -9,7 +9,8 @@ Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,13 @@ class FusedDecoder:
             and len(weights) == 1
             and all(dtype.is_floating_point for _, dtype in weights)
         )
+
+    def without_layers(self, skipped: Collection[int]) -> FusedDecoder:
+        """The same weights, the layers of these numbers left out."""
+        left = copy(self)
+        left.layers = [layer for index, layer in enumerate(self.layers) if index not in skipped]
+        left.kinds = {layer.kind for layer in left.layers}
+        return left
 
     @staticmethod
     def _fuse(layer: Any, kind: str, columns: bool) -> FusedLayer:

@@ -5,6 +5,8 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,14 @@ class Target:
         """Engines made from now on decode through compiled programs; ValueError where the modules must do."""
         self._check_compilable(self._needs_fused("--compile").attention)
         self.compiled = True
+
+    def without_layers(self, skipped: Collection[int]) -> Target:
+        """A target of the layers that are left, sharing their weights; ValueError where the modules must do."""
+        whole = self._needs_fused("self_speculative")
+        left = copy(self)
+        left._fused = whole.without_layers(skipped)
+        left.kinds = [layer.kind for layer in left._fused.layers]
+        return left
 
     def attend(self, path: str) -> None:
         """How tree rows attend, a name of `TREE_ATTENTION`; ValueError where the modules must do."""
@@ -197,7 +207,7 @@ class Target:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
         if len(set(self.layer_devices)) > 1:
             return ShardedKVCache(self.layer_devices, capacity, self.device)
-        return KVCache(self.config.num_hidden_layers, capacity, batch, self.device)
+        return KVCache(len(self.kinds), capacity, batch, self.device)
 
     def _through_modules(self, token_ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: Any) -> Tensor:
         """[B, R, H] by transformers' own decoder."""

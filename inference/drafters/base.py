@@ -96,6 +96,15 @@ class Drafter(Protocol):
     def observe(self, step: VerifiedStep) -> None:
         """Take in what was committed."""
 
+    def rewind(self, text: VerifiedStep, capacity: int) -> None:
+        """What was observed last is not the text any more: `text` is, all of it, as after a prefill.
+
+        So it goes for whoever drafts for a draft model, when the target refuses what that said. By default all is read
+        again.
+        """
+        self.begin(text.tokens, capacity)
+        self.observe(text)
+
     def propose(self) -> DraftTree:
         """Draft what may come after the base token."""
 

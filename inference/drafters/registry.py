@@ -91,10 +91,13 @@ max_nodes, **options) and names its options with their defaults in `options`."""
 
 
 FREE_DRAFTERS: dict[str, str] = {
+    "cascade": "inference.drafters.draft_model:CascadeDrafter",
     "draft_model": "inference.drafters.draft_model:DraftModelDrafter",
     "ngram": "inference.drafters.ngram:NgramDrafter",
+    "lookahead": "inference.drafters.lookahead:LookaheadDrafter",
     "prompt_lookup": "inference.drafters.prompt_lookup:PromptLookupDrafter",
     "rest": "inference.drafters.rest:RESTDrafter",
+    "self_speculative": "inference.drafters.self_speculative:SelfSpeculativeDrafter",
 }
 """Training-free kind → module and class of its drafter, imported on first use. The class is made by
 `from_options(path, target, max_nodes, **options)` and names its options with their defaults in `options`."""

@@ -85,6 +85,18 @@ def committed(step: VerifiedStep) -> list[int]:
     return new if step.tree is not None else [int(step.tokens[0]), *new]
 
 
+def own_choices(step: VerifiedStep, proposed: DraftTree | None) -> list[int] | None:
+    """What the target said at the base token and at every node of `proposed`; None where another tree was verified.
+
+    The verified tree may have more nodes behind those: one padded to a fixed size has.
+    """
+    if proposed is None or step.choices is None or step.tree is None:
+        return None
+    size, tree = len(proposed), step.tree
+    same = torch.equal(tree.tokens[:size], proposed.tokens) and torch.equal(tree.parents[:size], proposed.parents)
+    return step.choices[: 1 + size].tolist() if same else None
+
+
 def check_positive(**options: int) -> None:
     """ValueError for an option below 1."""
     for name, value in options.items():

@@ -1,0 +1,177 @@
+"""A draft model's own greedy text behind another text: token by token, or tree by tree with a drafter inside.
+
+Shapes: n tokens of a text, A newly committed ones, M nodes, R = M+1 rows of a forward, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inference.drafters.base import Drafter, VerifiedStep
+from inference.kv_cache import KVCache
+from inference.program import program
+from inference.target import Target
+from inference.tree import DraftTree, ancestor_rows, depths
+from inference.verify import accepted_rows, greedy_path
+
+_ONE_BY_ONE = 4  # so few new tokens are fed through the compiled forward of one row
+
+
+class DraftLoop:
+    """Drafts behind any text that only grows: what is cached beyond their longest common prefix is dropped.
+
+    forwards and drafted count the model's forwards (those that only feed a text included) and the tokens they gave.
+    """
+
+    def __init__(self, model: Target, inner: Drafter | None = None) -> None:
+        """inner: drafts for the draft model, which verifies its trees; None: token by token."""
+        self.model, self.inner = model, inner
+        self.forwards = self.drafted = 0
+        self._capacity = 0
+        self._cache: KVCache | None = None
+        self._hidden: Tensor | None = None  # of every cached token, [capacity, H], for the inner drafter
+        self._kept, self._ahead = 0, list[int]()  # cached: so many tokens of the text, then these
+        self._told, self._told_ahead = 0, list[int]()  # the same of what the inner drafter was told
+        self._depth = torch.zeros(1, dtype=torch.long, device=model.device)
+        self._alone = torch.ones(1, 1, dtype=torch.bool, device=model.device)
+        self._next = program(self._row, model.device) if model.compiled else self._row
+
+    def begin(self, capacity: int) -> None:
+        """Forget the last text; the next one and its answer take `capacity` tokens."""
+        self._capacity = min(capacity, self.model.max_positions)
+        inside = 0 if self.inner is None else self.inner.max_depth + max(self.inner.max_nodes, self.inner.max_depth) + 2
+        rows = self._capacity + inside + 1
+        if self._cache is None or self._cache.capacity < rows:
+            self._cache = None  # its memory is given back before more is asked for
+            self._cache = self.model.new_cache(-(-rows // 256) * 256)
+            if self.model.fused is not None:
+                self._cache.allocate(self.model.fused.like)
+            if self.inner is not None:
+                size = self._cache.capacity, self.model.config.hidden_size
+                self._hidden = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
+        self._cache.clear()
+        self._kept = self._told = 0
+        self._ahead, self._told_ahead = [], []
+
+    def draft(self, text: list[int], count: int) -> list[int]:
+        """The model's next tokens behind `text`, whose last token is the target's base token.
+
+        `count` of them, with an inner drafter perhaps more; fewer where the answer or the model's context ends.
+        """
+        room = self._capacity - len(text)
+        if min(room, count) < 1:
+            return []
+        kept = self._kept
+        for token in self._ahead:
+            if kept == len(text) - 1 or token != text[kept]:
+                break
+            kept += 1
+        kept = min(kept, len(text) - 1)  # there must be something to feed
+        self._cut(kept)
+        by = self._by_tokens if self.inner is None else self._by_trees
+        drafted = by(text, kept, min(room, count))
+        self._kept, self._ahead = len(text), drafted[:-1]
+        self.drafted += len(drafted[:room])
+        return drafted[:room]
+
+    @property
+    def cache(self) -> KVCache:
+        """The model's cache; there is one once a text has begun."""
+        assert self._cache is not None, "begin before drafting"
+        return self._cache
+
+    def _cut(self, length: int) -> None:
+        """Keep the first tokens only."""
+        self.cache.lengths.fill_(length)
+        self.cache.settle(length)
+
+    def _by_tokens(self, text: list[int], kept: int, count: int) -> list[int]:
+        """As many forwards as tokens; they are read back together, at the end."""
+        fresh = torch.tensor(text[kept:], device=self.model.device)
+        cache = self.cache
+        if len(fresh) <= (_ONE_BY_ONE if self.model.compiled else 1):
+            for token in fresh.split(1):
+                choice = self._step(token, cache)
+        else:
+            choice = self.model.prefill(fresh, cache)[1].argmax()[None]
+            self.forwards += 1
+        chosen = [choice]
+        while len(chosen) < count:
+            chosen.append(self._step(chosen[-1], cache))
+        return torch.cat(chosen).tolist()
+
+    def _step(self, token: Tensor, cache: KVCache) -> Tensor:
+        """See `_row`, with what the host does around it."""
+        cache.reach(1)
+        choice = self._next(token, cache)
+        cache.settle(cache.bound + 1)
+        self.forwards += 1
+        return choice
+
+    def _row(self, token: Tensor, cache: KVCache) -> Tensor:
+        """[1] the model's own choice behind `token [1]`, which is committed."""
+        _, logits = self.model.forward_tree(token, self._depth, self._alone, cache)
+        cache.lengths += 1
+        return logits.argmax(-1)
+
+    def _by_trees(self, text: list[int], kept: int, count: int) -> list[int]:
+        """The inner drafter proposes, the model verifies, until `count` tokens are there."""
+        assert self.inner is not None and self._hidden is not None
+        fresh = torch.tensor(text[kept:], device=self.model.device)
+        if len(fresh) > 1:
+            self._hidden[kept : len(text) - 1] = self.model.prefill(fresh[:-1], self.cache)[0]
+            self.forwards += 1
+        self._tell(text)
+        base, drafted = fresh[-1:], list[int]()
+        while True:
+            step = self._verified(base, self.inner.propose())
+            new = step.next_tokens.tolist()
+            drafted += new
+            if len(drafted) >= count:
+                return drafted
+            self.inner.observe(step)
+            self._told_ahead += new
+            base = step.next_tokens[-1:]
+
+    def _tell(self, text: list[int]) -> None:
+        """The inner drafter takes in the text up to its base token, all of it where it was told another one."""
+        assert self.inner is not None and self._hidden is not None
+        place = self._told + len(self._told_ahead)
+        goes_on = 0 < place < len(text) and text[self._told : place] == self._told_ahead
+        start = place - 1 if goes_on else 0
+        tokens = torch.tensor(text[start:], device=self.model.device)
+        hidden = self._hidden[start : len(text) - 1]
+        if goes_on:
+            count = torch.full_like(tokens[0], len(hidden))
+            tree = DraftTree.empty(tokens.device)
+            self.inner.observe(VerifiedStep(tokens[:-1], tokens[1:], hidden, count, None, tree))
+        else:
+            step = VerifiedStep.of_prompt(tokens[:-1], hidden, tokens[-1])
+            if self._told:
+                self.inner.rewind(step, self._capacity)
+            else:
+                self.inner.begin(step.tokens, self._capacity)
+                self.inner.observe(step)
+        self._told, self._told_ahead = len(text), []
+
+    def _verified(self, base: Tensor, tree: DraftTree) -> VerifiedStep:
+        """One forward over a tree behind `base [1]`; the model's own path is committed."""
+        assert self.inner is not None and self._hidden is not None
+        deepest, cache = self.inner.max_depth, self.cache
+        sees = ancestor_rows(tree.parents, deepest)
+        rows, depth = torch.cat([base, tree.tokens]), depths(sees)
+        cache.reach(len(rows))
+        hidden, logits = self.model.forward_tree(rows, depth, sees, cache)
+        self.forwards += 1
+        chosen = logits.argmax(-1)
+        on_path, next_base = greedy_path(tree, chosen, sees)
+        path, count = accepted_rows(on_path, depth, deepest)
+        accepted = int(count)
+        path = path[:accepted]
+        cache.commit(path[None], count[None])
+        start, hidden = cache.bound, hidden[path]
+        self._hidden[start : start + accepted] = hidden
+        cache.settle(start + accepted)
+        tokens = rows[path]
+        return VerifiedStep(tokens, torch.cat([tokens[1:], next_base[None]]), hidden, count, chosen, tree)
