@@ -63,7 +63,7 @@ class LookaheadDrafter(TextDrafter):
         self._cell_parents = torch.where(cell < self.width, cell - 1, cell - self.width)
 
     @classmethod
-    def from_options(cls, path: str, target: Target, **options: int) -> LookaheadDrafter:
+    def from_options(cls, path: str, target: Target, **options: Any) -> LookaheadDrafter:
         """See `FREE_DRAFTERS`."""
         refuse_path("lookahead", path)
         return cls(target.device, **options)
@@ -128,7 +128,7 @@ def fitting(n: int, w: int, g: int, max_nodes: int) -> tuple[int, int]:
         return w, g
     if fit < 2:
         raise ValueError(
-            f"lookahead with n={n} needs at least {2 * (n - 1)} nodes, for one column of the window and one phrase; got "
+            f"lookahead with n={n} needs at least {2 * (n - 1)} nodes, a column of the window and a phrase; got "
             f"max_nodes={max_nodes}; leave it out for as many as are needed"
         )
     columns = min(max(1, fit * w // (w + g)), fit - 1)

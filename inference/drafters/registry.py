@@ -95,12 +95,14 @@ FREE_DRAFTERS: dict[str, str] = {
     "draft_model": "inference.drafters.draft_model:DraftModelDrafter",
     "ngram": "inference.drafters.ngram:NgramDrafter",
     "lookahead": "inference.drafters.lookahead:LookaheadDrafter",
+    "ouroboros": "inference.drafters.ouroboros:OuroborosDrafter",
     "prompt_lookup": "inference.drafters.prompt_lookup:PromptLookupDrafter",
     "rest": "inference.drafters.rest:RESTDrafter",
     "self_speculative": "inference.drafters.self_speculative:SelfSpeculativeDrafter",
 }
 """Training-free kind → module and class of its drafter, imported on first use. The class is made by
-`from_options(path, target, max_nodes, **options)` and names its options with their defaults in `options`."""
+`from_options(path, target, max_nodes, **options)` and names its options with their defaults in `options`; in `tuned` it
+names those that a tuning script finds. A max_nodes of 0 among them asks for as many nodes as the other options need."""
 
 
 def drafter_for(head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> Drafter:
@@ -122,7 +124,7 @@ def _vanilla(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
 def _head_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
     if not part.path:
         raise ValueError(f"a {part.kind} drafter needs a trained head: write NAME=RUN/head; got no path")
-    tuned = _tuned(part)
+    tuned = _tuned(part, "scripts/tune_tree.py", {"max_nodes": int, "tree_temperature": float})
     found = {"max_nodes": tuned.get("max_nodes", max_nodes), **drafter_class(part.kind).options}
     options = _take_options(part, found, also=("tuned",))
     head = load_head(part.path, target.fingerprint()).to(target.device, target.dtype)
@@ -137,7 +139,9 @@ def _head_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
 
 def _free_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
     made = drafter_class(part.kind)
-    options = _take_options(part, {"max_nodes": max_nodes, **made.options})
+    tunable: tuple[str, ...] = getattr(made, "tuned", ())
+    tuned = _tuned(part, "scripts/tune_ouroboros.py", dict.fromkeys(tunable, int))
+    options = _take_options(part, {"max_nodes": max_nodes, **made.options, **tuned}, also=("tuned",) if tunable else ())
     drafter: Drafter = made.from_options(part.path, target, **options)
     return drafter
 
@@ -205,17 +209,17 @@ def _as(default: Any, key: str, value: str) -> Any:
         raise ValueError(f"drafter option {key} must be a number; got {value!r}") from None
 
 
-def _tuned(part: DrafterPart) -> dict[str, Any]:
-    """What scripts/tune_tree.py found, from the option tuned=FILE; empty without it."""
+def _tuned(part: DrafterPart, script: str, values: dict[str, type]) -> dict[str, Any]:
+    """The named values of the file that a script wrote, from the option tuned=FILE; empty without it."""
     path = part.options.get("tuned")
-    if path is None:
+    if path is None or not values:
         return {}
     try:
         tuned = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {"max_nodes": int(tuned["max_nodes"]), "tree_temperature": float(tuned["tree_temperature"])}
+        return {name: kind(tuned[name]) for name, kind in values.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"tuned= names a file of scripts/tune_tree.py with max_nodes and tree_temperature; {path} is none ({error})"
+            f"tuned= names a file of {script} with {' and '.join(values)}; {path} is none ({error})"
         ) from None
 
 

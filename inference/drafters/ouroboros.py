@@ -1,0 +1,167 @@
+"""Ouroboros: a draft model that drafts phrase by phrase, lengthened by phrases (https://arxiv.org/abs/2402.13720).
+
+Its four ingredients have a switch each, in the order of the paper's Table 4:
+
+accelerate         lookahead decoding inside the draft model; its N-grams are the phrases (section 3.1)
+lengthen           the K newest phrases that begin with the draft's last token are verified behind it (3.2)
+from_verification  what the target said about refused drafts and unused phrases becomes phrases (3.3)
+reuse_history      the phrases of one prompt serve the next (3.4)
+
+Without all of them it is speculative decoding. Names: d the draft, v what the target says (v_i where d_i stands, v_1
+behind the base token), p phrases of P tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from inference.drafters.base import VerifiedStep
+from inference.drafters.draft_loop import DraftLoop
+from inference.drafters.draft_model import load_draft_model
+from inference.drafters.lookahead import LookaheadDrafter
+from inference.drafters.phrase_pool import Phrase, PhrasePool, TokenTrie
+from inference.drafters.text import TextDrafter, check_positive, own_choices
+from inference.target import Target
+from inference.tree import DraftTree
+
+
+class OuroborosDrafter(TextDrafter):
+    """A trunk that the draft model says and, behind its last token, branches from the pool of phrases."""
+
+    sources = ("ouroboros",)
+    options: ClassVar[dict[str, Any]] = {
+        "gamma": 7,
+        "w": 15,
+        "p": 6,
+        "k": 3,
+        "accelerate": 1,
+        "lengthen": 1,
+        "from_verification": 1,
+        "reuse_history": 1,
+        "max_nodes": 0,
+    }
+    tuned = ("gamma", "w", "p", "k")
+
+    def __init__(
+        self,
+        model: Target,
+        max_nodes: int = 0,
+        gamma: int = 7,
+        w: int = 15,
+        p: int = 6,
+        k: int = 3,
+        accelerate: int = 1,
+        lengthen: int = 1,
+        from_verification: int = 1,
+        reuse_history: int = 1,
+    ) -> None:
+        """model: the draft model, on the target's device; gamma: tokens of the trunk at least; w: columns of the draft
+        model's window, and most phrases of a first token; p: tokens of a phrase (the paper's β); k: phrases that
+        lengthen; max_nodes: the branches, then the trunk give way to it, 0: as many as are needed."""
+        switches = (accelerate, lengthen, from_verification, reuse_history)
+        check_positive(gamma=gamma, w=w, k=k)
+        if not {*switches} <= {0, 1} or max_nodes < 0:
+            raise ValueError(
+                f"Ouroboros' switches are 0 or 1 and max_nodes is not negative; got {switches} and {max_nodes}"
+            )
+        self.pool = PhrasePool(p, w)
+        trunk = gamma + (p - 1) * accelerate  # the draft model's last forward may give a whole phrase
+        needed = trunk + k * (p - 1) * lengthen
+        nodes = min(needed, max_nodes or needed)
+        super().__init__(model.device, nodes, min(nodes, trunk + (p - 1) * lengthen))
+        self.gamma, self.longest, self.k = min(gamma, nodes), min(trunk, nodes), k
+        self.lengthen, self.from_verification, self.reuse_history = map(bool, switches[1:])
+        self.loop = DraftLoop(model, LookaheadDrafter(model.device, n=p, w=w, pool=self.pool) if accelerate else None)
+        self._text: list[int] = []
+        self._trunk: list[int] = []
+        self._branches: list[tuple[Phrase, list[int]]] = []  # each with the nodes of its tokens but the first
+        self._proposed: DraftTree | None = None
+
+    @classmethod
+    def from_options(cls, path: str, target: Target, **options: int) -> OuroborosDrafter:
+        """See `FREE_DRAFTERS`."""
+        return cls(load_draft_model("ouroboros", path, target), **options)
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """A new text; the phrases stay where history is reused."""
+        super().begin(prompt, capacity)
+        self.loop.begin(capacity)
+
+    def start(self) -> None:
+        """Forget the last text."""
+        self._text.clear()
+        self._proposed = None
+        if not self.reuse_history:
+            self.pool.clear()
+
+    def read(self, tokens: list[int]) -> None:
+        """Keep it: the draft model is fed what it does not hold yet when it drafts."""
+        self._text += tokens
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Take in the new tokens, and what the target said about the drafts."""
+        super().observe(step)
+        said = own_choices(step, self._proposed) if self.from_verification else None
+        if said is not None:
+            self._learn(said)
+
+    def propose(self) -> DraftTree:
+        """The trunk is the tree's first nodes."""
+        self._trunk = self.loop.draft(self._text, self.gamma)[: self.longest]
+        trie = TokenTrie(self.max_nodes)
+        nodes = trie.add(self._trunk)
+        phrases = self.pool.newest(self._trunk[-1], self.k) if self.lengthen and nodes else []
+        self._branches = [(phrase, trie.add(phrase[1:], nodes[-1])) for phrase in phrases]
+        self._proposed = self.tree(trie.tokens, trie.parents, [0.0] * len(trie.tokens))
+        return self._proposed
+
+    def _learn(self, said: list[int]) -> None:
+        """New phrases from `said`, the target's choices at the base token and at every node."""
+        runs = matching_runs(self._trunk, said)
+        if runs is not None:
+            for run in runs:
+                for start in range(max(1, len(run) - self.pool.length + 1)):
+                    self.pool.add(run[start : start + self.pool.length])
+            return
+        after = [
+            (phrase, [said[len(self._trunk)], *(said[node + 1] for node in nodes)]) for phrase, nodes in self._branches
+        ]
+        agreed = [agreement(phrase, v) for phrase, v in after]
+        used = agreed.index(max(agreed)) if any(agreed) else None
+        for place, (phrase, v) in reversed(list(enumerate(after))):  # the newest of them stays the newest
+            if place != used:
+                self.pool.remove(phrase)
+                self.pool.add([phrase[0], *v])
+
+    def findings(self) -> dict[str, Any]:
+        """How many tokens a forward of the draft model gave, and how many phrases there are."""
+        return {"tokens_a_draft_forward": self.loop.drafted / max(1, self.loop.forwards), "phrases": len(self.pool)}
+
+
+def agreement(phrase: Phrase, said: list[int]) -> int:
+    """How many of a phrase's tokens behind the first one are what the target said in their place."""
+    count = 0
+    for token, v in zip(phrase[1:], said):
+        if token != v:
+            break
+        count += 1
+    return count
+
+
+def matching_runs(draft: list[int], said: list[int]) -> list[list[int]] | None:
+    """The runs d_i = v_i behind the first refused draft; None where every draft is accepted.
+
+    Worked example: d = (a, b, x, c, e, f) and v = (a, b, y, c, e, g): x is refused, of what follows (c, e) is a run.
+    """
+    agrees = [token == v for token, v in zip(draft, said)]
+    if all(agrees):
+        return None
+    runs: list[list[int]] = [[]]
+    for token, same in list(zip(draft, agrees))[agrees.index(False) + 1 :]:
+        if same:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
