@@ -7,8 +7,11 @@ lengthen           the K newest phrases that begin with the draft's last token a
 from_verification  what the target said about refused drafts and unused phrases becomes phrases (3.3)
 reuse_history      the phrases of one prompt serve the next (3.4)
 
-Without all of them it is speculative decoding. Names: d the draft, v what the target says (v_i where d_i stands, v_1
-behind the base token), p phrases of P tokens.
+Without all of them it is speculative decoding. Two options go beyond the paper; 0 leaves them out. `beside`, part of
+lengthen: so many phrases that begin with the base token are verified beside the trunk, or a draft that fails early is
+lost. `from_text`, part of from_verification: what stands in the text, prompt and answer, becomes phrases.
+
+Names: d the draft, v what the target says (v_i where d_i stands, v_1 behind the base token), p phrases of P tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ class OuroborosDrafter(TextDrafter):
         "w": 15,
         "p": 6,
         "k": 3,
+        "beside": 3,
+        "from_text": 1,
         "accelerate": 1,
         "lengthen": 1,
         "from_verification": 1,
@@ -52,6 +57,8 @@ class OuroborosDrafter(TextDrafter):
         w: int = 15,
         p: int = 6,
         k: int = 3,
+        beside: int = 3,
+        from_text: int = 1,
         accelerate: int = 1,
         lengthen: int = 1,
         from_verification: int = 1,
@@ -59,20 +66,23 @@ class OuroborosDrafter(TextDrafter):
     ) -> None:
         """model: the draft model, on the target's device; gamma: tokens of the trunk at least; w: columns of the draft
         model's window, and most phrases of a first token; p: tokens of a phrase (the paper's β); k: phrases that
-        lengthen; max_nodes: the branches, then the trunk give way to it, 0: as many as are needed."""
-        switches = (accelerate, lengthen, from_verification, reuse_history)
+        lengthen; beside: phrases below the base token; max_nodes: phrases, then the trunk give way to it, 0: as many as
+        are needed. The other options are 0 or 1, see above."""
+        switches = (accelerate, lengthen, from_verification, reuse_history, from_text)
         check_positive(gamma=gamma, w=w, k=k)
-        if not {*switches} <= {0, 1} or max_nodes < 0:
+        if not {*switches} <= {0, 1} or min(beside, max_nodes) < 0:
             raise ValueError(
-                f"Ouroboros' switches are 0 or 1 and max_nodes is not negative; got {switches} and {max_nodes}"
+                "Ouroboros' switches (accelerate, lengthen, from_verification, reuse_history, from_text) are 0 or 1, "
+                f"beside and max_nodes are not negative; got {', '.join(map(str, switches))}, {beside} and {max_nodes}"
             )
         self.pool = PhrasePool(p, w)
         trunk = gamma + (p - 1) * accelerate  # the draft model's last forward may give a whole phrase
-        needed = trunk + k * (p - 1) * lengthen
+        needed = trunk + (k + beside) * (p - 1) * lengthen
         nodes = min(needed, max_nodes or needed)
         super().__init__(model.device, nodes, min(nodes, trunk + (p - 1) * lengthen))
-        self.gamma, self.longest, self.k = min(gamma, nodes), min(trunk, nodes), k
-        self.lengthen, self.from_verification, self.reuse_history = map(bool, switches[1:])
+        self.gamma, self.longest = min(gamma, nodes), min(trunk, nodes)
+        self.k, self.beside = (k, beside) if lengthen else (0, 0)
+        self.from_verification, self.reuse_history, self.from_text = map(bool, switches[2:])
         self.loop = DraftLoop(model, LookaheadDrafter(model.device, n=p, w=w, pool=self.pool) if accelerate else None)
         self._text: list[int] = []
         self._trunk: list[int] = []
@@ -80,7 +90,7 @@ class OuroborosDrafter(TextDrafter):
         self._proposed: DraftTree | None = None
 
     @classmethod
-    def from_options(cls, path: str, target: Target, **options: int) -> OuroborosDrafter:
+    def from_options(cls, path: str, target: Target, **options: Any) -> OuroborosDrafter:
         """See `FREE_DRAFTERS`."""
         return cls(load_draft_model("ouroboros", path, target), **options)
 
@@ -99,6 +109,10 @@ class OuroborosDrafter(TextDrafter):
     def read(self, tokens: list[int]) -> None:
         """Keep it: the draft model is fed what it does not hold yet when it drafts."""
         self._text += tokens
+        if self.from_text and self.from_verification:
+            length, end = self.pool.length, len(self._text)
+            for start in range(max(0, end - len(tokens) - length + 1), end - length + 1):
+                self.pool.add(self._text[start : start + length])
 
     def observe(self, step: VerifiedStep) -> None:
         """Take in the new tokens, and what the target said about the drafts."""
@@ -112,8 +126,10 @@ class OuroborosDrafter(TextDrafter):
         self._trunk = self.loop.draft(self._text, self.gamma)[: self.longest]
         trie = TokenTrie(self.max_nodes)
         nodes = trie.add(self._trunk)
-        phrases = self.pool.newest(self._trunk[-1], self.k) if self.lengthen and nodes else []
+        phrases = self.pool.newest(self._trunk[-1], self.k) if nodes else []
         self._branches = [(phrase, trie.add(phrase[1:], nodes[-1])) for phrase in phrases]
+        for phrase in self.pool.newest(self._text[-1], self.beside):
+            trie.add(phrase[1:])
         self._proposed = self.tree(trie.tokens, trie.parents, [0.0] * len(trie.tokens))
         return self._proposed
 

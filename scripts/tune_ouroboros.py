@@ -1,0 +1,123 @@
+"""Ouroboros for a pair of models and this machine: the paper's heuristic search (its Algorithm 1), by the clock.
+
+    python scripts/tune_ouroboros.py --target TARGET --draft_model DIR --benchmarks gsm8k=FILE --output ouroboros.json
+    python scripts/evaluate.py … --drafters ouroboros=DIR,tuned=ouroboros.json
+
+First γ (tokens of the draft), then W (the draft model's window), then P (tokens of a phrase), each with the best found
+before it and the middle of the grids after it; K, the phrases that lengthen, is 3. Every value decodes the same
+prompts, in turn, and the one that takes the least time is kept. What is decoded does not change. The grids are the
+paper's: 7 to 14 for γ where the two models say much the same, --gammas 2 3 4 5 6 where they do not. Tune on other
+questions than those that results are reported on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from data.benchmarks import load_benchmark
+from data.rendering import render_prompt
+from heads.checkpoint import write_text
+from inference.config_file import parse_with_config
+from inference.drafters.base import Drafter
+from inference.drafters.draft_model import load_draft_model
+from inference.drafters.ouroboros import OuroborosDrafter
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.options import load_target, named_files, target_parser
+from inference.report import environment
+from inference.target import Target
+
+GRIDS = {"gamma": range(7, 15), "w": range(15, 21), "p": range(5, 8)}
+FLAGS = {"gamma": "gammas", "w": "windows", "p": "phrases"}
+K = 3
+
+
+def clocked(
+    target: Target, drafters: Mapping[int, Drafter], prompts: Sequence[list[int]], settings: GenerationSettings
+) -> dict[int, dict[str, float]]:
+    """Key of a drafter → β and seconds; all decode every prompt, in turn, in rotating order."""
+    engines = {key: DecodingEngine(target, drafter) for key, drafter in drafters.items()}
+    totals = {key: [0, 0, 0.0] for key in engines}  # tokens, steps, seconds
+    for engine in engines.values():
+        engine.generate(prompts[0], settings)
+    for turn, prompt in enumerate(track(prompts, "decoding with every value")):
+        order = list(engines)
+        for key in order[turn % len(order) :] + order[: turn % len(order)]:
+            answer = engines[key].generate(prompt, settings)
+            for place, value in enumerate((len(answer.tokens), answer.target_steps, answer.seconds["total"])):
+                totals[key][place] += value
+    return {key: {"beta": tokens / steps, "seconds": spent} for key, (tokens, steps, spent) in totals.items()}
+
+
+def search(
+    target: Target,
+    model: Target,
+    prompts: Sequence[list[int]],
+    grids: Mapping[str, Sequence[int]],
+    settings: GenerationSettings,
+) -> tuple[dict[str, int], dict[str, dict[int, dict[str, float]]]]:
+    """The best γ, W and P in that order, and what every value tried was measured as; key 0: without drafts."""
+    best = {name: grid[len(grid) // 2] for name, grid in grids.items()} | {"k": K}
+    measured = {}
+    for name, grid in grids.items():
+        drafters = {value: OuroborosDrafter(model, **{**best, name: value}) for value in grid}
+        measured[name] = clocked(target, {0: VanillaDrafter(target.device), **drafters}, prompts, settings)
+        best[name] = min(grid, key=lambda value: measured[name][value]["seconds"])
+        for value, cost in measured[name].items():
+            what = f"{name} {value}" if value else "no drafts"
+            marked = "  <" if value == best[name] else ""
+            print(f"{what:<10} β {cost['beta']:.2f}  {cost['seconds']:.2f} s{marked}")
+    return best, measured
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = target_parser(__doc__)
+    add = made.add_argument
+    add("--draft_model", help="folder or hub id of the draft model")
+    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files, of which first turns are decoded")
+    add("--output", type=Path, help="the JSON to write, for the drafter's option tuned=FILE")
+    add("--prompts", type=int, default=16, help="questions of each file, from its end (default 16)")
+    add("--new_tokens", type=int, default=64, help="longest answer (default 64)")
+    for name, flag in FLAGS.items():
+        add(f"--{flag}", type=int, nargs="+", default=list(GRIDS[name]), help=f"values of {name} to try")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        args = parse_with_config(parser(), arguments, ("target", "draft_model", "benchmarks", "output"))
+        least: dict[str, int] = {"prompts": 1, "new_tokens": 1, "gammas": 1, "windows": 1, "phrases": 2}
+        for flag, bound in least.items():
+            given: Any = getattr(args, flag)
+            smallest = given if isinstance(given, int) else min(given)
+            if smallest < bound:
+                raise ValueError(f"--{flag} must be at least {bound}; got {smallest}")
+        files = named_files(args.benchmarks)
+        questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
+        target = load_target(args)
+        model = load_draft_model("ouroboros", args.draft_model, target)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": row.turns[0]}]) for row in questions]
+    grids = {name: getattr(args, flag) for name, flag in FLAGS.items()}
+    best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.eos_token_ids))
+    if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):
+        print("no setting is faster than decoding without drafts on this machine")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    tuned = {**best, "measured": measured, "environment": environment(str(target.device))}
+    write_text(args.output, json.dumps(tuned, indent=1) + "\n")
+    print(f"written: {', '.join(f'{name} {value}' for name, value in best.items())} in {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
