@@ -141,7 +141,7 @@ class DraftLoop:
         goes_on = 0 < place < len(text) and text[self._told : place] == self._told_ahead
         start = place - 1 if goes_on else 0
         tokens = torch.tensor(text[start:], device=self.model.device)
-        hidden = self._hidden[start : len(text) - 1]
+        hidden = self._hidden[start : len(text) - 1].clone()  # a drafter may keep it
         if goes_on:
             count = torch.full_like(tokens[0], len(hidden))
             tree = DraftTree.empty(tokens.device)

@@ -128,7 +128,7 @@ def fitting(n: int, w: int, g: int, max_nodes: int) -> tuple[int, int]:
         return w, g
     if fit < 2:
         raise ValueError(
-            f"lookahead with n={n} needs at least {2 * (n - 1)} nodes, a column of the window and a phrase; got "
+            f"lookahead with n={n} needs at least {2 * (n - 1)} nodes (a column of the window, a phrase); got "
             f"max_nodes={max_nodes}; leave it out for as many as are needed"
         )
     columns = min(max(1, fit * w // (w + g)), fit - 1)

@@ -1,8 +1,8 @@
 """Builds drafters from the words of a command line: `NAME[=[KIND:]PATH[,key=value…][+…]]`.
 
-`ctc=RUN/head`, `ctc_raw=RUN/head,tree=raw`, `draft_model=DIR`, `ngram`, `long=ngram,k=12`: a name, then where it is
-loaded from and its options. The kind of a head comes from its checkpoint when it is left out; what else lies at a path
-is of the kind its name says, or a draft model. A name alone is a drafter that loads nothing.
+`ctc=RUN/head`, `ctc_raw=RUN/head,tree=raw`, `draft_model=DIR`, `ngram`, `ngram,k=9`, `long=ngram,k=12`: a name, then
+where it is loaded from and its options. The kind of a head comes from its checkpoint when it is left out; what else
+lies at a path is of the kind its name says, or a draft model. A name alone is a drafter that loads nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class DrafterSpec:
     def parse(cls, text: str) -> DrafterSpec:
         """Raises ValueError, naming the rule, for a malformed argument."""
         name, equals, rest = text.partition("=")
+        if "," in name:  # loads nothing, and has options
+            name, rest = name.partition(",")[0], text
         if not name or (equals and not rest) or "/" in name:
             raise ValueError(
                 f"a drafter is NAME or NAME=[KIND:]PATH[,key=value…][+…]; got {text!r}; write e.g. ctc=runs/ctc/head"

@@ -1,10 +1,12 @@
 """Small random models, heads and a drafter the inference tests share."""
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.base import target_sizes
 from heads.checkpoint import head_classes
 from inference.drafters.base import Drafter
+from inference.target import Target
 from inference.tree import DraftTree
 from scripts.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
 
@@ -15,6 +17,7 @@ __all__ = [
     "load_target",
     "make_head",
     "make_prompts",
+    "small_model",
     "untrained_head",
 ]
 
@@ -63,3 +66,22 @@ class ForkedDrafter(ScriptedDrafter):
         tokens = torch.stack([(right.tokens + 1) % 211, right.tokens], dim=1).flatten()
         parents = (2 * right.parents + 1).repeat_interleave(2)
         return DraftTree.build(tokens, parents)
+
+
+def small_model(seed=5, positions=256, vocabulary=211, dtype=torch.float64):
+    """A draft model for the random targets: one layer of half their size, random too."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=positions,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return Target(LlamaForCausalLM(config).to(dtype), name="small")

@@ -36,6 +36,13 @@ def test_the_kind_comes_from_the_checkpoint_and_options_from_the_words(target, c
     assert isinstance(again, CTCDrafter) and (again.tree, again.max_nodes) == ("prefix", 32)
 
 
+def test_what_loads_nothing_may_have_options(target):
+    drafter = build_drafter(DrafterSpec.parse("ngram,k=3,n=4"), target)
+    assert drafter.max_depth == 3 and DrafterSpec.parse("ngram,k=3,n=4").name == "ngram"
+    with pytest.raises(ValueError, match="drafter is one of"):
+        DrafterSpec.parse("mine,k=3")
+
+
 def test_a_name_alone_is_a_drafter_that_loads_nothing(target):
     assert isinstance(build_drafter(DrafterSpec.parse("vanilla"), target), VanillaDrafter)
 
@@ -66,7 +73,7 @@ def test_options_that_make_no_sense_are_refused(target, checkpoint, options, tol
 
 
 def test_unknown_kinds_and_missing_heads_are_refused(target):
-    with pytest.raises(ValueError, match="known kinds are chimera, ctc"):
+    with pytest.raises(ValueError, match="known kinds are cascade, chimera, ctc"):
         build_drafter(DrafterSpec.parse("x=magic:some/path"), target)
     with pytest.raises(ValueError, match="needs a trained head"):
         build_drafter(DrafterSpec.parse("ctc"), target)

@@ -1,0 +1,180 @@
+"""Lookahead decoding: what a cell sees, how the window fills, and that none of it is ever accepted."""
+
+import pytest
+import torch
+
+from inference.batch import BatchEngine
+from inference.drafters.base import VerifiedStep
+from inference.drafters.lookahead import LookaheadDrafter, fitting
+from inference.drafters.phrase_pool import PhrasePool
+from inference.drafters.registry import DrafterSpec, build_drafter
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.lossless import Oracle
+from inference.sampling import Sampling
+from inference.tree import DraftTree, ancestor_rows, check_tree, depths
+from scripts.lossless_matrix import RANDOM_TARGETS
+from tests.inference.models import load_target, make_prompts
+
+
+@pytest.fixture(scope="module", params=RANDOM_TARGETS)
+def target(request):
+    return load_target(request.param, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return load_target("llama", torch.float64)
+
+
+def begun(drafter, prompt=(3, 4, 5), base=7):
+    drafter.begin(torch.tensor(prompt), 100)
+    drafter.observe(VerifiedStep.of_prompt(torch.tensor(prompt), torch.zeros(len(prompt), 4), torch.tensor(base)))
+    return drafter
+
+
+def answer(drafter, tree, choices, base=7):
+    """The target refuses every draft and says `choices` at the rows behind the base token."""
+    one = torch.tensor([0])
+    said = torch.tensor([base, *choices])
+    drafter.observe(VerifiedStep(one, torch.tensor([base]), torch.zeros(1, 4), one[0] + 1, said, tree))
+
+
+def test_a_cell_sees_row_0_up_to_its_column_and_its_column_up_to_its_row():
+    """The module's worked example, N = 3 and W = 2, with a phrase (7, 20, 21) behind base token 7."""
+    drafter = begun(LookaheadDrafter(n=3, w=2))
+    drafter.pool.add((7, 20, 21))
+    answer(drafter, drafter.propose(), [11, 12, 0, 0])
+    tree = drafter.propose()
+    check_tree(tree)
+    assert tree.tokens.tolist()[2:] == [11, 12, 20, 21]
+    assert tree.candidate.tolist() == [False] * 4 + [True] * 2
+    sees = ancestor_rows(tree.parents, drafter.max_depth)
+    assert [row.nonzero().flatten().tolist() for row in sees] == [
+        [0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4], [0, 5], [0, 5, 6],
+    ]  # fmt: skip
+    assert depths(sees).tolist() == [0, 1, 2, 2, 3, 1, 2]
+    assert drafter.max_depth == 3 and drafter.max_nodes == 8
+
+
+def test_the_window_fills_row_by_row_and_then_makes_n_grams():
+    """N = 3, W = 2: row 0 of the prompt, row 1 what the target says behind it, then columns are 3-grams."""
+    drafter = begun(LookaheadDrafter(n=3, w=2, g=2))
+    first = drafter.propose()
+    row = first.tokens.tolist()
+    assert len(row) == 2 and set(row) <= {3, 4, 5}
+    answer(drafter, first, [11, 12])
+    second = drafter.propose()
+    assert second.tokens.tolist() == [*row, 11, 12] and len(drafter.pool) == 0
+    answer(drafter, second, [0, 0, 21, 22])
+    assert (row[0], 11, 21) in drafter.pool.newest(row[0], 2) and (row[1], 12, 22) in drafter.pool.newest(row[1], 2)
+    assert len(drafter.pool) == 2 and drafter.propose().tokens.tolist() == [11, 12, 21, 22]
+
+
+@torch.inference_mode()
+def test_the_last_row_is_what_the_target_says_behind_the_cells_of_its_column(target):
+    """Each cell of the last row against a plain forward over exactly the text it shall see."""
+    prompt, n, w = make_prompts(target, 1)[0], 4, 3
+    drafter = LookaheadDrafter(n=n, w=w)
+    steps = []
+    observe = drafter.observe
+    drafter.observe = lambda step: (steps.append(step), observe(step))
+    text = prompt + DecodingEngine(target, drafter).generate(prompt, GenerationSettings(12)).tokens
+    end = len(prompt)
+    checked = 0
+    for step in steps[1:]:
+        cells = int((~step.tree.candidate).sum())
+        if step.tree.candidate[: (n - 1) * w].any() or cells < (n - 1) * w:
+            end += int(step.count)
+            continue
+        grid = step.tree.tokens[: (n - 1) * w].view(n - 1, w).tolist()
+        for column in range(w):
+            seen = [*text[: end + 1], *grid[0][: column + 1], *(grid[row][column] for row in range(1, n - 1))]
+            logits = target.prefill(torch.tensor(seen), target.new_cache(len(seen)))[1]
+            assert int(logits.argmax()) == int(step.choices[1 + (n - 2) * w + column])
+            checked += 1
+        end += int(step.count)
+    assert checked >= 3 * w
+
+
+@pytest.mark.parametrize("options", [{"n": 3, "w": 4}, {}, {"n": 2, "w": 1, "g": 5}, {"max_nodes": 8}])
+def test_the_tokens_are_the_targets_own(target, options):
+    engine = DecodingEngine(target, LookaheadDrafter(**options))
+    for prompt in [*make_prompts(target, 2), [5]]:
+        result = engine.generate(prompt, GenerationSettings(50))
+        assert result.tokens == Oracle(target, GenerationSettings(50)).answer(prompt)
+
+
+def test_phrases_are_accepted_where_the_text_repeats_itself(llama):
+    """A pool that knows the answer: every step accepts a phrase of N − 1 drafts."""
+    prompt = make_prompts(llama, 1)[0]
+    expected = Oracle(llama, GenerationSettings(41)).answer(prompt)
+    pool = PhrasePool(5, 15)
+    for start in range(len(expected) - 4):
+        pool.add(expected[start : start + 5])
+    result = DecodingEngine(llama, LookaheadDrafter(n=5, w=3, pool=pool)).generate(prompt, GenerationSettings(41))
+    assert result.tokens == expected and set(result.accept_lengths[1:]) == {5}
+
+
+def test_drawn_tokens_are_those_of_the_plain_loop(llama):
+    settings = GenerationSettings(40, sampling=Sampling(0.7, seed=1))
+    engine = DecodingEngine(llama, LookaheadDrafter(n=3, w=5))
+    for prompt in make_prompts(llama, 2):
+        assert engine.generate(prompt, settings).tokens == (
+            DecodingEngine(llama, VanillaDrafter()).generate(prompt, settings).tokens
+        )
+
+
+def test_a_window_larger_than_the_context_left_changes_nothing(target):
+    prompt = (make_prompts(target, 1)[0] * 12)[:230]
+    result = DecodingEngine(target, LookaheadDrafter(n=5, w=40)).generate(prompt, GenerationSettings(100))
+    assert result.tokens == Oracle(target, GenerationSettings(100)).answer(prompt)
+    assert len(result.tokens) == 26 and result.finish_reason == "context"
+
+
+def test_batches_and_fixed_sizes_give_the_same_tokens(llama):
+    prompts = make_prompts(llama, 3)
+    settings = GenerationSettings(30)
+    alone = DecodingEngine(llama, LookaheadDrafter(n=3, w=4))
+    together = BatchEngine(llama, lambda: LookaheadDrafter(n=3, w=4), 2).generate(prompts, settings)
+    expected = [alone.generate(prompt, settings) for prompt in prompts]
+    assert [a.tokens for a in together] == [a.tokens for a in expected]
+    assert [a.accept_lengths for a in together] == [a.accept_lengths for a in expected]
+
+
+def test_a_tree_that_is_not_its_own_leaves_the_window_as_it_is():
+    drafter = begun(LookaheadDrafter(n=3, w=2))
+    tree = drafter.propose()
+    answer(drafter, DraftTree.build(tree.tokens + 1, tree.parents), [11, 12])
+    assert torch.equal(drafter.propose().tokens, tree.tokens)
+    answer(drafter, tree.padded(8), [11, 12, *[0] * 6])
+    assert drafter.propose().tokens.tolist()[2:] == [11, 12]
+
+
+def test_window_and_phrases_share_a_budget_evenly():
+    assert fitting(5, 15, 15, 0) == (15, 15) and fitting(5, 15, 15, 120) == (15, 15)
+    assert fitting(5, 15, 15, 32) == (4, 4) and fitting(5, 15, 15, 8) == (1, 1)
+    assert fitting(3, 1, 9, 8) == (1, 3) and fitting(3, 9, 1, 8) == (3, 1)
+    for n in range(2, 7):
+        for most in range(2 * (n - 1), 40):
+            assert LookaheadDrafter(n=n, max_nodes=most).max_nodes <= most
+
+
+@pytest.mark.parametrize(
+    "options,told",
+    [
+        ("w=0", "w must be at least 1; got 0"),
+        ("n=1", "n must be at least 2; got 1"),
+        ("g=-1", "not be negative; got -1 and 0"),
+        ("max_nodes=7", r"n=5 needs at least 8 nodes \(a column of the window, a phrase\); got max_nodes=7"),
+        ("size=3", "unknown option size"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(llama, options, told):
+    with pytest.raises(ValueError, match=told):
+        build_drafter(DrafterSpec.parse(f"lookahead,{options}"), llama)
+
+
+def test_the_budget_of_other_drafters_is_not_that_of_the_window(llama):
+    assert build_drafter(DrafterSpec.parse("lookahead"), llama, 32).max_nodes == 120
+    assert build_drafter(DrafterSpec.parse("lookahead,max_nodes=32"), llama, 64).max_nodes == 32
