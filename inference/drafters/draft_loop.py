@@ -35,7 +35,9 @@ class DraftLoop:
         self._told, self._told_ahead = 0, list[int]()  # the same of what the inner drafter was told
         self._depth = torch.zeros(1, dtype=torch.long, device=model.device)
         self._alone = torch.ones(1, 1, dtype=torch.bool, device=model.device)
-        self._next = program(self._row, model.device) if model.compiled else self._row
+        self._next, self._verify = self._row, self._tree
+        if model.compiled:
+            self._next, self._verify = program(self._row, model.device), program(self._tree, model.device)
 
     def begin(self, capacity: int) -> None:
         """Forget the last text; the next one and its answer take `capacity` tokens."""
@@ -158,20 +160,25 @@ class DraftLoop:
     def _verified(self, base: Tensor, tree: DraftTree) -> VerifiedStep:
         """One forward over a tree behind `base [1]`; the model's own path is committed."""
         assert self.inner is not None and self._hidden is not None
-        deepest, cache = self.inner.max_depth, self.cache
-        sees = ancestor_rows(tree.parents, deepest)
-        rows, depth = torch.cat([base, tree.tokens]), depths(sees)
-        cache.reach(len(rows))
-        hidden, logits = self.model.forward_tree(rows, depth, sees, cache)
+        cache = self.cache
+        cache.reach(1 + max(len(tree), self.inner.max_depth))
+        tokens, next_base, hidden, count, chosen = self._verify(base, tree, cache)
         self.forwards += 1
+        accepted = int(count)
+        start, end = cache.bound, cache.bound + accepted
+        tokens, hidden = tokens[:accepted], hidden[:accepted]
+        self._hidden[start:end] = hidden
+        cache.settle(end)
+        return VerifiedStep(tokens, torch.cat([tokens[1:], next_base[None]]), hidden, count, chosen, tree)
+
+    def _tree(self, base: Tensor, tree: DraftTree, cache: KVCache) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Tokens [A] of the model's own path, its next token [], hidden [A, H], how many count [], choices [R]."""
+        assert self.inner is not None
+        sees = ancestor_rows(tree.parents, self.inner.max_depth)
+        rows, depth = torch.cat([base, tree.tokens]), depths(sees)
+        hidden, logits = self.model.forward_tree(rows, depth, sees, cache)
         chosen = logits.argmax(-1)
         on_path, next_base = greedy_path(tree, chosen, sees)
-        path, count = accepted_rows(on_path, depth, deepest)
-        accepted = int(count)
-        path = path[:accepted]
+        path, count = accepted_rows(on_path, depth, self.inner.max_depth)
         cache.commit(path[None], count[None])
-        start, hidden = cache.bound, hidden[path]
-        self._hidden[start : start + accepted] = hidden
-        cache.settle(start + accepted)
-        tokens = rows[path]
-        return VerifiedStep(tokens, torch.cat([tokens[1:], next_base[None]]), hidden, count, chosen, tree)
+        return rows[path], next_base, hidden[path], count, chosen
