@@ -16,6 +16,7 @@ from inference.tree import DraftTree, ancestor_rows, depths
 from inference.verify import accepted_rows, greedy_path
 
 _ONE_BY_ONE = 4  # so few new tokens are fed through the compiled forward of one row
+_RUN = 4  # so many forwards of one row are compiled together: a third of their time goes into calling them
 
 
 class DraftLoop:
@@ -35,9 +36,10 @@ class DraftLoop:
         self._told, self._told_ahead = 0, list[int]()  # the same of what the inner drafter was told
         self._depth = torch.zeros(1, dtype=torch.long, device=model.device)
         self._alone = torch.ones(1, 1, dtype=torch.bool, device=model.device)
-        self._next, self._verify = self._row, self._tree
+        self._next, self._next_run, self._verify = self._row, self._run, self._tree
         if model.compiled:
-            self._next, self._verify = program(self._row, model.device), program(self._tree, model.device)
+            self._next, self._next_run = program(self._row, model.device), program(self._run, model.device)
+            self._verify = program(self._tree, model.device)
 
     def begin(self, capacity: int) -> None:
         """Forget the last text; the next one and its answer take `capacity` tokens."""
@@ -66,7 +68,7 @@ class DraftLoop:
             return []
         kept = self._kept
         for token in self._ahead:
-            if kept == len(text) - 1 or token != text[kept]:
+            if kept >= len(text) - 1 or token != text[kept]:
                 break
             kept += 1
         kept = min(kept, len(text) - 1)  # there must be something to feed
@@ -99,23 +101,34 @@ class DraftLoop:
             choice = self.model.prefill(fresh, cache)[1].argmax()[None]
             self.forwards += 1
         chosen = [choice]
-        while len(chosen) < count:
-            chosen.append(self._step(chosen[-1], cache))
+        done = 1
+        while done < count:
+            whole = self.model.compiled and count - done >= _RUN
+            chosen.append(self._step(chosen[-1][-1:], cache, _RUN if whole else 1))
+            done += len(chosen[-1])
         return torch.cat(chosen).tolist()
 
-    def _step(self, token: Tensor, cache: KVCache) -> Tensor:
-        """See `_row`, with what the host does around it."""
-        cache.reach(1)
-        choice = self._next(token, cache)
-        cache.settle(cache.bound + 1)
-        self.forwards += 1
-        return choice
+    def _step(self, token: Tensor, cache: KVCache, rows: int = 1) -> Tensor:
+        """See `_row` and `_run`, with what the host does around them."""
+        cache.reach(rows)
+        choices = (self._next if rows == 1 else self._next_run)(token, cache)
+        cache.settle(cache.bound + rows)
+        self.forwards += rows
+        return choices
 
     def _row(self, token: Tensor, cache: KVCache) -> Tensor:
         """[1] the model's own choice behind `token [1]`, which is committed."""
         _, logits = self.model.forward_tree(token, self._depth, self._alone, cache)
         cache.lengths += 1
         return logits.argmax(-1)
+
+    def _run(self, token: Tensor, cache: KVCache) -> Tensor:
+        """[_RUN] choices, each behind the one before."""
+        choices = []
+        for _ in range(_RUN):
+            token = self._row(token, cache)
+            choices.append(token)
+        return torch.cat(choices)
 
     def _by_trees(self, text: list[int], kept: int, count: int) -> list[int]:
         """The inner drafter proposes, the model verifies, until `count` tokens are there."""
