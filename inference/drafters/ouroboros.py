@@ -175,7 +175,7 @@ def matching_runs(draft: list[int], said: list[int]) -> list[list[int]] | None:
     if all(agrees):
         return None
     runs: list[list[int]] = [[]]
-    for token, same in list(zip(draft, agrees))[agrees.index(False) + 1 :]:
+    for token, same in list(zip(draft, agrees))[agrees.index(False) :]:
         if same:
             runs[-1].append(token)
         elif runs[-1]:

@@ -11,6 +11,8 @@ def test_the_oldest_phrase_of_a_first_token_goes_and_one_seen_again_is_the_newes
         pool.add(phrase)
     assert pool.newest(1, 5) == [(1, 6, 7), (1, 2, 3)] and len(pool) == 3
     assert pool.newest(1, 1) == [(1, 6, 7)] and pool.newest(1, 0) == [] and pool.newest(2, 5) == []
+    pool.add((1, 6, 7))
+    assert pool.newest(1, 5) == [(1, 6, 7), (1, 2, 3)]  # seen again, nothing has to go
     pool.remove((1, 6, 7))
     pool.remove((1, 6, 7))
     assert pool.newest(1, 5) == [(1, 2, 3)]
