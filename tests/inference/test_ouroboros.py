@@ -98,6 +98,7 @@ def test_accelerated_drafts_are_what_the_draft_model_says_from_fewer_forwards(ll
     assert result.tokens == expected[:60] and length > 100
     assert drafter.findings()["tokens_a_draft_forward"] > 3
     assert all(9 <= count <= 9 + 5 for count in result.accept_lengths[1:-1])
+    assert max(result.accept_lengths) > 9  # what the last forward gave beyond γ is kept
 
 
 def proposed(drafter, text=(3, 4, 5, 6)):
