@@ -224,7 +224,7 @@ class DecodingEngine:
             self.target.prefill(base[None], cache)
             for tensor in tree.tensors() if len(tree) > 1 else ():
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            cache.reach(1 + max(len(tree), self.drafter.max_depth))
+            cache.reach(4 + self.drafter.max_depth)
             self._verify(base, tree, cache, self._end, None, None)
             cache.clear()
 

@@ -34,6 +34,7 @@ class OuroborosDrafter(TextDrafter):
     """A trunk that the draft model says and, behind its last token, branches from the pool of phrases."""
 
     sources = ("ouroboros",)
+    reads_choices = True
     options: ClassVar[dict[str, Any]] = {
         "gamma": 7,
         "w": 15,
@@ -147,7 +148,7 @@ class OuroborosDrafter(TextDrafter):
         agreed = [agreement(phrase, v) for phrase, v in after]
         used = agreed.index(max(agreed)) if any(agreed) else None
         for place, (phrase, v) in reversed(list(enumerate(after))):  # the newest of them stays the newest
-            if place != used:
+            if place != used and min(v) >= 0:  # a composed tree may have left some of its nodes out
                 self.pool.remove(phrase)
                 self.pool.add([phrase[0], *v])
 

@@ -7,9 +7,11 @@ import torch
 
 from inference.drafters.calibration import Calibration, confidence
 from inference.drafters.hybrid import PAUSE, TRIAL, HybridDrafter
+from inference.drafters.lookahead import LookaheadDrafter
 from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource, TreeSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.ngram_table import NgramTable
+from inference.drafters.ouroboros import OuroborosDrafter
 from inference.drafters.prompt_lookup import PromptLookupDrafter
 from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from inference.drafters.running_costs import RunningCosts, Step
@@ -215,9 +217,20 @@ def hybrids(target, **options):
         ],
     )
     yield "chimera+hydra", [(kind, drafter_for(make_head(target, kind), target, 12)) for kind in ("chimera", "hydra")]
+    yield "ngram+lookahead", [("ngram", NgramDrafter()), ("lookahead", LookaheadDrafter(n=3, w=4))]
+    yield (
+        "ctc+ouroboros+ngram",
+        [
+            ("ctc", drafter_for(head, target, 12)),
+            ("ouroboros", OuroborosDrafter(target, gamma=2, w=3, p=3)),
+            ("ngram", NgramDrafter()),
+        ],
+    )
 
 
-@pytest.mark.parametrize("name", ["ctc+ngram", "medusa+ngram+lookup", "chimera+hydra"])
+@pytest.mark.parametrize(
+    "name", ["ctc+ngram", "medusa+ngram+lookup", "chimera+hydra", "ngram+lookahead", "ctc+ouroboros+ngram"]
+)
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
 @pytest.mark.parametrize("fit", [0, 1])
 def test_decoding_is_exact(target, prompts, name, sampling, fit):
@@ -244,6 +257,54 @@ def test_every_accepted_token_has_its_source(target, prompts):
     assert len(taken) - (40 - result.target_steps) in (0, 1)  # the answer may end on a draft
     assert set(taken) - {"wrong"} == {"right"} and taken.count("right") > 20
     assert hybrid.findings()["parts"]["right"]["accepted"] >= taken.count("right") - 3  # the last step is not observed
+
+
+class Asking(ScriptedDrafter):
+    """Remembers what it is told about its own tree."""
+
+    reads_choices = True
+
+    def begin(self, prompt, capacity):
+        super().begin(prompt, capacity)
+        self.seen, self.proposed = [], None
+
+    def observe(self, step):
+        super().observe(step)
+        if step.tree is not None:
+            self.seen.append((step.tree.tokens.tolist(), self.proposed.tokens.tolist(), step.choices.tolist()))
+
+    def propose(self):
+        self.proposed = super().propose()
+        return self.proposed
+
+
+def test_a_part_is_told_what_the_target_said_about_its_own_tree(target, prompts):
+    answer = DecodingEngine(target, build_drafter(DrafterSpec.parse("vanilla"), target)).generate(
+        prompts[0], GenerationSettings(40)
+    )
+    tokens = answer.tokens
+    asking = Asking(tokens, 3)
+    wide = ScriptedDrafter([9] * 100, 4)
+    engine = DecodingEngine(target, HybridDrafter([("wide", wide), ("asking", asking)], target, 4, fit=0))
+    assert engine.generate(prompts[0], GenerationSettings(30)).tokens == tokens[:30]
+    assert len(asking.seen) > 4
+    for own, proposed, choices in asking.seen:
+        assert own == proposed and len(choices) == 1 + len(own)
+        said = [choice for choice in choices if choice >= 0]
+        start = next(i for i in range(40) if tokens[i + 1 : i + 1 + len(own)] == own)
+        assert said and said == tokens[start + 1 : start + 1 + len(said)]  # −1 where the budget left nodes out
+
+
+def test_a_window_rides_along_behind_the_merged_nodes(target, prompts):
+    def pools(drafter, lookahead):
+        DecodingEngine(target, drafter).generate(prompts[0], GenerationSettings(40))
+        return len(lookahead.pool), len(lookahead._rows)
+
+    alone, part = LookaheadDrafter(n=4, w=5), LookaheadDrafter(n=4, w=5)
+    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], target, 6, fit=0)
+    filled, rows = pools(hybrid, part)
+    assert rows == 3 and filled > 20
+    assert pools(alone, alone)[1] == 3
 
 
 class Clock:
