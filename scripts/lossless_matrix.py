@@ -4,8 +4,9 @@
 
 Targets are the folders given and random-weight Llama, Mistral, Qwen2 and Qwen3 with sliding windows shorter than the
 prompts. Every prompt is decoded with every kind of head (CTC with all its tree modes), untrained and trained on the
-spot on the target's own answers; node budgets 1, 2, 4, … 64 are cycled over the prompts. Writes lossless_matrix.json
-and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
+spot on the target's own answers, with every training-free drafter and with hybrids of both; node budgets 1, 2, 4, … 64
+are cycled over the prompts. Draft models are the target with noise on its weights or a layer skipped. Writes
+lossless_matrix.json and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,15 @@ from data.synthetic import questions
 from heads.base import DraftHead, target_sizes
 from heads.checkpoint import head_classes
 from inference.ctc_search import TREE_MODES
+from inference.drafters.base import Drafter
+from inference.drafters.draft_model import DraftModelDrafter
+from inference.drafters.hybrid import HybridDrafter
+from inference.drafters.lookahead import LookaheadDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.ouroboros import OuroborosDrafter
+from inference.drafters.prompt_lookup import PromptLookupDrafter
 from inference.drafters.registry import drafter_for
+from inference.drafters.self_speculative import SelfSpeculativeDrafter
 from inference.engine import DecodingEngine, GenerationSettings
 from inference.lossless import LosslessCounts, Oracle, Turn, judge_all
 from inference.target import Target
@@ -51,6 +61,26 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "hydra": ({"prefix_attention": True}, [{}]),
 }
 """Kind of head → its settings, and the drafter options it is decoded with."""
+
+FREE: dict[str, Callable[[Target, Target, int], Drafter]] = {
+    "ngram": lambda target, model, nodes: NgramDrafter(max_nodes=nodes),
+    "ngram tree, kept": lambda target, model, nodes: NgramDrafter(max_nodes=nodes, branches=4, keep=1),
+    "prompt_lookup": lambda target, model, nodes: PromptLookupDrafter(max_nodes=nodes),
+    "lookahead": lambda target, model, nodes: LookaheadDrafter(n=4, w=min(nodes, 8)),
+    "self_speculative": lambda target, model, nodes: _skipping(target, nodes),
+    "draft_model": lambda target, model, nodes: DraftModelDrafter(model, max_nodes=nodes),
+    "cascade": lambda target, model, nodes: DraftModelDrafter(model, NgramDrafter(), max_nodes=nodes, k=8),
+    "ouroboros": lambda target, model, nodes: OuroborosDrafter(model, max_nodes=nodes, gamma=4, w=4, p=4),
+}
+"""Training-free drafters by (target, draft model, node budget)."""
+HYBRIDS = {
+    "ctc": ("ngram",),
+    "medusa": ("ngram tree, kept", "prompt_lookup"),
+    "chimera": ("ouroboros",),
+    "hydra": ("lookahead", "ngram"),
+}
+"""Kind of head → the training-free drafters that share a tree with it."""
+KINDS = (*VARIANTS, "free", "hybrid")
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -140,37 +170,101 @@ def trained_head(
     return head.eval()
 
 
+class _Cell:
+    """One target in one precision: its prompts, its own answers, and the rows found so far."""
+
+    def __init__(self, name: str, dtype_name: str, count: int, steps: int, tick: Callable[[], None]) -> None:
+        self.name, self.dtype_name, self.steps, self.tick = name, dtype_name, steps, tick
+        self._trained: dict[str, DraftHead] = {}
+        self.target = load_target(name, DTYPES[dtype_name])
+        self.prompts = make_prompts(self.target, count)
+        self.settings = GenerationSettings(max_new_tokens=NEW_TOKENS)  # no EOS: every answer has all its tokens
+        self.oracle = Oracle(self.target, self.settings)
+        self.texts = [(prompt, self.oracle.answer(prompt)) for prompt in self.prompts]
+        self.rows: list[dict[str, Any]] = []
+
+    def decode(self, drafter: str, trained: str, make: Callable[[int], Drafter]) -> None:
+        """Every prompt with drafters of `make(node budget)`; one more row."""
+        engines = {budget: DecodingEngine(self.target, make(budget)) for budget in BUDGETS}
+        turns, spent = [], 0
+        for index, prompt in enumerate(self.prompts):
+            answer = engines[BUDGETS[index % len(BUDGETS)]].generate(prompt, self.settings)
+            turns.append(Turn(tuple(prompt), tuple(answer.tokens), f"{self.name} prompt {index}"))
+            spent += answer.target_steps
+            self.tick()
+        counts = judge_all(self.oracle, turns)
+        self.rows.append(describe(self.name, self.dtype_name, drafter, trained, counts, spent))
+
+    def trained(self, kind: str) -> DraftHead:
+        """A head fitted to the target's own answers, once."""
+        if kind not in self._trained:
+            made = VARIANTS[kind][0]
+            self._trained[kind] = trained_head(self.target, self.texts, self.steps, kind, **made)
+        return self._trained[kind]
+
+    def heads(self, kind: str) -> None:
+        """A kind of head, untrained and trained, with all its trees."""
+        made, modes = VARIANTS[kind]
+        for trained, head in (("no", untrained_head(self.target, kind, **made)), ("yes", self.trained(kind))):
+            for options in modes:
+                label = " ".join([kind, *options.values()])
+                self.decode(label, trained, partial(drafter_for, head, self.target, **options))
+
+    def free(self) -> None:
+        """Every training-free drafter."""
+        model = disturbed(self.name, DTYPES[self.dtype_name])
+        for label, make in FREE.items():
+            self.decode(label, "free", partial(make, self.target, model))
+
+    def hybrids(self) -> None:
+        """Heads and training-free drafters in one tree."""
+        model = disturbed(self.name, DTYPES[self.dtype_name])
+        for kind, others in HYBRIDS.items():
+
+            def make(nodes: int, kind: str = kind, others: Sequence[str] = others) -> Drafter:
+                parts = [(kind, drafter_for(self.trained(kind), self.target, nodes))]
+                parts += [(name, FREE[name](self.target, model, nodes)) for name in others]
+                return HybridDrafter(parts, self.target, nodes)
+
+            self.decode(" + ".join([kind, *others]), "yes", make)
+
+
 def check(
     name: str,
     dtype_name: str,
     count: int,
-    kinds: Sequence[str] = tuple(VARIANTS),
+    kinds: Sequence[str] = KINDS,
     steps: int = 200,
     tick: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """One row of counts per head, training and tree, for one target in one precision; `tick` is called per decoding."""
+    """One row of counts per drafter, training and tree, for one target in one precision.
+
+    kinds: of `KINDS`; steps: of training; `tick` is called per decoding.
+    """
     torch.set_num_threads(1)
-    target = load_target(name, DTYPES[dtype_name])
-    prompts = make_prompts(target, count)
-    settings = GenerationSettings(max_new_tokens=NEW_TOKENS)  # no EOS: every answer has all its tokens
-    oracle = Oracle(target, settings)
-    texts = [(prompt, oracle.answer(prompt)) for prompt in prompts]
-    rows = []
+    cell = _Cell(name, dtype_name, count, steps, tick)
     for kind in kinds:
-        made, modes = VARIANTS[kind]
-        untrained = untrained_head(target, kind, **made)
-        for trained, head in (("no", untrained), ("yes", trained_head(target, texts, steps, kind, **made))):
-            for options in modes:
-                engines = {b: DecodingEngine(target, drafter_for(head, target, b, **options)) for b in BUDGETS}
-                turns, spent = [], 0
-                for index, prompt in enumerate(prompts):
-                    answer = engines[BUDGETS[index % len(BUDGETS)]].generate(prompt, settings)
-                    turns.append(Turn(tuple(prompt), tuple(answer.tokens), f"{name} prompt {index}"))
-                    spent += answer.target_steps
-                    tick()
-                counts = judge_all(oracle, turns)
-                rows.append(describe(name, dtype_name, " ".join([kind, *options.values()]), trained, counts, spent))
-    return rows
+        if kind == "free":
+            cell.free()
+        elif kind == "hybrid":
+            cell.hybrids()
+        else:
+            cell.heads(kind)
+    return cell.rows
+
+
+def disturbed(name: str, dtype: torch.dtype) -> Target:
+    """A draft model that often agrees with a target: the target with noise on its weights."""
+    model = load_target(name, dtype)
+    torch.manual_seed(2)
+    for parameter in model.model.parameters():
+        parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn_like(parameter)
+    return model
+
+
+def _skipping(target: Target, nodes: int) -> Drafter:
+    """The target without its second layer, as a draft model."""
+    return SelfSpeculativeDrafter.from_options("", target, max_nodes=nodes, skip="1")
 
 
 def describe(name: str, dtype: str, drafter: str, trained: str, counts: LosslessCounts, steps: int) -> dict[str, Any]:
@@ -210,14 +304,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="*", default=[], help="folders of targets beside the random-weight ones")
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--heads", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="kinds of heads")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="heads, free (of training), hybrid")
     parser.add_argument("--jobs", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     for folder in args.targets:
         AutoConfig.from_pretrained(folder)  # a wrong path fails here, not after an hour
     args.output.mkdir(parents=True, exist_ok=True)
-    cells = [(name, dtype, args.prompts, args.heads) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
+    cells = [(name, dtype, args.prompts, args.kinds) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
     rows: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         for found in track(pool.imap_unordered(_check, cells), "lossless", len(cells), console=Console()):

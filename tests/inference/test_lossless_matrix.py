@@ -9,10 +9,12 @@ from scripts.lossless_matrix import DTYPES, RANDOM_TARGETS, check
 @pytest.mark.parametrize("name", [*RANDOM_TARGETS, "data/tiny_target"])
 def test_decoding_is_lossless(name, dtype):
     rows = check(name, dtype, 10, steps=60)
-    assert len(rows) == 12 and all(row["turns"] == 10 and row["tokens"] == 640 for row in rows)
+    assert len(rows) == 24 and all(row["turns"] == 10 and row["tokens"] == 640 for row in rows)
     if dtype == "float64":
         assert all(row["identical_turns"] == 10 for row in rows), rows
     assert all(row["unexplained"] == 0 for row in rows), rows
     trained = {row["drafter"]: row["beta"] for row in rows if row["trained"] == "yes"}
-    for drafter in ("ctc prefix", "chimera", "medusa", "hydra"):
+    for drafter in ("ctc prefix", "chimera", "medusa", "hydra", "ctc + ngram"):
         assert trained[drafter] > 1.1, trained  # acceptances happened, so the trees were really walked
+    free = {row["drafter"]: row["beta"] for row in rows if row["trained"] == "free"}
+    assert min(free[name] for name in ("draft_model", "cascade", "ouroboros", "self_speculative")) > 1.1, free
