@@ -78,6 +78,8 @@ def run(options: argparse.Namespace) -> None:
             progress,
             answers.add,
         )
+    for drafter in drafters.values():
+        drafter.close()
     report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
     pictures = write_report(options.output, report)
     console.print(summary_table(report))

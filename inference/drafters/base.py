@@ -108,6 +108,10 @@ class Drafter(Protocol):
     def propose(self) -> DraftTree:
         """Draft what may come after the base token."""
 
+    def close(self) -> None:
+        """No more prompts follow: write what shall outlive the process; nothing by default."""
+        return
+
     def findings(self) -> dict[str, Any]:
         """What the drafter has learned about itself so far, for reports; nothing by default."""
         return {}

@@ -262,6 +262,11 @@ class HybridDrafter(Drafter):
         choices = torch.where(rows >= 0, step.choices[rows], -1)
         return replace(step, choices=choices, tree=part.tree)
 
+    def close(self) -> None:
+        """Every part writes what it keeps."""
+        for part in self.parts:
+            part.drafter.close()
+
     def findings(self) -> dict[str, Any]:
         """Per part: accepted tokens credited to it, those nobody else had, and when it was switched off and on again.
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from inference.drafters.ngram_table import NgramTable
-from inference.drafters.text import TextDrafter, check_positive
-from inference.target import Target
+from inference.drafters.pool_file import PoolFile
+from inference.drafters.text import TextDrafter, TextTarget, check_positive
 from inference.tree import DraftTree
 
 
@@ -21,7 +21,7 @@ class NgramDrafter(TextDrafter):
     """
 
     sources = ("ngram",)
-    options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0}
+    options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0, "pool": ""}
 
     def __init__(
         self,
@@ -31,29 +31,43 @@ class NgramDrafter(TextDrafter):
         k: int = 7,
         branches: int = 1,
         keep: int = 0,
+        pool: PoolFile | None = None,
     ) -> None:
         """n: tokens of the longest n-gram; k: most steps; branches: 1, a chain, or the most continuations of a node
-        in a tree of up to `max_nodes`; keep: 1 keeps the counts from prompt to prompt."""
+        in a tree of up to `max_nodes`; keep: 1 keeps the counts from prompt to prompt; pool: keeps them for ever."""
         check_positive(k=k, branches=branches, max_nodes=max_nodes)
         if keep not in (0, 1):
             raise ValueError(f"drafter option keep must be 0 or 1; got {keep}; leave it out for the default")
         super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
         self.table = NgramTable(n)
-        self.branches, self.keep = branches, bool(keep)
+        self.branches, self.keep, self._pool = branches, bool(keep) or pool is not None, pool
+        self._texts = [] if pool is None else pool.load()
+        for text in self._texts:
+            self.table.start(keep=True)
+            self.table.extend(text)
 
     @classmethod
-    def from_options(cls, path: str, target: Target, **options: int) -> NgramDrafter:
-        """See `FREE_DRAFTERS`."""
+    def from_options(cls, path: str, target: TextTarget, pool: str = "", **options: int) -> NgramDrafter:
+        """See `FREE_DRAFTERS`; pool: a file."""
         refuse_path("ngram", path)
-        return cls(target.device, **options)
+        return cls(target.device, **options, pool=PoolFile(pool, "ngram", target) if pool else None)
 
     def start(self) -> None:
         """Forget the last text, unless its counts are kept."""
         self.table.start(self.keep)
+        if self._pool is not None:
+            self._texts.append([])
 
     def read(self, tokens: list[int]) -> None:
         """Count them at every level."""
         self.table.extend(tokens)
+        if self._pool is not None:
+            self._texts[-1].extend(tokens)
+
+    def close(self) -> None:
+        """Write the pool."""
+        if self._pool is not None:
+            self._pool.save(self._texts)
 
     def propose(self) -> DraftTree:
         """See the class."""

@@ -25,6 +25,7 @@ from inference.drafters.draft_loop import DraftLoop
 from inference.drafters.draft_model import load_draft_model
 from inference.drafters.lookahead import LookaheadDrafter
 from inference.drafters.phrase_pool import Phrase, PhrasePool, TokenTrie
+from inference.drafters.pool_file import PoolFile
 from inference.drafters.text import TextDrafter, check_positive, own_choices
 from inference.target import Target
 from inference.tree import DraftTree
@@ -46,6 +47,7 @@ class OuroborosDrafter(TextDrafter):
         "lengthen": 1,
         "from_verification": 1,
         "reuse_history": 1,
+        "pool": "",
         "max_nodes": 0,
     }
     tuned = ("gamma", "w", "p", "k")
@@ -64,19 +66,27 @@ class OuroborosDrafter(TextDrafter):
         lengthen: int = 1,
         from_verification: int = 1,
         reuse_history: int = 1,
+        pool: PoolFile | None = None,
     ) -> None:
         """model: the draft model, on the target's device; gamma: tokens of the trunk at least; w: columns of the draft
         model's window, and most phrases of a first token; p: tokens of a phrase (the paper's β); k: phrases that
         lengthen; beside: phrases below the base token; max_nodes: phrases, then the trunk give way to it, 0: as many as
-        are needed. The other options are 0 or 1, see above."""
+        are needed; pool: keeps the phrases beyond the process. The other options are 0 or 1, see above."""
         switches = (accelerate, lengthen, from_verification, reuse_history, from_text)
         check_positive(gamma=gamma, w=w, k=k)
+        if pool is not None and not reuse_history:
+            raise ValueError(
+                "Ouroboros' pool is a history that is reused; got pool and reuse_history=0; drop one of them"
+            )
         if not {*switches} <= {0, 1} or min(beside, max_nodes) < 0:
             raise ValueError(
                 "Ouroboros' switches (accelerate, lengthen, from_verification, reuse_history, from_text) are 0 or 1, "
                 f"beside and max_nodes are not negative; got {', '.join(map(str, switches))}, {beside} and {max_nodes}"
             )
         self.pool = PhrasePool(p, w)
+        self._file = pool
+        for phrase in [] if pool is None else pool.load():
+            self.pool.add(phrase)
         trunk = gamma + (p - 1) * accelerate  # the draft model's last forward may give a whole phrase
         needed = trunk + (k + beside) * (p - 1) * lengthen
         nodes = min(needed, max_nodes or needed)
@@ -91,9 +101,10 @@ class OuroborosDrafter(TextDrafter):
         self._proposed: DraftTree | None = None
 
     @classmethod
-    def from_options(cls, path: str, target: Target, **options: Any) -> OuroborosDrafter:
-        """See `FREE_DRAFTERS`."""
-        return cls(load_draft_model("ouroboros", path, target), **options)
+    def from_options(cls, path: str, target: Target, pool: str = "", **options: Any) -> OuroborosDrafter:
+        """See `FREE_DRAFTERS`; pool: a file."""
+        file = PoolFile(pool, "ouroboros", target) if pool else None
+        return cls(load_draft_model("ouroboros", path, target), **options, pool=file)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """A new text; the phrases stay where history is reused."""
@@ -151,6 +162,11 @@ class OuroborosDrafter(TextDrafter):
             if place != used and min(v) >= 0:  # a composed tree may have left some of its nodes out
                 self.pool.remove(phrase)
                 self.pool.add([phrase[0], *v])
+
+    def close(self) -> None:
+        """Write the phrases where a file was named for them."""
+        if self._file is not None:
+            self._file.save(map(list, self.pool.phrases()))
 
     def findings(self) -> dict[str, Any]:
         """How many tokens a forward of the draft model gave, and how many phrases there are."""

@@ -40,6 +40,10 @@ class PhrasePool:
             del same[next(iter(same))]
         same[kept] = None
 
+    def phrases(self) -> list[Phrase]:
+        """All of them, for each first token oldest first."""
+        return [phrase for same in self._phrases.values() for phrase in same]
+
     def remove(self, phrase: Phrase) -> None:
         """Forget one phrase, if it is still there."""
         self._phrases.get(phrase[0], {}).pop(phrase, None)
