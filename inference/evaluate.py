@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from inference.drafters.base import Drafter
 from inference.engine import ContextError, Generation, GenerationSettings
 from inference.lossless import Difference, Oracle, Turn, judge
 
@@ -137,8 +138,13 @@ def evaluate(
         judge_records(oracle, records, progress),
         oracle.measured_noise,
         {name: drafter.sources for name, drafter in drafters.items()},
-        {name: found for name, drafter in drafters.items() if (found := drafter.findings())},
+        findings_of(drafters),
     )
+
+
+def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
+    """Drafter → what it has learned about itself, where there is anything."""
+    return {name: found for name, drafter in drafters.items() if (found := drafter.findings())}
 
 
 def rotate(names: Sequence[str], index: int) -> list[str]:

@@ -18,7 +18,7 @@ from inference.drafters.base import Drafter, VerifiedStep
 from inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_class
 from inference.drafters.text import TextDrafter
 from inference.engine import Generation
-from inference.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord
+from inference.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord, findings_of
 from inference.target import Target
 from inference.tree import DraftTree
 
@@ -208,7 +208,13 @@ def replay_all(
                 )
             )
     progress("replayed", len(drafters) * len(turns), len(drafters) * len(turns))
-    return Evaluation([Benchmark(name, questions)], tuple(drafters), records)
+    return Evaluation(
+        [Benchmark(name, questions)],
+        tuple(drafters),
+        records,
+        sources={name: drafter.sources for name, drafter in drafters.items()},
+        findings=findings_of(drafters),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------
