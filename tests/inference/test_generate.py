@@ -4,9 +4,15 @@ import pytest
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
+from inference.drafters.draft_model import DraftModelDrafter
+from inference.drafters.hybrid import HybridDrafter
+from inference.drafters.lookahead import LookaheadDrafter
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.ouroboros import OuroborosDrafter
+from inference.drafters.prompt_lookup import PromptLookupDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
-from tests.inference.models import load_target, make_head, make_prompts
+from tests.inference.models import load_target, make_head, make_prompts, small_model
 
 
 @pytest.fixture(scope="module")
@@ -14,10 +20,23 @@ def target():
     return load_target("llama", torch.float64)
 
 
-@pytest.fixture(scope="module", params=["vanilla", "ctc", "chimera"])
+FREE = {
+    "vanilla": lambda target: VanillaDrafter(target.device),
+    "ngram": lambda target: NgramDrafter(branches=2, keep=1),
+    "prompt_lookup": lambda target: PromptLookupDrafter(),
+    "lookahead": lambda target: LookaheadDrafter(n=3, w=4),
+    "draft_model": lambda target: DraftModelDrafter(small_model()),
+    "ouroboros": lambda target: OuroborosDrafter(small_model(), gamma=2, w=3, p=3),
+    "hybrid": lambda target: HybridDrafter(
+        [("ctc", drafter_for(make_head(target), target, 8)), ("ngram", NgramDrafter())], target, 8
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["ctc", "chimera", *FREE])
 def drafter(request, target):
-    if request.param == "vanilla":
-        return VanillaDrafter(target.device)
+    if request.param in FREE:
+        return FREE[request.param](target)
     return drafter_for(make_head(target, request.param), target, 8)
 
 
