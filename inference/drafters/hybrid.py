@@ -27,9 +27,9 @@ from inference.program import program
 from inference.target import Target
 from inference.tree import DraftTree
 
-TRIAL = 256
+TRIAL = 128
 """Target steps after which every part is judged, again and again."""
-PAUSE = 8 * TRIAL
+PAUSE = 16 * TRIAL
 """Target steps for which a part that did not pay stays off; twice as many every further time."""
 
 _SILENT = SilentSource()
