@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
     parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS), help="heads to train")
-    parser.add_argument("--max_minutes", type=float, default=2.5, help="training time of each head")
+    parser.add_argument("--max_minutes", type=float, default=2.25, help="training time of each head")
     args = parser.parse_args()
     output = args.output.resolve()
     console = Console()
@@ -88,7 +88,7 @@ def main() -> None:
         "scripts/distill.py", "--target", target, "--dataset", str(inputs["conversations"]), "--output", distilled,
         "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128", "--hidden_states",
     )  # fmt: skip
-    drafters = ["vanilla", "transformers"]  # the two baselines
+    drafters = ["vanilla", "transformers", "ngram"]  # two baselines, and what needs no training
     for index, kind in enumerate(args.heads):
         head, tree = str(output / kind / "head"), str(output / kind / "tree.json")
         run(
@@ -103,7 +103,7 @@ def main() -> None:
             "--nodes", "4", "8", "16", "32",
         )  # fmt: skip
         raw = [f"{kind}_raw={head},tree=raw"] if kind == "ctc" else []
-        drafters += [*raw, f"{kind}={head}", f"{kind}_tuned={head},tuned={tree}"]
+        drafters += [*raw, f"{kind}={head}", f"{kind}_tuned={head},tuned={tree}", f"{kind}_ngram={kind}:{head}+ngram"]
     run(
         console, f"{steps}/{steps} decode and compare with no drafts at all",
         "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
