@@ -98,6 +98,8 @@ class HybridDrafter(Drafter):
         fit: 1 leaves out nodes and parts that do not pay on this machine, 0 always drafts `max_nodes`."""
         if len(parts) < 2:
             raise ValueError(f"a hybrid has at least two parts; got {len(parts)}; join them by +")
+        if fit not in (0, 1) or depth < 0:
+            raise ValueError(f"a hybrid's fit is 0 or 1 and its depth not negative; got {fit} and {depth}")
         self.target = target
         self.budget = check_max_nodes(max_nodes)
         self.fit, self._clock = bool(fit), clock

@@ -338,6 +338,7 @@ def test_options_of_the_whole_may_stand_behind_any_part(target):
         ("h=ngram+magic:x", "known kinds"),
         ("h=ngram,size=3+prompt_lookup", "unknown option size"),
         ("h=ngram+prompt_lookup,fit=yes", "whole number"),
+        ("h=ngram+prompt_lookup,fit=2", "fit is 0 or 1"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(target, words, told):
