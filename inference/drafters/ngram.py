@@ -1,4 +1,4 @@
-"""ANPD: adaptive n-grams over the text so far, the largest level that matches first (its section 3)."""
+"""ANPD: adaptive n-grams over the text so far, the largest level that matches first (https://arxiv.org/abs/2404.08698)."""
 
 from __future__ import annotations
 
