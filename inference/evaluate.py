@@ -176,6 +176,29 @@ def answer_question(
     return answered
 
 
+def in_turn(
+    engines: Mapping[int, Engine], prompts: Iterable[list[int]], settings: GenerationSettings
+) -> dict[int, tuple[int, int, float]]:
+    """New tokens, target steps and seconds of every engine over all prompts, which they answer in rotating order.
+
+    Each has answered the first prompt once before, untimed.
+    """
+    totals = {key: (0, 0, 0.0) for key in engines}
+    for turn, prompt in enumerate(prompts):
+        if turn == 0:
+            for engine in engines.values():
+                engine.generate(prompt, settings)
+        order = list(engines)
+        for key in order[turn % len(order) :] + order[: turn % len(order)]:
+            answer, (tokens, steps, spent) = engines[key].generate(prompt, settings), totals[key]
+            totals[key] = (
+                tokens + len(answer.tokens),
+                steps + answer.target_steps,
+                spent + answer.seconds["total"],
+            )
+    return totals
+
+
 def warm_up(
     engines: Iterable[Engine],
     settings: GenerationSettings,

@@ -30,6 +30,7 @@ from inference.drafters.draft_model import load_draft_model
 from inference.drafters.ouroboros import OuroborosDrafter
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings
+from inference.evaluate import in_turn
 from inference.options import load_target, named_files, target_parser
 from inference.report import environment
 from inference.target import Target
@@ -44,15 +45,7 @@ def clocked(
 ) -> dict[int, dict[str, float]]:
     """Key of a drafter → β and seconds; all decode every prompt, in turn, in rotating order."""
     engines = {key: DecodingEngine(target, drafter) for key, drafter in drafters.items()}
-    totals = {key: [0, 0, 0.0] for key in engines}  # tokens, steps, seconds
-    for engine in engines.values():
-        engine.generate(prompts[0], settings)
-    for turn, prompt in enumerate(track(prompts, "decoding with every value")):
-        order = list(engines)
-        for key in order[turn % len(order) :] + order[: turn % len(order)]:
-            answer = engines[key].generate(prompt, settings)
-            for place, value in enumerate((len(answer.tokens), answer.target_steps, answer.seconds["total"])):
-                totals[key][place] += value
+    totals = in_turn(engines, track(prompts, "decoding with every value"), settings)
     return {key: {"beta": tokens / steps, "seconds": spent} for key, (tokens, steps, spent) in totals.items()}
 
 

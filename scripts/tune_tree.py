@@ -28,6 +28,7 @@ from inference.config_file import parse_with_config
 from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings
+from inference.evaluate import in_turn
 from inference.options import load_target, target_parser
 from inference.report import environment
 from inference.target import Target
@@ -70,15 +71,7 @@ def decoding_speed(
     drafters = {0: VanillaDrafter(target.device), **{count: drafter_for(head, target, count) for count in nodes}}
     engines = {count: DecodingEngine(target, drafter) for count, drafter in drafters.items()}
     settings = GenerationSettings(new_tokens, target.eos_token_ids)
-    totals = {count: [0, 0, 0.0] for count in engines}  # tokens, steps, seconds
-    for engine in engines.values():
-        engine.generate(prompts[0], settings)
-    for turn, prompt in enumerate(track(prompts, "decoding with every number of nodes")):
-        order = list(engines)
-        for count in order[turn % len(order) :] + order[: turn % len(order)]:
-            answer = engines[count].generate(prompt, settings)
-            for place, value in enumerate((len(answer.tokens), answer.target_steps, answer.seconds["total"])):
-                totals[count][place] += value
+    totals = in_turn(engines, track(prompts, "decoding with every number of nodes"), settings)
     vanilla = totals[0][2] / totals[0][0]
     return {
         count: {"beta": tokens / steps, "gamma": vanilla * tokens / spent, "milliseconds_a_step": 1e3 * spent / steps}

@@ -6,6 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.base import target_sizes
 from heads.checkpoint import head_classes
 from inference.drafters.base import Drafter
+from inference.drafters.vanilla import VanillaDrafter
+from inference.engine import DecodingEngine
 from inference.target import Target
 from inference.tree import DraftTree
 from scripts.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
@@ -19,7 +21,13 @@ __all__ = [
     "make_prompts",
     "small_model",
     "untrained_head",
+    "vanilla_tokens",
 ]
+
+
+def vanilla_tokens(target, prompt, settings):
+    """What the engine says without drafts."""
+    return DecodingEngine(target, VanillaDrafter()).generate(prompt, settings).tokens
 
 
 def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):

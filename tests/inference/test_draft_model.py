@@ -11,14 +11,13 @@ from inference.drafters.lookahead import LookaheadDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from inference.drafters.self_speculative import SelfSpeculativeDrafter, skipped_layers
-from inference.drafters.vanilla import VanillaDrafter
 from inference.engine import DecodingEngine, GenerationSettings
 from inference.lossless import Oracle
 from inference.sampling import Sampling
 from inference.target import Target
 from inference.tree import DraftTree
 from scripts.lossless_matrix import RANDOM_TARGETS
-from tests.inference.models import load_target, make_head, make_prompts, small_model
+from tests.inference.models import load_target, make_head, make_prompts, small_model, vanilla_tokens
 
 TINY = "data/tiny_target"
 MAKERS = {
@@ -29,10 +28,6 @@ MAKERS = {
     "a draft model inside": lambda target: DraftModelDrafter(target, DraftModelDrafter(small_model(), k=2), k=6),
     "some layers": lambda target: SelfSpeculativeDrafter.from_options("", target, skip="1"),
 }
-
-
-def vanilla_tokens(target, prompt, settings):
-    return DecodingEngine(target, VanillaDrafter()).generate(prompt, settings).tokens
 
 
 @pytest.fixture(scope="module", params=RANDOM_TARGETS)
