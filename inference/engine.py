@@ -269,6 +269,7 @@ class DecodingEngine:
         """The drafter takes in what was committed and drafts what may come; of fixed size if steps run ahead."""
         self.drafter.observe(step)
         tree = self.drafter.propose()
+        assert len(tree) <= self.drafter.max_nodes, "a proposal has more nodes than its drafter's max_nodes"
         if self.target.compiled and len(tree) == 1:
             return tree.padded(2)  # a program for one node would be one for one only
         return tree.padded(padded_nodes(self.drafter.max_nodes)) if self.ahead else tree

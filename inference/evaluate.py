@@ -181,13 +181,13 @@ def in_turn(
 ) -> dict[int, tuple[int, int, float]]:
     """New tokens, target steps and seconds of every engine over all prompts, which they answer in rotating order.
 
-    Each has answered the first prompt once before, untimed.
+    Each has answered the first prompt read backwards before, untimed.
     """
     totals = {key: (0, 0, 0.0) for key in engines}
     for turn, prompt in enumerate(prompts):
         if turn == 0:
             for engine in engines.values():
-                engine.generate(prompt, settings)
+                engine.generate(prompt[::-1], settings)
         order = list(engines)
         for key in order[turn % len(order) :] + order[: turn % len(order)]:
             answer, (tokens, steps, spent) = engines[key].generate(prompt, settings), totals[key]
@@ -207,6 +207,8 @@ def warm_up(
 ) -> None:
     """A short answer to the first question that fits, thrown away: allocating and compiling is not timed.
 
+    Its words stand in reverse order: a drafter that remembers shall not have met a measured prompt before.
+
     A GPU may still capture graphs for longer texts while it is timed.
     """
     short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
@@ -214,7 +216,7 @@ def warm_up(
     for engine in engines:
         for question in questions:
             try:
-                engine.generate(render([{"role": "user", "content": question.turns[0]}]), short)
+                engine.generate(render([{"role": "user", "content": " ".join(question.turns[0].split()[::-1])}]), short)
                 break
             except ContextError:
                 continue

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from inference.answers import Answer, QuestionId, QuestionKey, some
 from inference.drafters.base import Drafter, VerifiedStep
-from inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_class
-from inference.drafters.text import TextDrafter
+from inference.drafters.hybrid import HybridDrafter
+from inference.drafters.registry import DrafterSpec, build_drafter, drafter_class
 from inference.engine import Generation
 from inference.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord, findings_of
 from inference.target import Target
@@ -231,15 +231,16 @@ def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) 
                     f"{part.kind}, which needs a target; measure it with scripts/evaluate.py"
                 )
     target = cast(Target, TokenizerTarget(tokenizer))  # text drafters ask for no more
-    return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
+    drafters = {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
+    for drafter in drafters.values():
+        if isinstance(drafter, HybridDrafter):
+            drafter.fit = False  # there is no target whose time a node could cost
+    return drafters
 
 
 def reads_text_only(kind: str) -> bool:
     """Whether drafters of a kind can do without the target; of an unknown kind the registry says so itself."""
-    if kind in HEAD_DRAFTERS or kind == "draft_model":
-        return False
     try:
-        made = drafter_class(kind)
+        return bool(getattr(drafter_class(kind), "text_only", False))
     except KeyError:
         return True
-    return issubclass(made, TextDrafter)

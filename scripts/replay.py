@@ -85,6 +85,8 @@ def run(options: argparse.Namespace) -> None:
     with progress_bar(console, "tokenising") as progress:
         turns = list(recorded_turns(answers, questions, tokenizer, render))
         evaluation = replay_all(options.answers.stem, drafters, questions, turns, progress)
+    for drafter in drafters.values():
+        drafter.close()
     report = build_report(evaluation, None, described(options), seed=0)
     pictures = write_report(options.output, report)
     console.print(summary_table(report))

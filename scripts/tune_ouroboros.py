@@ -70,6 +70,19 @@ def search(
     return best, measured
 
 
+def fitting_prompts(questions: Sequence[str], target: Target) -> list[list[int]]:
+    """The questions as prompts; those that leave no room in the target's context are left out, and counted aloud."""
+    prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in questions]
+    kept = [prompt for prompt in prompts if len(prompt) < target.max_positions]
+    if len(kept) < len(prompts):
+        print(f"{len(prompts) - len(kept)} of {len(prompts)} questions do not fit the context and are left out")
+    if not kept:
+        raise ValueError(
+            f"--benchmarks must hold a question that fits the target's context; got {len(prompts)}; name others"
+        )
+    return kept
+
+
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = target_parser(__doc__)
@@ -97,10 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
         target = load_target(args)
         model = load_draft_model("ouroboros", args.draft_model, target)
+        prompts = fitting_prompts([row.turns[0] for row in questions], target)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": row.turns[0]}]) for row in questions]
     grids = {name: getattr(args, flag) for name, flag in FLAGS.items()}
     best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.eos_token_ids))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):

@@ -19,6 +19,7 @@ class DraftModelDrafter(TextDrafter):
     """A chain of the k tokens that the draft model says, greedily, behind the base token."""
 
     sources = ("draft_model",)
+    text_only = False
     options: ClassVar[dict[str, Any]] = {"k": 5, "via": ""}
 
     def __init__(self, model: Target, inner: Drafter | None = None, max_nodes: int = 32, k: int = 5) -> None:

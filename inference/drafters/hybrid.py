@@ -52,6 +52,7 @@ class _Part:
         self.accepted = self.alone = 0  # tokens since the beginning: credited to it, and those nobody else had
         self.switched: list[dict[str, int | None]] = []  # target steps after which it went off and on again
         self.rows: list[int] | None = None  # of the forward, for each row of its own tree, where it asks for choices
+        self.riders = 0  # rows of the present tree that are its own and never accepted
 
     @property
     def off(self) -> bool:
@@ -110,9 +111,10 @@ class HybridDrafter(Drafter):
         deepest = max(part.drafter.max_depth for part in self.parts)
         trees = max((part.drafter.max_depth for part in self.parts if not part.phrases), default=0)
         self._deepest_node = min(depth or (max(deepest, trees + 4) if phrases else deepest), self.budget)
-        riding = [part.drafter for part in self.parts if part.drafter.reads_choices]
-        self.max_nodes = self.budget + sum(drafter.max_nodes for drafter in riding)
-        self.max_depth = max([self._deepest_node, *(drafter.max_depth for drafter in riding)])
+        riding = sum(part.drafter.max_nodes for part in self.parts if part.drafter.reads_choices)
+        # a part that is left alone drafts by its own measure
+        self.max_nodes = max(self.budget + riding, *(part.drafter.max_nodes for part in self.parts))
+        self.max_depth = max(self._deepest_node, deepest)
         self._calibration = Calibration()
         tables = [part.drafter.table for part in self.parts if isinstance(part.drafter, NgramDrafter)]
         self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
@@ -147,6 +149,9 @@ class HybridDrafter(Drafter):
         self._steps += step.tree is not None
         if self._merged is not None:
             self._learn(new, now)
+        elif step.tree is not None:  # a part that drafts alone
+            self.active[0].accepted += len(new) - 1
+            self.active[0].alone += len(new) - 1
         for token in new[-self._contexts.n :]:
             self._context = self._contexts.after(self._context, token)
         self._step, self._began = step, self._clock()
@@ -166,11 +171,13 @@ class HybridDrafter(Drafter):
             part.brought += alone
         if not self.fit:
             return
-        self._costs.add(Step(len(self._merged.tokens), now - self._proposed, now - self._began, len(new)))
+        riders = sum(part.riders for part in self.active)
+        self._costs.add(Step(len(self._merged.tokens) + riders, now - self._proposed, now - self._began, len(new)))
         for node, alone in enumerate(self._merged.alone):
             if alone:
                 self.parts[self._merged.source[node]].seconds += self._costs.seconds_per_node
         for part in self.active:
+            part.seconds += part.riders * self._costs.seconds_per_node
             part.spent.append(part.seconds)
             part.seconds = 0.0
         if self._costs.steps % TRIAL == 0:
@@ -235,7 +242,7 @@ class HybridDrafter(Drafter):
         """The rows of parts that are read back and never accepted, behind the merged nodes."""
         assert self._merged is not None
         for index, part in enumerate(self.parts):
-            part.rows = None
+            part.rows, part.riders = None, 0
             if part.drafter.reads_choices and not part.off:
                 rows = self._merged.rows(index, len(part.tree))
                 parents = part.tree.parents.tolist()
@@ -252,7 +259,7 @@ class HybridDrafter(Drafter):
                     torch.zeros_like(own, dtype=torch.bool),
                 )
                 tree = DraftTree(*map(torch.cat, zip(tree.tensors(), taken.tensors())))
-                part.rows = rows
+                part.rows, part.riders = rows, len(riders)
         return tree
 
     def _as_seen_by(self, index: int, step: VerifiedStep) -> VerifiedStep:

@@ -32,6 +32,7 @@ class LookaheadDrafter(TextDrafter):
     """Verifies the newest phrases of the pool behind the base token while the window makes new ones."""
 
     sources = ("lookahead",)
+    text_only = False
     reads_choices = True
     options: ClassVar[dict[str, Any]] = {"n": 5, "w": 15, "g": 0, "max_nodes": 0}
 

@@ -18,6 +18,7 @@ from inference.tree import DraftTree
 Opinion = dict[int, tuple[Hashable, float, int | None]]
 """Token → what the source says of it, what that is worth at first sight, the node of the source's own tree."""
 
+LEAST = -30.0  # a log-probability below which nothing is told apart
 OTHER = 99  # a source that proposes something, but not this token
 
 
@@ -45,7 +46,8 @@ class TreeSource:
         rows = zip(tree.tokens.tolist(), tree.parents.tolist(), scores, tree.candidate.tolist())
         for node, (token, parent, score, candidate) in enumerate(rows):
             if candidate:
-                share = exp(min(score - (scores[parent] if parent >= 0 else 0.0), 0.0))
+                gap = score - (scores[parent] if parent >= 0 else 0.0)
+                share = exp(min(gap, 0.0)) if gap > LEAST else exp(LEAST)  # of two nodes that are impossible: no number
                 kids[parent + 1][token] = confidence(share), share, node
         self._kids = kids
 

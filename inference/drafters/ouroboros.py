@@ -35,6 +35,7 @@ class OuroborosDrafter(TextDrafter):
     """A trunk that the draft model says and, behind its last token, branches from the pool of phrases."""
 
     sources = ("ouroboros",)
+    text_only = False
     reads_choices = True
     options: ClassVar[dict[str, Any]] = {
         "gamma": 7,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -28,15 +28,20 @@ class TextDrafter(Drafter):
     """Reads the committed tokens, the base token included, and proposes trees made of lists.
 
     A subclass has `start` (a new text), `read` (more of it) and `propose`.
+
+    text_only  whether the text is all it needs, and no model beside the target or inside it
     """
+
+    text_only: ClassVar[bool] = True
 
     def __init__(self, device: torch.device | str, max_nodes: int, max_depth: int) -> None:
         self.device = torch.device(device)
         self.max_nodes, self.max_depth = max_nodes, max_depth
         with torch.inference_mode():  # as every other tree: a program would be compiled for each kind of tensor
-            self._chain = DraftTree.build(
+            whole = DraftTree.build(
                 torch.zeros(max_depth, dtype=torch.long), torch.arange(max_depth) - 1, torch.zeros(max_depth)
             )
+            self._chains = [whole.map(lambda x, size=size: x[:size]) for size in range(max_depth + 1)]  # type: ignore[misc]
 
     @property
     def on_device(self) -> bool:
@@ -59,14 +64,8 @@ class TextDrafter(Drafter):
 
     def chain(self, tokens: Sequence[int]) -> DraftTree:
         """Tokens one after another, no more than `max_depth`."""
-        empty, count = self._chain, len(tokens)
-        tree = DraftTree(
-            torch.tensor(tokens, dtype=torch.long),
-            empty.parents[:count],
-            empty.log_probs[:count],
-            empty.source[:count],
-            empty.candidate[:count],
-        )
+        _, *others = self._chains[len(tokens)].tensors()
+        tree = DraftTree(torch.tensor(tokens, dtype=torch.long), *others)
         return tree if self.device.type == "cpu" else tree.map(lambda x: x.to(self.device))
 
     def tree(self, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> DraftTree:

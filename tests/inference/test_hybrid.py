@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from inference.drafters.calibration import Calibration, confidence
+from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import PAUSE, TRIAL, HybridDrafter
 from inference.drafters.lookahead import LookaheadDrafter
 from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource, TreeSource
@@ -17,7 +18,7 @@ from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from inference.engine import DecodingEngine, GenerationSettings
 from inference.sampling import Sampling
 from inference.tree import DraftTree, ancestor_rows, check_tree, depths
-from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
+from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,13 @@ def test_nodes_below_the_least_acceptance_are_left_out():
     source = proposal([1, 2, 3], [-1, -1, 0], [0.6, 0.2, 0.09])
     assert merged(source, least=0.15).tokens == [1, 2]
     assert merged(source, least=0.7).tokens == []
+
+
+def test_impossible_nodes_are_no_stumbling_block():
+    scores = torch.tensor([-1.0, -torch.inf, -torch.inf, -2000.0])
+    source = TreeSource()
+    source.take(DraftTree.build(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, -1, 1, 0]), scores))
+    assert merged(source, max_nodes=4).tokens[0] == 1
 
 
 def test_no_path_is_deeper_than_asked():
@@ -265,6 +273,31 @@ def test_riding_rows_keep_their_places_in_the_text(target, prompts):
     assert torch.equal(depth[riders], own_depth[cells])
 
 
+@pytest.mark.parametrize("budget,depth", [(32, 1), (2, 0)])
+def test_a_part_left_alone_may_draft_deeper_than_the_merged_tree(target, prompts, budget, depth):
+    parts = [("draft_model", DraftModelDrafter(target, k=5)), ("ngram", NgramDrafter())]
+    hybrid = HybridDrafter(parts, target, budget, depth=depth)
+    hybrid.parts[1].switch_off(0)
+    settings = GenerationSettings(40)
+    for prompt in prompts:
+        result = DecodingEngine(target, hybrid).generate(prompt, settings)
+        assert result.tokens == vanilla_tokens(target, prompt, settings)
+        assert set(result.accept_lengths[1:-1]) == {6}
+    found = hybrid.findings()["parts"]["draft_model"]
+    assert found["accepted"] == found["alone"] >= 5 * 5 * len(prompts)
+
+
+def test_a_window_owes_for_its_rows(target, prompts):
+    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", LookaheadDrafter(n=4, w=5))], target, 6)
+    engine = DecodingEngine(target, hybrid)
+    engine.generate(prompts[0], GenerationSettings(20))
+    assert hybrid.parts[1].riders == 15
+    hybrid._costs.seconds_per_node = 1.0
+    hybrid.parts[1].spent.clear()
+    engine.generate(prompts[0], GenerationSettings(4))
+    assert hybrid.parts[1].spent and min(hybrid.parts[1].spent) >= 5  # the first row at least
+
+
 class Clock:
     """Time passes only where it is told to."""
 
@@ -321,7 +354,7 @@ def test_a_compiled_target_drafts_its_heads_through_programs():
 def test_options_of_the_whole_may_stand_behind_any_part(target):
     drafter = build_drafter(DrafterSpec.parse("h=ngram,n=3,fit=0+prompt_lookup,depth=5"), target, 9)
     assert isinstance(drafter, HybridDrafter)
-    assert (drafter.fit, drafter.max_depth, drafter.max_nodes, drafter.sources) == (
+    assert (drafter.fit, drafter._deepest_node, drafter.max_nodes, drafter.sources) == (
         False,
         5,
         9,

@@ -164,7 +164,14 @@ def test_figures_by_category_without_times():
 def test_drafters_that_need_a_target_are_refused():
     made = text_drafters([DrafterSpec.parse(words) for words in ("ngram", "wide=ngram,branches=2")], Letters(), 9)
     assert [(name, drafter.max_nodes) for name, drafter in made.items()] == [("ngram", 7), ("wide", 9)]
-    for words in ("mine=ctc:runs/head", "small=draft_model:runs/small", "both=ngram+medusa:runs/head"):
+    models = (
+        "small=draft_model:runs/small",
+        "cascade=runs/small",
+        "ouroboros=runs/small",
+        "both=ngram+medusa:runs/head",
+    )
+    assert not text_drafters([DrafterSpec.parse("h=ngram+prompt_lookup")], Letters(), 9)["h"].fit
+    for words in ("mine=ctc:runs/head", "lookahead", "h=ngram+lookahead", "self_speculative", *models):
         with pytest.raises(ValueError, match=r"drafters that read text only; .* needs a target; measure it with"):
             text_drafters([DrafterSpec.parse(words)], Letters(), 9)
     with pytest.raises(ValueError, match="known kinds are"):
