@@ -32,7 +32,14 @@ def speedup(results: Sequence[Row]) -> Figure:
             x = group + (place - (len(drafters) - 1) / 2) * width
             low, high = row["gamma_ci95"]
             error = [[max(row["gamma"] - low, 0)], [max(high - row["gamma"], 0)]]
-            axes.bar(x, row["gamma"], width * 0.9, color=colours[drafter], label=drafter if group == 0 else None)
+            axes.bar(
+                x,
+                row["gamma"],
+                width * 0.9,
+                color=colours[drafter],
+                hatch=("", "//", "xx")[_round(drafters, drafter) % 3],
+                label=drafter if group == 0 else None,
+            )
             axes.errorbar(x, row["gamma"], yerr=error, color="#333333", capsize=3, linewidth=1)
             axes.annotate(
                 f"{row['gamma']:.2f}×\nβ {row['beta']:.2f}",
@@ -71,6 +78,7 @@ def accepted_length(results: Sequence[Row]) -> Figure:
                 marker="o",
                 markersize=4,
                 color=colours[drafter],
+                linestyle=("-", "--", ":")[_round(drafters, drafter) % 3],
                 label=drafter,
             )
         axes.set_title(benchmark)
@@ -130,6 +138,12 @@ def _colours(drafters: Sequence[str]) -> dict[str, str]:
     others = [name for name in drafters if name not in BASELINE_GREYS]
     colours = {name: DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)] for index, name in enumerate(others)}
     return colours | BASELINE_GREYS
+
+
+def _round(drafters: Sequence[str], drafter: str) -> int:
+    """How often the colours had been used up before a drafter got its own: it then looks otherwise as well."""
+    others = [name for name in drafters if name not in BASELINE_GREYS]
+    return others.index(drafter) // len(DRAFTER_COLOURS) if drafter in others else 0
 
 
 def _finish(axes: Axes, grid: str = "y") -> None:

@@ -103,7 +103,8 @@ def main() -> None:
             "--nodes", "4", "8", "16", "32",
         )  # fmt: skip
         raw = [f"{kind}_raw={head},tree=raw"] if kind == "ctc" else []
-        drafters += [*raw, f"{kind}={head}", f"{kind}_tuned={head},tuned={tree}", f"{kind}_ngram={kind}:{head}+ngram"]
+        both = [f"{kind}_ngram={kind}:{head}+ngram"] if kind == args.heads[-1] else []
+        drafters += [*raw, f"{kind}={head}", f"{kind}_tuned={head},tuned={tree}", *both]
     run(
         console, f"{steps}/{steps} decode and compare with no drafts at all",
         "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
