@@ -219,7 +219,7 @@ class DecodingEngine:
             return
         self._met = True
         base = torch.zeros((), dtype=torch.long, device=self.target.device)
-        chain = torch.zeros(min(3, self.drafter.max_nodes), dtype=torch.long, device=self.target.device)
+        chain = torch.zeros(3, dtype=torch.long, device=self.target.device)
         for tree in (DraftTree.empty(base.device), DraftTree.build(chain, torch.full_like(chain, -1))):
             self.target.prefill(base[None], cache)
             for tensor in tree.tensors() if len(tree) > 1 else ():

@@ -160,7 +160,7 @@ class OuroborosDrafter(TextDrafter):
         agreed = [agreement(phrase, v) for phrase, v in after]
         used = agreed.index(max(agreed)) if any(agreed) else None
         for place, (phrase, v) in reversed(list(enumerate(after))):  # the newest of them stays the newest
-            if place != used and min(v) >= 0:  # a composed tree may have left some of its nodes out
+            if place != used and min(v) >= 0 and len(v) == len(phrase):  # all its nodes were verified
                 self.pool.remove(phrase)
                 self.pool.add([phrase[0], *v])
 
