@@ -29,6 +29,8 @@ from inference.tree import DraftTree
 
 TRIAL = 128
 """Target steps after which every part is judged, again and again."""
+LOOK, CLEAR = 32, 0.15
+"""Target steps after which one that loses more than this share of the time is not given the rest of its trial."""
 PAUSE = 16 * TRIAL
 """Target steps for which a part that did not pay stays off; twice as many every further time."""
 
@@ -180,7 +182,7 @@ class HybridDrafter(Drafter):
             part.seconds += part.riders * self._costs.seconds_per_node
             part.spent.append(part.seconds)
             part.seconds = 0.0
-        if self._costs.steps % TRIAL == 0:
+        if self._costs.steps % LOOK == 0:
             self._judge(self.active)
 
     def _judge(self, active: Sequence[_Part]) -> None:
@@ -188,11 +190,15 @@ class HybridDrafter(Drafter):
         losses = [
             median(part.spent) * len(part.spent) - part.brought * self._costs.seconds_per_token for part in active
         ]
-        if max(losses) > 0 and len(active) > 1:
+        window = len(active[0].spent)
+        bound = 0.0 if window >= TRIAL else CLEAR * window * self._costs.seconds_per_step
+        loses = len(active) > 1 and max(losses) > bound
+        if loses:
             active[losses.index(max(losses))].switch_off(self._steps)
-        for part in active:
-            part.spent.clear()
-            part.brought = 0
+        if loses or window >= TRIAL:
+            for part in active:
+                part.spent.clear()
+                part.brought = 0
 
     def propose(self) -> DraftTree:
         """The merged tree, and behind it the rows that parts want to ride along; of one part alone, its own tree."""

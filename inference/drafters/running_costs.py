@@ -32,6 +32,7 @@ class RunningCosts:
     def __init__(self) -> None:
         self.steps = 0
         self.seconds_per_node = 0.0
+        self.seconds_per_step = 0.0
         self.seconds_per_token = 0.0
         self._latest: deque[Step] = deque(maxlen=KEPT)
 
@@ -42,7 +43,8 @@ class RunningCosts:
         if self.steps % EVERY == 0 and self.steps >= EARLY:
             self.seconds_per_node = self._slope()
             tokens = sum(step.tokens for step in self._latest) / len(self._latest)
-            self.seconds_per_token = median(step.seconds for step in self._latest) / tokens
+            self.seconds_per_step = median(step.seconds for step in self._latest)
+            self.seconds_per_token = self.seconds_per_step / tokens
 
     def _slope(self) -> float:
         """Of a line through the median times of each size; of one row alone, which runs through other kernels, none."""

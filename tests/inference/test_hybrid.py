@@ -7,7 +7,7 @@ import torch
 
 from inference.drafters.calibration import Calibration, confidence
 from inference.drafters.draft_model import DraftModelDrafter
-from inference.drafters.hybrid import PAUSE, TRIAL, HybridDrafter
+from inference.drafters.hybrid import LOOK, PAUSE, HybridDrafter
 from inference.drafters.lookahead import LookaheadDrafter
 from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource, TreeSource
 from inference.drafters.ngram import NgramDrafter
@@ -321,16 +321,16 @@ def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(target, prompt
     slow.propose = proposing
     hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], target, 8, clock=clock)
     engine = DecodingEngine(target, hybrid)
-    while hybrid.findings()["steps"] < TRIAL + 60:
+    while hybrid.findings()["steps"] < LOOK + 60:
         engine.generate(prompts[0], GenerationSettings(60))
     found = hybrid.findings()["parts"]
-    assert found["slow"]["switched"] == [{"off": TRIAL, "on": None}] and found["ngram"]["switched"] == []
+    assert found["slow"]["switched"] == [{"off": LOOK, "on": None}] and found["ngram"]["switched"] == []
     spent = clock.now
     engine.generate(prompts[1], GenerationSettings(60))
     assert clock.now - spent < 1.0
-    hybrid._steps = TRIAL + PAUSE
+    hybrid._steps = LOOK + PAUSE
     engine.generate(prompts[1], GenerationSettings(60))
-    assert hybrid.findings()["parts"]["slow"]["switched"][0]["on"] == TRIAL + PAUSE
+    assert hybrid.findings()["parts"]["slow"]["switched"][0]["on"] == LOOK + PAUSE
     assert clock.now - spent > 1.0
 
 
