@@ -122,6 +122,7 @@ class HybridDrafter(Drafter):
         self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
         self._context = 0  # the text, as n-grams code it
         self._merged: MergedTree | None = None
+        self._lone: _Part | None = None  # the only part that is left
         self._step: VerifiedStep | None = None
         self._steps = 0
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
@@ -138,7 +139,7 @@ class HybridDrafter(Drafter):
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""
-        self._merged = self._step = None
+        self._merged = self._step = self._lone = None
         self._context = 0
         for part in self.parts:
             if not part.off or part.pause_over(self._steps):
@@ -148,12 +149,11 @@ class HybridDrafter(Drafter):
         """Learn from what was accepted; the parts take the step in when they draft."""
         now = self._clock()
         new = committed(step)
-        self._steps += step.tree is not None
+        if self._merged is None and step.tree is not None:
+            return self._observe_alone(step, new)
         if self._merged is not None:
+            self._steps += 1
             self._learn(new, now)
-        elif step.tree is not None:  # a part that drafts alone
-            self.active[0].accepted += len(new) - 1
-            self.active[0].alone += len(new) - 1
         for token in new[-self._contexts.n :]:
             self._context = self._contexts.after(self._context, token)
         self._step, self._began = step, self._clock()
@@ -162,6 +162,16 @@ class HybridDrafter(Drafter):
                 start = self._clock()
                 part.drafter.read(new)  # type: ignore[attr-defined]
                 self._charge([part], start)
+
+    def _observe_alone(self, step: VerifiedStep, new: list[int]) -> None:
+        """For the only part that is left, which drafted this step by itself: as little as can be."""
+        assert self._lone is not None
+        self._steps += 1
+        self._lone.accepted += len(new) - 1
+        self._lone.alone += len(new) - 1
+        self._step = step
+        if self._lone.phrases:
+            self._lone.drafter.read(new)  # type: ignore[attr-defined]
 
     def _learn(self, new: list[int], now: float) -> None:
         """What was right in the last tree, and what the step cost."""
@@ -203,11 +213,14 @@ class HybridDrafter(Drafter):
     def propose(self) -> DraftTree:
         """The merged tree, and behind it the rows that parts want to ride along; of one part alone, its own tree."""
         assert self._step is not None, "observe the prefill before proposing"
-        active = self.active
-        if len(active) == 1:
+        if self._merged is not None or self._lone is None:
+            active = self.active
+            self._lone = active[0] if len(active) == 1 else None
+        if self._lone is not None:
             self._merged = None
-            tree = active[0].drafter.propose() if active[0].phrases else active[0].draft(self._step)
-            return replace(tree, source=torch.full_like(tree.source, self.parts.index(active[0])))
+            tree = self._lone.drafter.propose() if self._lone.phrases else self._lone.draft(self._step)
+            place = self.parts.index(self._lone)
+            return tree if place == 0 else replace(tree, source=tree.source + place)
         start = self._clock()
         for index, part in enumerate(self.parts):
             if not part.off and isinstance(part.source, TreeSource):
