@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from inference.drafters.base import Drafter
 from inference.engine import ContextError, Generation, GenerationSettings
@@ -23,6 +23,7 @@ TRANSFORMERS = "transformers"  # the row of transformers' own `generate`
 BASELINES = (TRANSFORMERS, "transformers_lookup", "transformers_assisted")  # its own ways; no drafter may be called so
 WARM_UP_TOKENS = 16
 
+Key = TypeVar("Key")
 Messages = list[dict[str, str]]
 Progress = Callable[[str, int, int], None]  # stage, done, of
 
@@ -147,7 +148,7 @@ def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
     return {name: found for name, drafter in drafters.items() if (found := drafter.findings())}
 
 
-def rotate(names: Sequence[str], index: int) -> list[str]:
+def rotate(names: Sequence[Key], index: int) -> list[Key]:
     """The order in which drafters answer question `index`: (a, b, c), 1 -> [b, c, a]."""
     start = index % len(names)
     return [*names[start:], *names[:start]]
@@ -188,8 +189,7 @@ def in_turn(
         if turn == 0:
             for engine in engines.values():
                 engine.generate(prompt[::-1], settings)
-        order = list(engines)
-        for key in order[turn % len(order) :] + order[: turn % len(order)]:
+        for key in rotate(list(engines), turn):
             answer, (tokens, steps, spent) = engines[key].generate(prompt, settings), totals[key]
             totals[key] = (
                 tokens + len(answer.tokens),

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from inference.drafters.base import VerifiedStep
-from inference.drafters.ngram import refuse_path
 from inference.drafters.phrase_pool import PhrasePool, TokenTrie
-from inference.drafters.text import TextDrafter, check_positive, own_choices
+from inference.drafters.text import TextDrafter, check_positive, own_choices, refuse_path
 from inference.target import Target
 from inference.tree import DraftTree
 

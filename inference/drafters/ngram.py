@@ -10,7 +10,7 @@ import torch
 
 from inference.drafters.ngram_table import NgramTable
 from inference.drafters.pool_file import PoolFile
-from inference.drafters.text import TextDrafter, TextTarget, check_positive
+from inference.drafters.text import TextDrafter, TextTarget, check_positive, refuse_path
 from inference.tree import DraftTree
 
 
@@ -107,9 +107,3 @@ class NgramDrafter(TextDrafter):
             if depth < self.max_depth:
                 follow(len(tokens) - 1, -reached, depth, code)
         return self.tree(tokens, parents, scores)
-
-
-def refuse_path(kind: str, path: str) -> None:
-    """ValueError for a path given to a drafter that loads nothing."""
-    if path:
-        raise ValueError(f"{kind} loads nothing; got the path {path!r}; write {kind} alone, options behind commas")

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from inference.drafters.ngram import refuse_path
 from inference.drafters.ngram_table import LANE
-from inference.drafters.text import TextDrafter, check_positive
+from inference.drafters.text import TextDrafter, check_positive, refuse_path
 from inference.target import Target
 from inference.tree import DraftTree
 

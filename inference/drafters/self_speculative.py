@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from inference.drafters.draft_model import DraftModelDrafter
-from inference.drafters.ngram import refuse_path
 from inference.drafters.registry import whole_number
+from inference.drafters.text import refuse_path
 from inference.target import Target
 
 

@@ -16,8 +16,7 @@ from inference.lossless import Oracle
 from inference.sampling import Sampling
 from inference.target import Target
 from inference.tree import DraftTree
-from scripts.lossless_matrix import RANDOM_TARGETS
-from tests.inference.models import load_target, make_head, make_prompts, small_model, vanilla_tokens
+from tests.inference.models import make_head, make_prompts, small_model, vanilla_tokens
 
 TINY = "data/tiny_target"
 MAKERS = {
@@ -28,16 +27,6 @@ MAKERS = {
     "a draft model inside": lambda target: DraftModelDrafter(target, DraftModelDrafter(small_model(), k=2), k=6),
     "some layers": lambda target: SelfSpeculativeDrafter.from_options("", target, skip="1"),
 }
-
-
-@pytest.fixture(scope="module", params=RANDOM_TARGETS)
-def target(request):
-    return load_target(request.param, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return load_target("llama", torch.float64)
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -13,18 +13,7 @@ from inference.engine import DecodingEngine, GenerationSettings
 from inference.lossless import Oracle
 from inference.sampling import Sampling
 from inference.tree import DraftTree, ancestor_rows, check_tree, depths
-from scripts.lossless_matrix import RANDOM_TARGETS
-from tests.inference.models import load_target, make_prompts
-
-
-@pytest.fixture(scope="module", params=RANDOM_TARGETS)
-def target(request):
-    return load_target(request.param, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return load_target("llama", torch.float64)
+from tests.inference.models import make_prompts
 
 
 def begun(drafter, prompt=(3, 4, 5), base=7):

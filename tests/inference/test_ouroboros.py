@@ -16,24 +16,13 @@ from inference.lossless import Oracle
 from inference.sampling import Sampling
 from inference.target import Target
 from inference.tree import check_tree
-from scripts.lossless_matrix import RANDOM_TARGETS
 from scripts.tune_ouroboros import main
-from tests.inference.models import load_target, make_prompts, small_model
+from tests.inference.models import make_prompts, small_model
 
 TINY = "data/tiny_target"
 SMALL = {"gamma": 4, "w": 4, "p": 4}
 OFF = {"accelerate": 0, "lengthen": 0, "from_verification": 0, "reuse_history": 0}
 LITERAL = {"beside": 0, "from_text": 0}
-
-
-@pytest.fixture(scope="module", params=RANDOM_TARGETS)
-def target(request):
-    return load_target(request.param, torch.float64)
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return load_target("llama", torch.float64)
 
 
 @pytest.mark.parametrize("options", [{}, SMALL, LITERAL, OFF, {**SMALL, "max_nodes": 5}, {"max_nodes": 1}])
