@@ -96,9 +96,9 @@ class OffsetHeads(DraftHead):
 class MedusaHead(OffsetHeads):
     """K heads that read one hidden state; see the module's head."""
 
-    def draft_log_probs(self, hidden: Tensor) -> Tensor:
-        """[..., H] h_n → [..., K, V] log-probabilities in float32."""
-        logits = [head.vocabulary(head.layers(hidden)) for head in self.each]
+    def draft_log_probs(self, hidden: Tensor, offsets: int | None = None) -> Tensor:
+        """[..., H] h_n → [..., K, V] log-probabilities in float32, of the first `offsets` only where that is given."""
+        logits = [head.vocabulary(head.layers(hidden)) for head in self.each[:offsets]]
         return torch.stack(logits, dim=-2).float().log_softmax(-1)
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:

@@ -1,4 +1,4 @@
-"""Trees grown level by level from heads that draft one offset after another (Medusa, Hydra, Chimera).
+"""Trees grown level by level from heads that draft one offset after another (Hydra, Chimera).
 
 Shapes: W nodes expanded at a level, V vocabulary, M nodes of the tree.
 
@@ -49,7 +49,7 @@ def grow_tree(
             break
         rows = torch.arange(count, count + len(token), device=device)
         if may_ask(device):
-            kept = (_best(torch.cat(scores), max_nodes) >= count).sum()  # the level is sorted: its first ones
+            kept = (best_indices(torch.cat(scores), max_nodes) >= count).sum()  # the level is sorted: its first ones
             if not kept:
                 break
             best, token, parent, rows = best[:kept], token[:kept], parent[:kept], rows[:kept]
@@ -58,7 +58,7 @@ def grow_tree(
         log_probs, reached = expand(level, token, parent), best
         count += len(tokens[-1])
     tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), torch.cat(scores))
-    return tree.take(_best(tree.log_probs, max_nodes))
+    return tree.take(best_indices(tree.log_probs, max_nodes))
 
 
 def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,6 +73,6 @@ def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tenso
     return best, index // own.shape[1], token.flatten()[index]
 
 
-def _best(scores: Tensor, count: int) -> Tensor:
+def best_indices(scores: Tensor, count: int) -> Tensor:
     """Ascending indices of the `count` highest scores; of equals the earlier, so a parent goes before its child."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values

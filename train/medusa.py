@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from heads.base import Rows, TargetView
 from heads.medusa import MedusaHead
-from inference.drafters.medusa import draft_tree
+from inference.drafters.medusa import draft_tree, rank_paths
 from train.run import train_head
 from train.simulate import ProposeAt
 
 
 def propose_from(head: MedusaHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:
     """How the Medusa drafter drafts along one row: K distributions from the hidden state at the anchor."""
-    return lambda anchor: draft_tree(head, rows.hidden[0, anchor], max_nodes)
+    paths = rank_paths(head, max_nodes)
+    return lambda anchor: draft_tree(head, rows.hidden[0, anchor], paths, max_nodes)
 
 
 if __name__ == "__main__":

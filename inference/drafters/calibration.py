@@ -9,7 +9,7 @@ are wrong is the product of the chances that each is.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 
 PRIOR = 4.0
 """Observations that the first guess of an evidence counts for."""
@@ -36,29 +36,38 @@ class Calibration:
         self._cells: dict[tuple[Hashable, ...], Cell] = {}
         self._alone: dict[tuple[int, Hashable], Cell] = {}
 
-    def estimate(self, evidence: tuple[Hashable, ...], guesses: Sequence[float]) -> float:
+    def estimate(self, evidence: tuple[Hashable, ...], guesses: Iterable[tuple[int, float]]) -> float:
         """The share of tokens of this evidence that are accepted where the node before them is.
 
         evidence  one entry a source
-        guesses   what each entry is worth before anything was observed; 0 for one that does not speak for the token
+        guesses   (source, what its entry is worth before anything was observed), of those that speak for the token
         """
         cell = self._cells.get(evidence)
         if cell is None:
             wrong = 1.0
-            for source, (entry, guess) in enumerate(zip(evidence, guesses)):
-                if guess > 0:
-                    accepted, tried = self._alone.setdefault((source, entry), [PRIOR * guess, PRIOR])
-                    wrong *= 1 - accepted / tried
+            for source, guess in guesses:
+                wrong *= 1 - self.alone(source, evidence[source], guess)
             cell = self._cells[evidence] = [PRIOR * (1 - wrong), PRIOR]
+        return cell[0] / cell[1]
+
+    def alone(self, source: int, entry: Hashable, guess: float) -> float:
+        """The same of what one source says, whatever others do."""
+        cell = self._alone.get((source, entry))
+        if cell is None:
+            cell = self._alone[source, entry] = [PRIOR * guess, PRIOR]
         return cell[0] / cell[1]
 
     def count(self, evidence: tuple[Hashable, ...], accepted: bool) -> None:
         """A token of an evidence that was estimated has been tried."""
         _count(self._cells[evidence], accepted)
-        for place in enumerate(evidence):
-            alone = self._alone.get(place)
-            if alone is not None:
-                _count(alone, accepted)
+        for source, entry in enumerate(evidence):
+            self.count_alone(source, entry, accepted)
+
+    def count_alone(self, source: int, entry: Hashable, accepted: bool) -> None:
+        """A token has been tried that one source spoke for; nothing where it was never asked what that is worth."""
+        cell = self._alone.get((source, entry))
+        if cell is not None:
+            _count(cell, accepted)
 
 
 def _count(cell: Cell, accepted: bool) -> None:

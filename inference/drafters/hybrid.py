@@ -8,9 +8,8 @@ more time here than the tokens they bring would otherwise take are left out; the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from statistics import median
+from bisect import bisect
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,69 +17,19 @@ from torch import Tensor
 
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
 from inference.drafters.calibration import Calibration
-from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource, Source, TreeSource
+from inference.drafters.hybrid_part import CLEAR, LEAST, LOOK, TRIAL, HybridPart
+from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.ngram_table import NgramTable
-from inference.drafters.running_costs import RunningCosts, Step
+from inference.drafters.running_costs import Prices, RunningCosts, Step
 from inference.drafters.text import committed
-from inference.program import program
 from inference.target import Target
 from inference.tree import DraftTree
 
-TRIAL = 128
-"""Target steps after which every part is judged, again and again."""
-LOOK, CLEAR = 32, 0.15
-"""Target steps after which one that loses more than this share of the time is not given the rest of its trial."""
-PAUSE = 16 * TRIAL
-"""Target steps for which a part that did not pay stays off; twice as many every further time."""
+CLASSES = (0.3, 0.55, 0.8)
+"""Between the likelihoods of the n-grams' word that are told apart when it is decided whom else to ask."""
 
 _SILENT = SilentSource()
-
-
-class _Part:
-    """A drafter among others, what it cost and what it brought since it was judged last."""
-
-    def __init__(self, name: str, drafter: Drafter, target: Target) -> None:
-        self.name, self.drafter = name, drafter
-        self.phrases = isinstance(drafter, NgramDrafter)
-        self.source: Source = PhraseSource(drafter.table) if isinstance(drafter, NgramDrafter) else TreeSource()
-        self.tree = DraftTree.empty(target.device)
-        self._draft: Callable[[VerifiedStep], DraftTree] = self._drafted
-        if drafter.on_device and drafter.max_nodes and target.compiled:
-            self._draft = program(self._drafted, target.device)
-        self.seconds = 0.0  # that the present step owes to it
-        self.spent: list[float] = []  # the same of every step since it was judged
-        self.brought = 0  # tokens nobody else had, since it was judged
-        self.accepted = self.alone = 0  # tokens since the beginning: credited to it, and those nobody else had
-        self.switched: list[dict[str, int | None]] = []  # target steps after which it went off and on again
-        self.rows: list[int] | None = None  # of the forward, for each row of its own tree, where it asks for choices
-        self.riders = 0  # rows of the present tree that are its own and never accepted
-
-    @property
-    def off(self) -> bool:
-        """Whether it has been switched off."""
-        return bool(self.switched) and self.switched[-1]["on"] is None
-
-    def switch_off(self, steps: int) -> None:
-        """It does not pay."""
-        self.switched.append({"off": steps, "on": None})
-
-    def pause_over(self, steps: int) -> bool:
-        """Whether it has been off long enough to be given another trial, which then begins."""
-        last = self.switched[-1]
-        assert last["off"] is not None
-        over = steps >= last["off"] + PAUSE * 2 ** (len(self.switched) - 1)
-        if over:
-            last["on"] = steps
-        return over
-
-    def draft(self, step: VerifiedStep) -> DraftTree:
-        """Take a step in and draft behind it; a prompt has a length of its own and is not compiled for."""
-        return (self._drafted if step.tree is None else self._draft)(step)
-
-    def _drafted(self, step: VerifiedStep) -> DraftTree:
-        self.drafter.observe(step)
-        return self.drafter.propose()
 
 
 class HybridDrafter(Drafter):
@@ -107,7 +56,7 @@ class HybridDrafter(Drafter):
         self.budget = check_max_nodes(max_nodes)
         self.fit, self._clock = bool(fit), clock
         self._costs = RunningCosts()
-        self.parts = [_Part(name, drafter, target) for name, drafter in parts]
+        self.parts = [HybridPart(place, name, drafter, target) for place, (name, drafter) in enumerate(parts)]
         self.sources = tuple(name for name, _ in parts)
         phrases = any(part.phrases for part in self.parts)
         deepest = max(part.drafter.max_depth for part in self.parts)
@@ -121,10 +70,15 @@ class HybridDrafter(Drafter):
         tables = [part.drafter.table for part in self.parts if isinstance(part.drafter, NgramDrafter)]
         self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
         self._context = 0  # the text, as n-grams code it
+        self._active = self.active
         self._merged: MergedTree | None = None
-        self._lone: _Part | None = None  # the only part that is left
+        self._lone: HybridPart | None = None  # the only part that drafted the present step
+        self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
         self._step: VerifiedStep | None = None
-        self._steps = 0
+        self._steps = self._count = 0  # target steps, and tokens of the last one
+        self._prices: Prices | None = None  # of trees in the present step
+        self._trial = False  # whether the present tree has a size that is tried
+        self._rows = self._riders = 0  # of the present tree, and those among them that are never accepted
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
 
     @property
@@ -133,143 +87,198 @@ class HybridDrafter(Drafter):
         return False
 
     @property
-    def active(self) -> list[_Part]:
+    def active(self) -> list[HybridPart]:
         """The parts that have not been switched off."""
         return [part for part in self.parts if not part.off]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""
-        self._merged = self._step = self._lone = None
+        self._merged = self._step = None
         self._context = 0
         for part in self.parts:
             if not part.off or part.pause_over(self._steps):
-                part.drafter.begin(prompt, capacity + self.max_depth + 1)
+                part.begin(prompt, capacity + self.max_depth + 1)
+        self._active = self.active
 
     def observe(self, step: VerifiedStep) -> None:
-        """Learn from what was accepted; the parts take the step in when they draft."""
+        """Learn from what was accepted; parts that have to be drafted with take the step in then."""
         now = self._clock()
         new = committed(step)
-        if self._merged is None and step.tree is not None:
-            return self._observe_alone(step, new)
-        if self._merged is not None:
+        self._step, self._count = step, len(new)
+        alone = len(self._active) == 1
+        if step.tree is not None:
             self._steps += 1
-            self._learn(new, now)
-        for token in new[-self._contexts.n :]:
-            self._context = self._contexts.after(self._context, token)
-        self._step, self._began = step, self._clock()
-        for part in self.active:
+            brought = self._credited(new)
+            if self.fit and not alone:
+                self._learn(new, brought, now)
+        if alone:  # as little as can be
+            if self._active[0].phrases:
+                self._active[0].drafter.read(new)  # type: ignore[attr-defined]
+            return
+        self._began = self._clock()
+        for part in self._active:
             if part.phrases:
                 start = self._clock()
                 part.drafter.read(new)  # type: ignore[attr-defined]
-                self._charge([part], start)
+                part.account.drafting += self._clock() - start
+        for token in new[-self._contexts.n :]:
+            self._context = self._contexts.after(self._context, token)
 
-    def _observe_alone(self, step: VerifiedStep, new: list[int]) -> None:
-        """For the only part that is left, which drafted this step by itself: as little as can be."""
-        assert self._lone is not None
-        self._steps += 1
-        self._lone.accepted += len(new) - 1
-        self._lone.alone += len(new) - 1
-        self._step = step
-        if self._lone.phrases:
-            self._lone.drafter.read(new)  # type: ignore[attr-defined]
-
-    def _learn(self, new: list[int], now: float) -> None:
-        """What was right in the last tree, and what the step cost."""
-        assert self._merged is not None
+    def _credited(self, new: list[int]) -> dict[str, int]:
+        """Credit the accepted tokens; per part those that nobody else had."""
+        if self._merged is None:
+            assert self._lone is not None
+            self._lone.accepted += len(new) - 1
+            self._lone.alone += len(new) - 1
+            for place, token, entry in self._likely:
+                self._calibration.count_alone(place, entry, token == new[0])
+            return {self._lone.name: len(new) - 1}
+        brought: dict[str, int] = {}
         for node in self._merged.learn(new):
             part, alone = self.parts[self._merged.source[node]], self._merged.alone[node]
             part.accepted += 1
             part.alone += alone
-            part.brought += alone
-        if not self.fit:
-            return
-        riders = sum(part.riders for part in self.active)
-        self._costs.add(Step(len(self._merged.tokens) + riders, now - self._proposed, now - self._began, len(new)))
-        for node, alone in enumerate(self._merged.alone):
-            if alone:
-                self.parts[self._merged.source[node]].seconds += self._costs.seconds_per_node
-        for part in self.active:
-            part.seconds += part.riders * self._costs.seconds_per_node
-            part.spent.append(part.seconds)
-            part.seconds = 0.0
-        if self._costs.steps % LOOK == 0:
-            self._judge(self.active)
+            brought[part.name] = brought.get(part.name, 0) + alone
+        return brought
 
-    def _judge(self, active: Sequence[_Part]) -> None:
-        """Switch off the part that loses most, if one takes longer than its own tokens would without it."""
-        losses = [
-            median(part.spent) * len(part.spent) - part.brought * self._costs.seconds_per_token for part in active
-        ]
-        window = len(active[0].spent)
-        bound = 0.0 if window >= TRIAL else CLEAR * window * self._costs.seconds_per_step
-        loses = len(active) > 1 and max(losses) > bound
-        if loses:
-            active[losses.index(max(losses))].switch_off(self._steps)
-        if loses or window >= TRIAL:
+    def _learn(self, new: list[int], brought: dict[str, int], now: float) -> None:
+        """What the step cost, and what each part made of it."""
+        active, costs = self._active, self._costs
+        renewed = costs.add(Step(self._rows, now - self._proposed, now - self._began, len(new)))
+        if self._trial:
+            return  # of another size than pays
+        price = None if self._prices is None else self._prices.tokens[min(self._rows - self._riders, self.budget)]
+        for part in active:
+            part.account.verifying += len(part.riders) * costs.seconds_per_node
+            part.account.close_step(brought.get(part.name, 0))
+            if part.may_be_left and price is not None:
+                part.account.learn(len(new) - 1 - price)
+            if renewed:
+                part.account.renew(costs.seconds_per_token)
+        if active[0].account.steps % LOOK == 0 and costs.seconds_per_token:
+            self._judge(active)
+            self._active = self.active
+
+    def _judge(self, active: Sequence[HybridPart]) -> None:
+        """Switch off a part that costs more than it brings; clearly so, or after a whole trial.
+
+        First those that are only asked where it pays: were n-grams taken from them, they would be asked always.
+        """
+        costs, over = self._costs, active[0].account.steps >= TRIAL
+        losing: list[tuple[bool, float, HybridPart]] = []
+        for part in active:
+            if part.may_be_left:
+                loss = LEAST * costs.tokens_per_step - part.account.profit(costs.seconds_per_token) if over else 0.0
+            elif part.phrases and not over:
+                continue
+            else:
+                balance, error = part.account.balance(costs.seconds_per_token)
+                loss = -balance - (0.0 if over else CLEAR * error)
+            if loss > 0:
+                losing.append((part.may_be_left, loss, part))
+        if losing:
+            max(losing, key=lambda one: one[:2])[2].switch_off(self._steps, costs.seconds_per_step)
+        if losing or over:
             for part in active:
-                part.spent.clear()
-                part.brought = 0
+                part.account.settle()
 
     def propose(self) -> DraftTree:
-        """The merged tree, and behind it the rows that parts want to ride along; of one part alone, its own tree."""
+        """The merged tree, and behind it the rows that parts want to ride along; of a single part, its own tree."""
         assert self._step is not None, "observe the prefill before proposing"
-        if self._merged is not None or self._lone is None:
-            active = self.active
-            self._lone = active[0] if len(active) == 1 else None
-        if self._lone is not None:
-            self._merged = None
-            tree = self._lone.drafter.propose() if self._lone.phrases else self._lone.draft(self._step)
-            place = self.parts.index(self._lone)
-            return tree if place == 0 else replace(tree, source=tree.source + place)
+        active = self._active
+        if len(active) == 1:
+            self._likely = []
+            return self._alone(active[0], self._step)
+        trial = self._costs.trial(self.budget) if self.fit else None
+        fresh = self.fit and self.target.compiled and self._step.tree is None
+        self._trial = trial is not None or fresh
+        asked = self._choose(active, self._step, fresh)
+        tree = self._alone(asked[0], self._step) if len(asked) == 1 else self._merge(asked, self._step, trial)
+        self._rows, self._proposed = len(tree), self._clock()
+        return tree
+
+    def _choose(self, active: list[HybridPart], step: VerifiedStep, fresh: bool) -> list[HybridPart]:
+        """The parts to ask in this step: all where costs are not known, else those that pay.
+
+        fresh: behind a prompt, for whose length nothing is compiled; what can wait is not drafted there.
+        """
+        self._likely = []
+        choose = self.fit and self._costs.seconds_per_token > 0
+        situation = self._situation() if choose and any(part.may_be_left for part in active) else None
+        asked = []
+        for part in active:
+            if not (fresh and part.may_be_left) and part.account.choose(situation, choose and part.may_be_left):
+                asked.append(part)
+            else:
+                start = self._clock()
+                part.leave(step, self._count)
+                part.account.drafting += self._clock() - start
+        return asked
+
+    def _alone(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
+        """Its own tree, at no cost of others."""
+        self._merged, self._lone, self._riders = None, part, 0
+        self._prices = self._costs.prices(self.budget)
+        part.asked += 1
+        if part.phrases:
+            return part.marked(part.drafter.propose())
         start = self._clock()
-        for index, part in enumerate(self.parts):
-            if not part.off and isinstance(part.source, TreeSource):
-                part.tree = part.draft(self._as_seen_by(index, self._step))
-                part.source.take(part.tree)
-                start = self._charge([part], start)
-        nodes, least = self._costs.plan(self.budget) if self.fit else (self.budget, 0.0)
+        tree = part.marked(part.draft(step, self._count))
+        part.account.drafting += self._clock() - start
+        return tree
+
+    def _merge(self, asked: Sequence[HybridPart], step: VerifiedStep, trial: int | None) -> DraftTree:
+        """One tree of those who were asked."""
+        start = self._clock()
+        for part in asked:
+            part.asked += 1
+            if not part.phrases:
+                part.draft(step, self._count)
+                part.speak()
+                now = self._clock()
+                part.account.drafting += now - start
+                start = now
+        self._riders = sum(len(part.riders) for part in asked)
+        self._prices = prices = self._costs.prices(self.budget, self._riders) if self.fit and trial is None else None
         merged = self._merged = MergedTree(
-            [_SILENT if part.off else part.source for part in self.parts],
+            [part.source if part in asked else _SILENT for part in self.parts],
             self._calibration,
             self._context,
             self._contexts,
-            nodes,
+            self.budget if trial is None else trial,
             self._deepest_node,
-            least,
+            prices and prices.bounds,
         )
-        device = self.target.device
-        tree = DraftTree(
-            torch.tensor(merged.tokens, dtype=torch.long, device=device),
-            torch.tensor(merged.parents, dtype=torch.long, device=device),
-            torch.tensor(merged.scores, dtype=torch.float32, device=device),
-            torch.tensor(merged.source, dtype=torch.long, device=device),
-            torch.ones(len(merged.tokens), dtype=torch.bool, device=device),
-        )
-        self._charge(active, start)
-        tree = self._with_riders(tree)
-        self._proposed = self._clock()
+        if prices is not None:
+            merged.cut(prices.best(merged.scores))
+        tree = self._with_riders(merged.as_tree(self.target.device))
+        others = max(1, len(asked) - 1)  # with one fewer of two there would be nothing to merge
+        share = (self._clock() - start) / others
+        for part in asked:
+            part.account.drafting += 0.0 if part.phrases else share
         return tree
 
-    def _charge(self, parts: Sequence[_Part], start: float) -> float:
-        """The time since `start` is owed to them; of two each owes all, as the other alone would not need it."""
-        now = self._clock()
-        for part in parts:
-            part.seconds += (now - start) / max(1, len(parts) - 1)
-        return now
+    def _situation(self) -> int | None:
+        """How likely the best n-gram's word for the next token is right, as a class; None: it has none."""
+        best = 0.0
+        for part in self._active:
+            if isinstance(part.source, PhraseSource) and (found := part.source.first(self._context)):
+                token, entry, guess = found
+                best = max(best, self._calibration.alone(part.place, entry, guess))
+                self._likely.append((part.place, token, entry))
+        return bisect(CLASSES, best) if best else None
 
     def _with_riders(self, tree: DraftTree) -> DraftTree:
         """The rows of parts that are read back and never accepted, behind the merged nodes."""
         assert self._merged is not None
         for index, part in enumerate(self.parts):
-            part.rows, part.riders = None, 0
             if part.drafter.reads_choices and not part.off:
                 rows = self._merged.rows(index, len(part.tree))
                 parents = part.tree.parents.tolist()
-                riders = [node for node, candidate in enumerate(part.tree.candidate.tolist()) if not candidate]
-                for place, node in enumerate(riders, start=len(tree) + 1):
+                for place, node in enumerate(part.riders, start=len(tree) + 1):
                     rows[node + 1] = place
-                own = part.tree.tokens.new_tensor(riders)
-                hang = part.tree.tokens.new_tensor([rows[parents[node] + 1] - 1 for node in riders])
+                own = part.tree.tokens.new_tensor(part.riders)
+                hang = part.tree.tokens.new_tensor([rows[parents[node] + 1] - 1 for node in part.riders])
                 taken = DraftTree(
                     part.tree.tokens[own],
                     hang,
@@ -278,17 +287,8 @@ class HybridDrafter(Drafter):
                     torch.zeros_like(own, dtype=torch.bool),
                 )
                 tree = DraftTree(*map(torch.cat, zip(tree.tensors(), taken.tensors())))
-                part.rows, part.riders = rows, len(riders)
+                part.rows = rows
         return tree
-
-    def _as_seen_by(self, index: int, step: VerifiedStep) -> VerifiedStep:
-        """A step whose tree is the part's own; −1 is the choice at nodes of it that were not verified."""
-        part = self.parts[index]
-        if part.rows is None or step.choices is None:
-            return step
-        rows = torch.tensor(part.rows, device=step.choices.device)
-        choices = torch.where(rows >= 0, step.choices[rows], -1)
-        return replace(step, choices=choices, tree=part.tree)
 
     def close(self) -> None:
         """Every part writes what it keeps."""
@@ -298,13 +298,19 @@ class HybridDrafter(Drafter):
     def findings(self) -> dict[str, Any]:
         """Per part: accepted tokens credited to it, those nobody else had, and when it was switched off and on again.
 
-        Times are target steps; `least` is the acceptance below which a node does not pay at present.
+        Times are target steps, `asked` is in how many a part was asked for drafts of its own; `node_price` is what a
+        node costs at present on average, in tokens that would come in that time anyway.
         """
         return {
             "steps": self._steps,
-            "least": self._costs.least,
+            "node_price": self._costs.node_price,
             "parts": {
-                part.name: {"accepted": part.accepted, "alone": part.alone, "switched": part.switched}
+                part.name: {
+                    "accepted": part.accepted,
+                    "alone": part.alone,
+                    "asked": part.asked,
+                    "switched": part.switched,
+                }
                 for part in self.parts
             },
         }

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from heapq import heappop, heappush
-from math import exp, log
+from math import exp, inf, log
 from typing import Protocol
+
+import torch
 
 from inference.drafters.calibration import Calibration, confidence
 from inference.drafters.ngram_table import NgramTable
@@ -65,6 +67,14 @@ class PhraseSource:
     def __init__(self, table: NgramTable) -> None:
         self.table = table
 
+    def first(self, context: int) -> tuple[int, Hashable, float] | None:
+        """The likeliest token, what is said of it and what that is worth at first sight; None: nothing matches."""
+        found = self.table.followers(context)
+        if found is None:
+            return None
+        level, (token, count, _, _, total) = found
+        return token, level * 8 + min(count, 3) * 2 + (count == total), count * (level - 1) / level / (total + 1)
+
     def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
         """See `Source`."""
         said: Opinion = {}
@@ -118,9 +128,10 @@ class MergedTree:
         after: NgramTable,
         max_nodes: int,
         max_depth: int,
-        least: float = 0.0,
+        bounds: Sequence[float] | None = None,
     ) -> None:
-        """context: the text, as `after` codes it; least: no node is accepted less often, by estimate."""
+        """context: the text, as `after` codes it; bounds: log-probabilities, the tree of n nodes is not given another
+        that is accepted less often than bounds[n] says (`running_costs.Prices`)."""
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.scores: list[float] = []
@@ -130,10 +141,13 @@ class MergedTree:
         self._waiting: list[tuple[float, int, int, int, int, Sequence[int | None], int, bool]] = []
         self._serial = 0
         self._nodes = [_Node((-1,) * len(sources), context)]
-        bound = log(least) if least > 0 else float("-inf")
+        bounds = bounds or [-inf] * max_nodes
+        bound = min(bounds, default=-inf)
         self._expand(0, 0.0, 0, bound)
-        while self._waiting:
+        while self._waiting and len(self.tokens) < max_nodes:
             score, _, parent, token, depth, places, source, alone = heappop(self._waiting)
+            if -score < bounds[len(self.tokens)]:
+                break
             self._nodes[parent].inside[token] = len(self._nodes)
             self.tokens.append(token)
             self.parents.append(parent - 1)
@@ -141,30 +155,48 @@ class MergedTree:
             self.source.append(source)
             self.alone.append(alone)
             self._nodes.append(_Node(places, after.after(self._nodes[parent].context, token)))
-            if len(self.tokens) == max_nodes:
-                break
-            if depth < max_depth:
+            if depth < max_depth and len(self.tokens) < max_nodes:
                 self._expand(len(self.tokens), -score, depth, bound)
 
     def _expand(self, index: int, score: float, depth: int, bound: float) -> None:
         """Let the children of a node wait for their turn."""
         node = self._nodes[index]
-        opinions = [source.opinion(place, node.context) for source, place in zip(self._sources, node.places)]
-        for token in dict.fromkeys(token for said, _ in opinions for token in said):
-            evidence, guesses, places = [], [], []
-            for said, otherwise in opinions:
-                entry, guess, place = said.get(token, (otherwise, 0.0, None))
-                evidence.append(entry)
-                guesses.append(guess)
-                places.append(place)
+        children: dict[int, tuple[list[Hashable], list[tuple[int, float]], list[int | None]]] = {}
+        otherwise: list[Hashable] = []
+        nowhere: list[int | None] = [None] * len(self._sources)
+        for number, (source, place) in enumerate(zip(self._sources, node.places)):
+            said, other = source.opinion(place, node.context)
+            for token, (entry, guess, inside) in said.items():
+                child = children.get(token)
+                if child is None:
+                    child = children[token] = otherwise.copy(), [], nowhere.copy()
+                child[0].append(entry)
+                child[1].append((number, guess))
+                child[2][number] = inside
+            otherwise.append(other)
+            for evidence, _, _ in children.values():
+                if len(evidence) == number:
+                    evidence.append(other)
+        for token, (evidence, guesses, places) in children.items():
             key = tuple(evidence)
             node.considered.append((token, key))
             reached = score + log(max(self._calibration.estimate(key, guesses), 1e-6))
             if reached >= bound:
-                speaks = [number for number, guess in enumerate(guesses) if guess > 0]
                 self._serial += 1
-                entry = (-reached, self._serial, index, token, depth + 1, places, speaks[0], len(speaks) == 1)
-                heappush(self._waiting, entry)
+                waiting = -reached, self._serial, index, token, depth + 1, places, guesses[0][0], len(guesses) == 1
+                heappush(self._waiting, waiting)
+
+    def as_tree(self, device: torch.device) -> DraftTree:
+        """The nodes as tensors."""
+        whole = torch.tensor([self.tokens, self.parents, self.source], dtype=torch.long, device=device)
+        tokens, parents, source = whole.unbind()
+        scores = torch.tensor(self.scores, dtype=torch.float32, device=device)
+        return DraftTree(tokens, parents, scores, source, torch.ones_like(source, dtype=torch.bool))
+
+    def cut(self, nodes: int) -> None:
+        """Keep the first nodes only, which are the best; those after them are still learned from."""
+        for values in (self.tokens, self.parents, self.scores, self.source, self.alone):
+            del values[nodes:]
 
     def learn(self, followed: Sequence[int]) -> list[int]:
         """The tokens that really followed, as far as they are known: counts what was right and wrong of it.
@@ -178,7 +210,7 @@ class MergedTree:
             for considered, evidence in node.considered:
                 self._calibration.count(evidence, considered == token)
             index = node.inside.get(token, -1)
-            if index < 0:
+            if not 0 < index <= len(self.tokens):
                 break
             accepted.append(index - 1)
         return accepted
@@ -186,7 +218,7 @@ class MergedTree:
     def rows(self, source: int, nodes: int) -> list[int]:
         """[1 + nodes]: in which row of the target's forward each node of a source's own tree is, −1 where in none."""
         rows = [0] + [-1] * nodes
-        for index, node in enumerate(self._nodes[1:], start=1):
+        for index, node in enumerate(self._nodes[1 : len(self.tokens) + 1], start=1):
             place = node.places[source]
             if place is not None:
                 rows[place + 1] = index

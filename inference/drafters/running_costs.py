@@ -1,29 +1,74 @@
-"""What a node costs to verify on this machine, and what a token costs at all, measured while decoding.
+"""What trees of each size cost to verify on this machine, and what a token costs at all, measured while decoding.
 
-Medians, not means: a step in which a program was compiled or the machine was busy must not count for hundreds.
+Means without outliers: a step in which a program was compiled must not count for hundreds. The price of a tree is what
+it costs more than none, in tokens: those that would come in that time anyway.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from math import exp, inf, log
 from statistics import median
 from typing import NamedTuple
 
 KEPT = 256
 """Steps that are remembered."""
-TRIES = (1, 4, 2)
-"""By what the budget is divided in trial steps: without different sizes nothing is learned of what size costs."""
-EARLY, EVERY = 24, 16
+OUTLIER = 3.0
+"""A time of more than so many medians does not count."""
+TRIES = (1.0, 0.25, 0.5, 0.0)
+"""Parts of the budget that trial steps use: without different sizes nothing is learned of what size costs."""
+EARLY, EVERY = 24, 64
 """So many steps are trial steps at first, and one in so many later."""
+RENEW = 16
+"""Steps after which the figures are computed anew; four times as many once as many are remembered as will be."""
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The mean of those that are no more than `OUTLIER` medians."""
+    most = OUTLIER * median(seconds)
+    kept = [one for one in seconds if one <= most]
+    return sum(kept) / len(kept)
 
 
 class Step(NamedTuple):
-    """nodes of the tree, seconds its verification took, seconds of the whole step, new tokens."""
+    """rows behind the base token, seconds that depend on them, seconds of the whole step, new tokens."""
 
-    nodes: int
+    rows: int
     verify: float
     seconds: float
     tokens: int
+
+
+class Prices(NamedTuple):
+    """What trees of 0 … n nodes cost.
+
+    tokens  [n + 1], tokens that would come in the time that a tree takes more than none
+    bounds  [n], log of what a node costs on average if to 0 … n − 1 nodes as many more are added as make that least:
+            one that is accepted less often does not pay, nor do those after it, which are still worse
+    """
+
+    tokens: list[float]
+    bounds: list[float]
+
+    @classmethod
+    def of(cls, tokens: list[float]) -> Prices:
+        """With the bounds that follow."""
+        each = (
+            min((price - tokens[nodes]) / more for more, price in enumerate(tokens[nodes + 1 :], start=1))
+            for nodes in range(len(tokens) - 1)
+        )
+        return cls(tokens, [log(price) if price > 0 else -inf for price in each])
+
+    def best(self, scores: Sequence[float]) -> int:
+        """How many nodes to verify: as many as bring most above their price.
+
+        scores: log-probabilities that nodes are accepted, best first, no more than n.
+        """
+        brings = accumulate(map(exp, scores), initial=0.0)
+        gains = [gain - price for gain, price in zip(brings, self.tokens)]
+        return gains.index(max(gains))
 
 
 class RunningCosts:
@@ -31,45 +76,79 @@ class RunningCosts:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.seconds_per_node = 0.0
-        self.seconds_per_step = 0.0
-        self.seconds_per_token = 0.0
+        self.seconds_per_node = self.seconds_per_step = self.seconds_per_token = 0.0
         self._latest: deque[Step] = deque(maxlen=KEPT)
+        self._curve: list[tuple[int, float]] = []  # rows, seconds; neither falling
+        self._prices: dict[tuple[int, int], Prices] = {}
 
-    def add(self, step: Step) -> None:
-        """One more step; now and then the figures are computed anew."""
+    def add(self, step: Step) -> bool:
+        """One more step; now and then the figures are computed anew. Returns whether they were."""
         self._latest.append(step)
         self.steps += 1
-        if self.steps % EVERY == 0 and self.steps >= EARLY:
-            self.seconds_per_node = self._slope()
-            tokens = sum(step.tokens for step in self._latest) / len(self._latest)
-            self.seconds_per_step = median(step.seconds for step in self._latest)
-            self.seconds_per_token = self.seconds_per_step / tokens
+        if self.steps < EARLY or self.steps % (RENEW if self.steps < KEPT else 4 * RENEW):
+            return False
+        self.seconds_per_step = typical([step.seconds for step in self._latest])
+        tokens = sum(step.tokens for step in self._latest) / len(self._latest)
+        self.seconds_per_token = self.seconds_per_step / tokens
+        self._curve = self._measured()
+        (few, least), (many, most) = self._curve[0], self._curve[-1]
+        self.seconds_per_node = (most - least) / max(many - few, 1)
+        self._prices.clear()
+        return True
 
-    def _slope(self) -> float:
-        """Of a line through the median times of each size; of one row alone, which runs through other kernels, none."""
+    def _measured(self) -> list[tuple[int, float]]:
+        """The typical time of each size; neighbours that fall instead of rising are taken together."""
         sizes: dict[int, list[float]] = {}
         for step in self._latest:
-            if step.nodes:
-                sizes.setdefault(step.nodes, []).append(step.verify)
-        points = [(nodes, median(times), len(times)) for nodes, times in sizes.items()]
-        weight = sum(count for _, _, count in points)
-        if len(points) < 2:
-            return 0.0
-        nodes = sum(count * x for x, _, count in points) / weight
-        times = sum(count * y for _, y, count in points) / weight
-        spread = sum(count * (x - nodes) ** 2 for x, _, count in points)
-        return max(sum(count * (x - nodes) * (y - times) for x, y, count in points) / spread, 0.0)
+            sizes.setdefault(step.rows, []).append(step.verify)
+        groups: list[tuple[int, int, float, int]] = []  # fewest and most rows, mean seconds, steps
+        for rows, times in sorted(sizes.items()):
+            group = rows, rows, typical(times), len(times)
+            while groups and groups[-1][2] > group[2]:
+                first, _, seconds, count = groups.pop()
+                both = count + group[3]
+                group = first, rows, (seconds * count + group[2] * group[3]) / both, both
+            groups.append(group)
+        return [(end, seconds) for first, last, seconds, _ in groups for end in dict.fromkeys((first, last))]
 
-    def plan(self, most: int) -> tuple[int, float]:
-        """The nodes to draft next and the acceptance each should have: `most` and `least`, but for trial steps."""
-        if self.steps < EARLY:
-            return max(1, most // TRIES[self.steps % 3]), 0.0
-        if self.steps % EVERY == 0:
-            return max(1, most // TRIES[self.steps // EVERY % 3]), 0.0
-        return most, self.least
+    def _seconds(self, rows: int) -> float:
+        """On the lines between the measured sizes, and beyond them as steep as on the whole."""
+        left, right = self._curve[0], self._curve[-1]
+        if rows <= left[0]:
+            return left[1]
+        if rows >= right[0]:
+            return right[1] + (rows - right[0]) * self.seconds_per_node
+        for right in self._curve:
+            if right[0] >= rows:
+                break
+            left = right
+        return left[1] + (right[1] - left[1]) * (rows - left[0]) / (right[0] - left[0])
+
+    def prices(self, most: int, riders: int = 0) -> Prices | None:
+        """Of 0 … `most` nodes, where `riders` more rows are verified anyway; None before they are known."""
+        if not self.seconds_per_token:
+            return None
+        found = self._prices.get((most, riders))
+        if found is None:
+            seconds = [self._seconds(riders + nodes) for nodes in range(most + 1)]
+            found = Prices.of([(x - seconds[0]) / self.seconds_per_token for x in seconds])
+            self._prices[most, riders] = found
+        return found
 
     @property
-    def least(self) -> float:
-        """The acceptance below which a node costs more time than the tokens it brings would otherwise take."""
+    def tokens_per_step(self) -> float:
+        """Of late."""
+        return self.seconds_per_step / self.seconds_per_token if self.seconds_per_token else 0.0
+
+    @property
+    def node_price(self) -> float:
+        """Tokens that would come in the time that one more node takes, on average."""
         return self.seconds_per_node / self.seconds_per_token if self.seconds_per_token else 0.0
+
+    def trial(self, most: int) -> int | None:
+        """The nodes to draft in this step whatever they cost, to learn that; None where it is not a trial."""
+        if self.steps < EARLY:
+            return int(most * TRIES[self.steps % len(TRIES)])
+        if self.steps % EVERY == 0:
+            return int(most * TRIES[self.steps // EVERY % len(TRIES)])
+        return None

@@ -1,9 +1,13 @@
 """What a source's word is worth, and what a node costs: both learned while decoding."""
 
+import math
+import random
+
 import pytest
 
+from inference.drafters.asking import FEW, Asking
 from inference.drafters.calibration import Calibration, confidence
-from inference.drafters.running_costs import RunningCosts, Step
+from inference.drafters.running_costs import EARLY, EVERY, KEPT, RunningCosts, Step
 
 # ---- calibration -----------------------------------------------------------------------------------------
 
@@ -15,47 +19,114 @@ def test_confidence_is_half_nats_of_odds(probability, expected):
 
 def test_estimates_move_from_the_guess_to_what_was_seen():
     table = Calibration()
-    assert table.estimate((3,), (0.8,)) == pytest.approx(0.8)
+    assert table.estimate((3,), [(0, 0.8)]) == pytest.approx(0.8)
     for step in range(400):
         table.count((3,), step % 4 == 0)
-    assert table.estimate((3,), (0.8,)) == pytest.approx(0.25, abs=0.01)
-    assert table.estimate((5,), (0.8,)) == pytest.approx(0.8)  # other evidence has its own
+    assert table.estimate((3,), [(0, 0.8)]) == pytest.approx(0.25, abs=0.01)
+    assert table.estimate((5,), [(0, 0.8)]) == pytest.approx(0.8)  # other evidence has its own
 
 
 def test_new_combinations_begin_with_what_their_parts_have_shown():
     table = Calibration()
-    table.estimate((1, None), (0.5, 0.0))
+    table.estimate((1, None), [(0, 0.5)])
     for _ in range(1000):
         table.count((1, None), True)
-    assert table.estimate((1, 7), (0.5, 0.5)) > 0.99  # the first is always right: guesses do not matter any more
+    assert (
+        table.estimate((1, 7), [(0, 0.5), (1, 0.5)]) > 0.99
+    )  # the first is always right: guesses do not matter any more
 
 
 def test_old_observations_are_forgotten():
     table = Calibration()
-    table.estimate((1,), (0.5,))
+    table.estimate((1,), [(0, 0.5)])
     for accepted in [True] * 20000 + [False] * 6000:
         table.count((1,), accepted)
-    assert table.estimate((1,), (0.5,)) < 0.5
+    assert table.estimate((1,), [(0, 0.5)]) < 0.5
 
 
 # ---- costs -----------------------------------------------------------------------------------------------
 
 
-def test_the_least_acceptance_is_the_time_of_a_node_in_tokens():
+def measured(seconds, rows, tokens=4, steps=KEPT):
+    """Costs after steps of so many rows each in turn, of which one in fifty was a compilation."""
     costs = RunningCosts()
-    for step in range(200):
-        nodes, _ = costs.plan(32)
-        late = 30.0 * (step % 50 == 0)  # something was compiled
-        costs.add(Step(nodes, 0.010 + 0.0002 * nodes + late, 0.020 + late, 4))
-    assert costs.seconds_per_node == pytest.approx(0.0002, rel=1e-3)
-    assert costs.least == pytest.approx(0.0002 / 0.005, rel=1e-3)
+    for step in range(steps):
+        size = rows[step % len(rows)]
+        late = 30.0 * (step % 50 == 0)
+        costs.add(Step(size, seconds(size) + late, 0.020 + late, tokens))
+    return costs
 
 
-def test_trial_steps_have_different_sizes_and_no_least():
+def test_the_price_of_a_tree_is_its_time_in_tokens():
+    costs = measured(lambda rows: 0.010 + 0.0002 * rows, (0, 8, 16, 32))
+    assert costs.seconds_per_token == pytest.approx(0.020 / 4, rel=0.05)
+    prices = costs.prices(32)
+    expected = [nodes * 0.0002 / costs.seconds_per_token for nodes in range(33)]
+    assert prices.tokens == pytest.approx(expected, rel=0.1, abs=1e-3)
+    assert costs.prices(8, riders=4).tokens == pytest.approx(expected[:9], rel=0.1, abs=1e-3)
+    assert costs.node_price == pytest.approx(expected[1], rel=0.1)
+
+
+def test_a_jump_between_sizes_is_a_price_of_its_own():
+    costs = measured(lambda rows: 0.010 + 0.0002 * rows + 0.004 * (rows > 7), range(10))
+    prices = costs.prices(9)
+    nearly_sure = [math.log(0.9)] * 9
+    assert prices.best(nearly_sure[:8]) == 8 and prices.best([math.log(0.2)] * 9) == 7
+    assert prices.best([math.log(0.03)] * 9) == 0
+    assert prices.bounds[7] > prices.bounds[8] > 0 - math.inf  # beyond the jump a node is cheap again
+    assert prices.bounds[0] < math.log(0.2)
+
+
+def test_times_that_fall_with_size_are_noise():
+    costs = measured(lambda rows: 0.010 + (0.002, 0.001, 0.004)[rows // 4], (0, 4, 8))
+    tokens = costs.prices(8).tokens
+    assert tokens == sorted(tokens) and tokens[4] == pytest.approx(tokens[0], abs=0.05) and tokens[8] > tokens[4] + 0.3
+
+
+def test_nothing_is_priced_before_it_was_measured():
     costs = RunningCosts()
-    plans = []
-    for _ in range(400):
-        plans.append(costs.plan(32))
-        costs.add(Step(plans[-1][0], 0.010 + 0.001 * plans[-1][0], 0.020, 1))
-    assert {nodes for nodes, least in plans[40:] if least == 0} == {8, 16, 32}
-    assert sum(least > 0 for _, least in plans[40:]) == pytest.approx(360 * 15 / 16, abs=2)
+    assert costs.prices(8) is None and costs.node_price == 0.0
+
+
+def test_trial_steps_have_different_sizes():
+    costs = RunningCosts()
+    sizes = []
+    for _ in range(40 * EVERY):
+        sizes.append(costs.trial(32))
+        costs.add(Step(sizes[-1] or 0, 0.010, 0.020, 1))
+    assert set(sizes[:EARLY]) == {0, 8, 16, 32}
+    later = [size for size in sizes[EARLY:] if size is not None]
+    assert set(later) == {0, 8, 16, 32} and len(later) == 39
+
+
+# ---- asking ----------------------------------------------------------------------------------------------
+
+
+def asked(asking, situation, price, worth, steps):
+    """Decide and learn so often; worth(asked) is what a step is worth. Returns the decisions."""
+    said = []
+    for _ in range(steps):
+        said.append(asking.pays(situation, price))
+        asking.learn(situation, said[-1], worth(said[-1]))
+    return said
+
+
+def test_a_part_is_asked_where_that_pays_and_nowhere_else():
+    generator = random.Random(0)
+    asking = Asking()
+    good = asked(asking, "good", 0.5, lambda yes: generator.gauss(1.0 + yes, 1.0), 400)
+    poor = asked(asking, "poor", 0.5, lambda yes: generator.gauss(1.0, 1.0), 400)
+    assert 290 <= sum(good[100:]) < 300 and 0 < sum(poor[100:]) <= 10  # now and then the other way
+    assert asking.profit(0.5) == pytest.approx(0.25, abs=0.1)  # half of the steps gain a half
+
+
+def test_what_is_clear_is_not_tried_for_long():
+    said = asked(Asking(), None, 5.0, lambda yes: 1.0 + yes, 60)
+    assert sum(said) == FEW
+
+
+def test_doubt_lets_a_few_steps_change_what_was_learned():
+    asking = Asking()
+    asked(asking, None, 0.5, lambda yes: 1.0, 200)
+    asking.doubt()
+    assert sum(asked(asking, None, 0.5, lambda yes: 1.0 + 2 * yes, 300)) > 200

@@ -1,0 +1,115 @@
+"""When to ask a part of a hybrid for drafts: in steps that look like those in which that paid.
+
+Situation: what the cheap parts say beforehand, as a class. Worth: the accepted tokens of a step above the price of its
+tree. In each situation the average worth with the part and without it is kept; the difference is what asking
+it brings, and that is compared with what asking it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from math import sqrt
+
+FEW, MANY = 6, 24
+"""Steps of a situation in which it is asked and others in which it is not, at least and at most, until it is clear …"""
+CLEAR = 1.5
+"""… by so many standard errors, which is better."""
+EVERY = 64
+"""One step of a situation in so many goes the other way, lest a change be missed."""
+MEMORY = 512
+"""Steps of a situation after which the older half of their weight is forgotten."""
+
+
+class _Mean:
+    """A running average and how sure it is."""
+
+    __slots__ = ("count", "squares", "total")
+
+    def __init__(self) -> None:
+        self.total = self.squares = self.count = 0.0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.squares += value * value
+        self.count += 1
+        if self.count >= MEMORY:
+            self.fade(MEMORY / 2)
+
+    def fade(self, most: float) -> None:
+        """Count for no more than so many."""
+        if self.count > most:
+            share = most / self.count
+            self.total, self.squares, self.count = self.total * share, self.squares * share, most
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count
+
+    @property
+    def doubt(self) -> float:
+        """Squared standard error."""
+        return max(self.squares / self.count - self.value**2, 0.0) / self.count
+
+
+class _Situation:
+    """Steps that looked alike, those in which the part was asked and those in which it was left."""
+
+    __slots__ = ("asked", "left", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.left, self.asked = _Mean(), _Mean()
+
+    @property
+    def weight(self) -> float:
+        """How often it was seen, of late."""
+        return self.left.count + self.asked.count
+
+    @property
+    def known(self) -> bool:
+        """Whether both ways have been tried."""
+        return min(self.left.count, self.asked.count) >= FEW
+
+    @property
+    def gain(self) -> float:
+        """Tokens that asking brings."""
+        return self.asked.value - self.left.value
+
+    def clear(self, price: float) -> bool:
+        """Whether it has been tried often enough to say if asking pays."""
+        if not self.known:
+            return False
+        doubt = sqrt(self.asked.doubt + self.left.doubt)
+        return min(self.left.count, self.asked.count) >= MANY or abs(self.gain - price) > CLEAR * doubt
+
+
+class Asking:
+    """What asking one part brought, by situation."""
+
+    def __init__(self) -> None:
+        self._situations: dict[Hashable, _Situation] = {}
+
+    def pays(self, situation: Hashable, price: float) -> bool:
+        """Whether to ask now; price: what asking costs, in tokens."""
+        seen = self._situations.setdefault(situation, _Situation())
+        seen.steps += 1
+        if not seen.clear(price):
+            return seen.asked.count <= seen.left.count
+        return (seen.gain > price) != (seen.steps % EVERY == 0)
+
+    def learn(self, situation: Hashable, asked: bool, worth: float) -> None:
+        """What the tree of a step was worth, built with the part's drafts or without."""
+        seen = self._situations[situation]
+        (seen.asked if asked else seen.left).add(worth)
+
+    def doubt(self) -> None:
+        """What was learned is long ago: a few steps may change it."""
+        for seen in self._situations.values():
+            seen.asked.fade(FEW)
+            seen.left.fade(FEW)
+
+    def profit(self, price: float) -> float:
+        """Tokens that a step gains on average, when the part is asked where that pays and nowhere else."""
+        weight = sum(seen.weight for seen in self._situations.values())
+        gains = (seen.weight * max(0.0, seen.gain - price) for seen in self._situations.values() if seen.known)
+        return sum(gains) / max(weight, 1.0)

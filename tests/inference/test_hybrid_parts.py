@@ -1,0 +1,151 @@
+"""When the parts of a hybrid are asked, left and switched off, and what they are told then."""
+
+import random
+
+import pytest
+import torch
+
+from inference.drafters.draft_model import DraftModelDrafter
+from inference.drafters.hybrid import HybridDrafter
+from inference.drafters.hybrid_part import LOOK, PAUSE, TRIAL
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.registry import drafter_for
+from inference.drafters.running_costs import EARLY
+from inference.engine import DecodingEngine, GenerationSettings
+from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.set_num_threads(1)
+    return load_target("llama", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts(target):
+    return make_prompts(target, 4)
+
+
+class Clock:
+    """Time passes only where it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1e-6
+        return self.now
+
+
+def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(target, prompts):
+    clock = Clock()
+    slow = ScriptedDrafter([7] * 10**6, 2)
+    propose = slow.propose
+
+    def proposing():
+        clock.now += 1.0  # a second for drafts that are never right
+        return propose()
+
+    slow.propose = proposing
+    hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], target, 8, clock=clock)
+    engine = DecodingEngine(target, hybrid)
+    while not hybrid.parts[0].off:
+        engine.generate(prompts[0], GenerationSettings(60))
+    found = hybrid.findings()["parts"]
+    steps = found["slow"]["switched"][0]["off"]
+    assert TRIAL <= steps <= TRIAL + EARLY + 16 and found["ngram"]["switched"] == []
+    assert EARLY <= found["slow"]["asked"] < TRIAL / 2  # where it never pays it is soon left
+    spent = clock.now
+    engine.generate(prompts[1], GenerationSettings(60))
+    assert clock.now - spent < 1.0
+    wait = hybrid.parts[0]._until - steps
+    assert wait > 10 * PAUSE  # its trial took as long as so many steps
+    hybrid._steps = steps + wait
+    engine.generate(prompts[1], GenerationSettings(60))
+    assert hybrid.findings()["parts"]["slow"]["switched"][0]["on"] == steps + wait
+    assert clock.now - spent > 1.0
+
+
+def test_a_part_whose_rows_are_needed_is_asked_always_until_it_clearly_loses(target, prompts):
+    clock = Clock()
+    slow = ScriptedDrafter([7] * 10**6, 2)
+    slow.reads_choices = True
+    propose = slow.propose
+
+    def proposing():
+        clock.now += 1.0
+        return propose()
+
+    slow.propose = proposing
+    hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], target, 8, clock=clock)
+    engine = DecodingEngine(target, hybrid)
+    while not hybrid.parts[0].off:
+        engine.generate(prompts[0], GenerationSettings(60))
+    found = hybrid.findings()["parts"]["slow"]
+    assert found["switched"][0]["off"] <= found["asked"] < 2 * LOOK + EARLY
+
+
+@pytest.mark.parametrize("name", ["ctc", "medusa", "hydra", "hydra++", "chimera", "draft_model"])
+def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(target, prompts, name):
+    def drafter():
+        if name == "draft_model":
+            return DraftModelDrafter(target.without_layers([1]), k=3)
+        return drafter_for(heads[name], target, 6)
+
+    heads = {
+        **{kind: make_head(target, kind) for kind in ("ctc", "medusa", "hydra", "chimera")},
+        "hydra++": make_head(target, "hydra", prefix_attention=True),
+    }
+    apart = drafter()
+    hybrid = HybridDrafter([("part", drafter()), ("ngram", NgramDrafter())], target, 6)
+    part = hybrid.parts[0]
+    hybrid._judge = lambda active: None
+    generator = random.Random(1)
+    part.account.asking.pays = lambda situation, price: generator.random() < 0.3
+    part.account.asking.learn = lambda *told: None
+    begin, observe, propose = hybrid.begin, hybrid.observe, hybrid.propose
+    compared = []
+
+    def beginning(prompt, capacity):
+        apart.begin(prompt, capacity + 20)
+        begin(prompt, capacity)
+
+    def observing(step):
+        apart.observe(step)
+        observe(step)
+
+    def proposing():
+        asked = part.asked
+        tree = propose()
+        if part.asked > asked:
+            own, same = part.tree, apart.propose()
+            assert own.tokens.tolist() == same.tokens.tolist() and own.parents.tolist() == same.parents.tolist()
+            assert torch.allclose(own.log_probs, same.log_probs)
+            compared.append(asked)
+        return tree
+
+    hybrid.begin, hybrid.observe, hybrid.propose = beginning, observing, proposing
+    engine = DecodingEngine(target, hybrid)
+    settings = GenerationSettings(90)
+    for prompt in prompts:
+        assert engine.generate(prompt, settings).tokens == vanilla_tokens(target, prompt, settings)
+    assert EARLY + 10 < len(compared) < hybrid.findings()["steps"] - 40
+
+
+def test_the_only_part_that_is_asked_drafts_by_itself(target, prompts):
+    hybrid = HybridDrafter(
+        [("medusa", drafter_for(make_head(target, "medusa"), target, 6)), ("ngram", NgramDrafter())], target, 6
+    )
+    hybrid.parts[0].account.asking.pays = lambda situation, price: False
+    hybrid.parts[0].account.asking.learn = lambda *told: None
+    alone = NgramDrafter(max_nodes=6)
+    engine = DecodingEngine(target, hybrid)
+    engine.generate(prompts[0], GenerationSettings(60))
+    assert hybrid._costs.seconds_per_token > 0
+    result = engine.generate(prompts[0], GenerationSettings(60))
+    assert hybrid._merged is None and hybrid._lone is hybrid.parts[1]
+    assert (
+        result.accept_lengths[2:]
+        == DecodingEngine(target, alone).generate(prompts[0], GenerationSettings(60)).accept_lengths[2:]
+    )
+    assert set(result.sources) <= {-1, 1}
