@@ -253,14 +253,20 @@ def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for every time a source was switched off."""
-    return [
-        f"{drafter}: {name} did not pay and was switched off after {switch['off']:,} target steps"
-        + (f", for another trial on again after {switch['on']:,}." if switch["on"] is not None else ".")
-        for drafter, found in findings.items()
-        for name, part in found.get("parts", {}).items()
-        for switch in part["switched"]
-    ]
+    """A sentence for every source that was not asked in every step, and for every time one was switched off."""
+    notes = []
+    for drafter, found in findings.items():
+        for name, part in found.get("parts", {}).items():
+            if part["asked"] < found["steps"]:
+                notes.append(
+                    f"{drafter}: {name} was asked for drafts in {part['asked']:,} of {found['steps']:,} target steps."
+                )
+            for switch in part["switched"]:
+                again = f", for another trial on again after {switch['on']:,}" if switch["on"] is not None else ""
+                notes.append(
+                    f"{drafter}: {name} did not pay and was switched off after {switch['off']:,} target steps{again}."
+                )
+    return notes
 
 
 def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:

@@ -9,7 +9,16 @@ from rich.console import Console
 from inference import plots
 from inference.answers import AnswerFiles, read_answers, score_answers
 from inference.evaluate import evaluate
-from inference.report import build_report, check_output, clear_output, lossless_cell, markdown, write_json, write_report
+from inference.report import (
+    build_report,
+    check_output,
+    clear_output,
+    findings_note,
+    lossless_cell,
+    markdown,
+    write_json,
+    write_report,
+)
 from inference.terminal import summary_table
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, question, render
 
@@ -183,3 +192,15 @@ def test_answers_of_an_earlier_run_do_not_stay(tmp_path):
     AnswerFiles(tmp_path, ["old"])
     AnswerFiles(tmp_path, ["new"])
     assert [path.name for path in (tmp_path / "answers").iterdir()] == ["new.jsonl"]
+
+
+def test_what_a_hybrid_found_out_is_said_in_sentences():
+    told = {"accepted": 5, "alone": 5}
+    never = {**told, "asked": 103, "switched": []}
+    twice = {**told, "asked": 40, "switched": [{"off": 20, "on": 60}, {"off": 90, "on": None}]}
+    notes = findings_note({"h": {"steps": 100, "parts": {"ctc": twice, "ngram": never}}, "d": {"tokens": 3.0}})
+    assert notes == [
+        "h: ctc was asked for drafts in 40 of 100 target steps.",
+        "h: ctc did not pay and was switched off after 20 target steps, for another trial on again after 60.",
+        "h: ctc did not pay and was switched off after 90 target steps.",
+    ]
