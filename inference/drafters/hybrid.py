@@ -145,8 +145,10 @@ class HybridDrafter(Drafter):
         """What the step cost, and what each part made of it."""
         active, costs = self._active, self._costs
         renewed = costs.add(Step(self._rows, now - self._proposed, now - self._began, len(new)))
-        if self._trial:
-            return  # of another size than pays
+        if self._trial:  # of another size than pays
+            for part in active:
+                part.account.forget_step()
+            return
         price = None if self._prices is None else self._prices.tokens[min(self._rows - self._riders, self.budget)]
         for part in active:
             part.account.verifying += len(part.riders) * costs.seconds_per_node

@@ -178,6 +178,10 @@ class Account:
         (self._when_asked if self.asked else self._when_left).append(self.drafting)
         self._steps.append((self.asked, self.verifying, brought))
         self._asked += self.asked
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """The present step is over."""
         self.drafting = self.verifying = 0.0
 
     @property
