@@ -1,8 +1,8 @@
 """When to ask a part of a hybrid for drafts: in steps that look like those in which that paid.
 
-Situation: what the cheap parts say beforehand, as a class. Worth: the accepted tokens of a step above the price of its
-tree. In each situation the average worth with the part and without it is kept; the difference is what asking
-it brings, and that is compared with what asking it costs.
+Situation: what the cheap parts say beforehand, as a class. Worth: the accepted tokens of a step, or those expected,
+above the price of its tree. In each situation the average worth with the part and without it is kept; the difference is
+what asking it brings, and that is compared with what asking it costs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import sqrt
 
-FEW, MANY = 6, 24
+FEW, MANY = 6, 16
 """Steps of a situation in which it is asked and others in which it is not, at least and at most, until it is clear …"""
 CLEAR = 1.5
 """… by so many standard errors, which is better."""

@@ -77,6 +77,7 @@ class HybridDrafter(Drafter):
         self._step: VerifiedStep | None = None
         self._steps = self._count = 0  # target steps, and tokens of the last one
         self._prices: Prices | None = None  # of trees in the present step
+        self._expected: float | None = None  # accepted drafts of the present tree; None: nobody said
         self._trial = False  # whether the present tree has a size that is tried
         self._rows = self._riders = 0  # of the present tree, and those among them that are never accepted
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
@@ -111,7 +112,7 @@ class HybridDrafter(Drafter):
             brought = self._credited(new)
             if self.fit and not alone:
                 self._learn(new, brought, now)
-        if alone:  # as little as can be
+        if alone:  # as little as can be from here
             if self._active[0].phrases:
                 self._active[0].drafter.read(new)  # type: ignore[attr-defined]
             return
@@ -154,7 +155,7 @@ class HybridDrafter(Drafter):
             part.account.verifying += len(part.riders) * costs.seconds_per_node
             part.account.close_step(brought.get(part.name, 0))
             if part.may_be_left and price is not None:
-                part.account.learn(len(new) - 1 - price)
+                part.account.learn(len(new) - 1, price, self._expected)
             if renewed:
                 part.account.renew(costs.seconds_per_token)
         if active[0].account.steps % LOOK == 0 and costs.seconds_per_token:
@@ -206,11 +207,13 @@ class HybridDrafter(Drafter):
         """
         self._likely = []
         choose = self.fit and self._costs.seconds_per_token > 0
-        situation = self._situation() if choose and any(part.may_be_left for part in active) else None
+        situation: Hashable = self._situation() if choose and any(part.may_be_left for part in active) else None
         asked = []
         for part in active:
             if not (fresh and part.may_be_left) and part.account.choose(situation, choose and part.may_be_left):
                 asked.append(part)
+                if part.may_be_left:
+                    situation = situation, part.place  # what the next one brings is less where this one speaks too
             else:
                 start = self._clock()
                 part.leave(step, self._count)
@@ -219,7 +222,7 @@ class HybridDrafter(Drafter):
 
     def _alone(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
         """Its own tree, at no cost of others."""
-        self._merged, self._lone, self._riders = None, part, 0
+        self._merged, self._lone, self._riders, self._expected = None, part, 0, None
         self._prices = self._costs.prices(self.budget)
         part.asked += 1
         if part.phrases:
@@ -251,8 +254,10 @@ class HybridDrafter(Drafter):
             self._deepest_node,
             prices and prices.bounds,
         )
+        self._expected = None
         if prices is not None:
-            merged.cut(prices.best(merged.scores))
+            size, self._expected = prices.best(merged.scores)
+            merged.cut(size)
         tree = self._with_riders(merged.as_tree(self.target.device))
         others = max(1, len(asked) - 1)  # with one fewer of two there would be nothing to merge
         share = (self._clock() - start) / others

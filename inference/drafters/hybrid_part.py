@@ -24,7 +24,9 @@ TRIAL = 128
 """Target steps after which a part is judged, again and again."""
 LOOK, CLEAR = 32, 2.0
 """Target steps after which one that loses by so many standard errors is not given the rest of its trial."""
-LEAST = 0.02
+FADE, DOUBT = 0.995, 8.0
+"""Of the correction of expectations: what a further step leaves of a step's weight, and steps that speak for none."""
+LEAST = 0.03
 """Share of the time that a part which is asked now and then must save: less is lost in what is not reckoned."""
 PAUSE, SHARE = 8 * TRIAL, 0.01
 """Target steps for which a part that did not pay stays off at least; longer, if trials would else take more of the
@@ -171,6 +173,7 @@ class Account:
         self._asked = 0  # steps in which it was, since it was tried again
         self._to_ask = self._to_leave = 0.0  # typical seconds
         self._price = 0.0  # of asking above leaving, in tokens
+        self._more = self._weight = 0.0  # accepted beyond what was expected, and of so many steps
         self._steps: list[tuple[bool, float, int]] = []  # asked, verifying, brought; since it was judged
 
     def close_step(self, brought: int) -> None:
@@ -216,9 +219,18 @@ class Account:
         self.asked = not may_be_left or self.asking.pays(situation, self._price)
         return self.asked
 
-    def learn(self, worth: float) -> None:
-        """What the step's tree brought above its price, in tokens."""
-        self.asking.learn(self.situation, self.asked, worth)
+    def learn(self, accepted: int, price: float, expected: float | None) -> None:
+        """What the step's tree brought, and what it cost to verify, in tokens.
+
+        What was expected of it varies less than what was accepted, so that is learned where it is known, corrected by
+        how much more or less was accepted than expected of late.
+        """
+        if self.asked and expected is not None:
+            self._more = FADE * self._more + accepted - expected
+            self._weight = FADE * self._weight + 1
+            self.asking.learn(self.situation, True, expected + self._more / (self._weight + DOUBT) - price)
+        else:
+            self.asking.learn(self.situation, self.asked, accepted - price)
 
     def profit(self, seconds_per_token: float) -> float:
         """Tokens a step that it is expected to bring above its costs, asked where that pays."""

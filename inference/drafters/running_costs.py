@@ -61,14 +61,16 @@ class Prices(NamedTuple):
         )
         return cls(tokens, [log(price) if price > 0 else -inf for price in each])
 
-    def best(self, scores: Sequence[float]) -> int:
-        """How many nodes to verify: as many as bring most above their price.
+    def best(self, scores: Sequence[float]) -> tuple[int, float]:
+        """How many nodes to verify, as many as bring most above their price, and how many of them are expected to be
+        accepted.
 
         scores: log-probabilities that nodes are accepted, best first, no more than n.
         """
-        brings = accumulate(map(exp, scores), initial=0.0)
+        brings = list(accumulate(map(exp, scores), initial=0.0))
         gains = [gain - price for gain, price in zip(brings, self.tokens)]
-        return gains.index(max(gains))
+        size = gains.index(max(gains))
+        return size, brings[size]
 
 
 class RunningCosts:

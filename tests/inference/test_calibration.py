@@ -71,8 +71,9 @@ def test_a_jump_between_sizes_is_a_price_of_its_own():
     costs = measured(lambda rows: 0.010 + 0.0002 * rows + 0.004 * (rows > 7), range(10))
     prices = costs.prices(9)
     nearly_sure = [math.log(0.9)] * 9
-    assert prices.best(nearly_sure[:8]) == 8 and prices.best([math.log(0.2)] * 9) == 7
-    assert prices.best([math.log(0.03)] * 9) == 0
+    assert prices.best(nearly_sure[:8]) == (8, pytest.approx(7.2))
+    assert prices.best([math.log(0.2)] * 9) == (7, pytest.approx(1.4))
+    assert prices.best([math.log(0.03)] * 9) == (0, 0.0)
     assert prices.bounds[7] > prices.bounds[8] > 0 - math.inf  # beyond the jump a node is cheap again
     assert prices.bounds[0] < math.log(0.2)
 

@@ -7,7 +7,7 @@ import torch
 
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.hybrid_part import LOOK, PAUSE, TRIAL
+from inference.drafters.hybrid_part import LOOK, PAUSE, TRIAL, Account
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY
@@ -149,3 +149,32 @@ def test_the_only_part_that_is_asked_drafts_by_itself(target, prompts):
         == DecodingEngine(target, alone).generate(prompts[0], GenerationSettings(60)).accept_lengths[2:]
     )
     assert set(result.sources) <= {-1, 1}
+
+
+def test_what_two_parts_bring_is_told_apart(target, prompts):
+    parts = [(kind, drafter_for(make_head(target, kind), target, 6)) for kind in ("medusa", "hydra")]
+    hybrid = HybridDrafter([*parts, ("ngram", NgramDrafter())], target, 6)
+    hybrid._judge = lambda active: None
+    together = set()
+    propose = hybrid.propose
+
+    def proposing():
+        tree = propose()
+        if not hybrid._trial and hybrid._costs.seconds_per_token:
+            together.add(tuple(part.account.asked for part in hybrid.parts[:2]))
+        return tree
+
+    hybrid.propose = proposing
+    engine = DecodingEngine(target, hybrid)
+    for prompt in prompts:
+        engine.generate(prompt, GenerationSettings(90))
+    assert len(together) == 4  # each with the other and without
+
+
+def test_expectations_are_corrected_by_what_came():
+    account = Account()
+    for _ in range(400):
+        account.choose("here", True)
+        account.learn(1 if account.asked else 0, 0.25, 2.0)  # one is accepted where two are expected
+    seen = account.asking._situations["here"]
+    assert seen.asked.value == pytest.approx(1 - 0.25, abs=0.2) and seen.left.value == pytest.approx(-0.25)
