@@ -28,7 +28,7 @@ FADE, DOUBT = 0.995, 8.0
 """Of the correction of expectations: what a further step leaves of a step's weight, and steps that speak for none."""
 LEAST = 0.03
 """Share of the time that a part which is asked now and then must save: less is lost in what is not reckoned."""
-PAUSE, SHARE = 8 * TRIAL, 0.01
+PAUSE, SHARE = 8 * TRIAL, 0.005
 """Target steps for which a part that did not pay stays off at least; longer, if trials would else take more of the
 time than this share."""
 
@@ -45,7 +45,9 @@ class HybridPart:
         self.tree = DraftTree.empty(target.device)
         self._observe: Callable[[VerifiedStep], None] = drafter.observe
         self._draft: Callable[[VerifiedStep], DraftTree] = self._drafted
+        self._met = True  # what is compiled
         if drafter.on_device and drafter.max_nodes and target.compiled:
+            self._met = False
             self._observe, self._draft = program(drafter.observe, target.device), program(self._drafted, target.device)
         self._untold: tuple[VerifiedStep, int] | None = None  # what it has not taken in yet, and how many tokens count
         self.accepted = self.alone = 0  # tokens since the beginning: credited to it, and those nobody else had
@@ -97,8 +99,18 @@ class HybridPart:
         if step.tree is None:  # a prompt has a length of its own and is not compiled for
             self.tree = self._drafted(step)
         else:
+            self._meet(step)
             self.tree = self._draft(self._with_untold(self._as_seen(step), count)[0])
         return self.tree
+
+    def _meet(self, step: VerifiedStep) -> None:
+        """Compile what takes waiting steps in before any waits, not in the middle of some later answer."""
+        if not self._met and self._remembers:
+            kept = [memory.clone() for memory in self.drafter.memory()]
+            self._observe(step)
+            for memory, value in zip(self.drafter.memory(), kept):
+                memory.copy_(value)
+        self._met = True
 
     def marked(self, tree: DraftTree) -> DraftTree:
         """A tree of its own as the hybrid's: with its place among the sources."""
