@@ -70,7 +70,7 @@ class HybridDrafter(Drafter):
         tables = [part.drafter.table for part in self.parts if isinstance(part.drafter, NgramDrafter)]
         self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
         self._context = 0  # the text, as n-grams code it
-        self._active = self.active
+        self._renew_active()
         self._merged: MergedTree | None = None
         self._lone: HybridPart | None = None  # the only part that drafted the present step
         self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
@@ -92,6 +92,10 @@ class HybridDrafter(Drafter):
         """The parts that have not been switched off."""
         return [part for part in self.parts if not part.off]
 
+    def _renew_active(self) -> None:
+        self._active = self.active
+        self._only = self._active[0] if len(self._active) == 1 else None
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""
         self._merged = self._step = None
@@ -99,23 +103,20 @@ class HybridDrafter(Drafter):
         for part in self.parts:
             if not part.off or part.pause_over(self._steps):
                 part.begin(prompt, capacity + self.max_depth + 1)
-        self._active = self.active
+        self._renew_active()
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from what was accepted; parts that have to be drafted with take the step in then."""
-        now = self._clock()
         new = committed(step)
         self._step, self._count = step, len(new)
-        alone = len(self._active) == 1
+        if self._only is not None and step.tree is not None and self._merged is None:
+            return self._observe_only(self._only, new)
+        now = self._clock()
         if step.tree is not None:
             self._steps += 1
             brought = self._credited(new)
-            if self.fit and not alone:
+            if self.fit and len(self._active) > 1:
                 self._learn(new, brought, now)
-        if alone:  # as little as can be from here
-            if self._active[0].phrases:
-                self._active[0].drafter.read(new)  # type: ignore[attr-defined]
-            return
         self._began = self._clock()
         for part in self._active:
             if part.phrases:
@@ -125,12 +126,18 @@ class HybridDrafter(Drafter):
         for token in new[-self._contexts.n :]:
             self._context = self._contexts.after(self._context, token)
 
+    def _observe_only(self, part: HybridPart, new: list[int]) -> None:
+        """For the only part that is left, which drafted the step by itself: as little as can be."""
+        self._steps += 1
+        part.credit_alone(len(new) - 1)
+        if part.phrases:
+            part.drafter.read(new)  # type: ignore[attr-defined]
+
     def _credited(self, new: list[int]) -> dict[str, int]:
         """Credit the accepted tokens; per part those that nobody else had."""
         if self._merged is None:
             assert self._lone is not None
-            self._lone.accepted += len(new) - 1
-            self._lone.alone += len(new) - 1
+            self._lone.credit_alone(len(new) - 1)
             for place, token, entry in self._likely:
                 self._calibration.count_alone(place, entry, token == new[0])
             return {self._lone.name: len(new) - 1}
@@ -160,7 +167,7 @@ class HybridDrafter(Drafter):
                 part.account.renew(costs.seconds_per_token)
         if active[0].account.steps % LOOK == 0 and costs.seconds_per_token:
             self._judge(active)
-            self._active = self.active
+            self._renew_active()
 
     def _judge(self, active: Sequence[HybridPart]) -> None:
         """Switch off a part that costs more than it brings; clearly so, or after a whole trial.
@@ -188,10 +195,10 @@ class HybridDrafter(Drafter):
     def propose(self) -> DraftTree:
         """The merged tree, and behind it the rows that parts want to ride along; of a single part, its own tree."""
         assert self._step is not None, "observe the prefill before proposing"
+        if self._only is not None:
+            self._merged, self._lone, self._likely = None, self._only, []
+            return self._only.draft_alone(self._step, self._count)
         active = self._active
-        if len(active) == 1:
-            self._likely = []
-            return self._alone(active[0], self._step)
         trial = self._costs.trial(self.budget) if self.fit else None
         fresh = self.fit and self.target.compiled and self._step.tree is None
         self._trial = trial is not None or fresh
@@ -224,12 +231,9 @@ class HybridDrafter(Drafter):
         """Its own tree, at no cost of others."""
         self._merged, self._lone, self._riders, self._expected = None, part, 0, None
         self._prices = self._costs.prices(self.budget)
-        part.asked += 1
-        if part.phrases:
-            return part.marked(part.drafter.propose())
         start = self._clock()
-        tree = part.marked(part.draft(step, self._count))
-        part.account.drafting += self._clock() - start
+        tree = part.draft_alone(step, self._count)
+        part.account.drafting += 0.0 if part.phrases else self._clock() - start
         return tree
 
     def _merge(self, asked: Sequence[HybridPart], step: VerifiedStep, trial: int | None) -> DraftTree:

@@ -16,6 +16,7 @@ from inference.drafters.base import Drafter, VerifiedStep
 from inference.drafters.merged_tree import PhraseSource, Source, TreeSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.running_costs import typical
+from inference.drafters.text import TextDrafter
 from inference.program import program
 from inference.target import Target
 from inference.tree import DraftTree
@@ -39,7 +40,9 @@ class HybridPart:
     def __init__(self, place: int, name: str, drafter: Drafter, target: Target) -> None:
         """place: among the hybrid's parts."""
         self.place, self.name, self.drafter = place, name, drafter
-        self._places: dict[int, Tensor] = {}  # by the size of a tree
+        self._marks = not place or isinstance(drafter, TextDrafter)  # whether its trees name the place themselves
+        if isinstance(drafter, TextDrafter):
+            drafter.stand_at(place)
         self.phrases = isinstance(drafter, NgramDrafter)
         self.source: Source = PhraseSource(drafter.table) if isinstance(drafter, NgramDrafter) else TreeSource()
         self.tree = DraftTree.empty(target.device)
@@ -112,13 +115,16 @@ class HybridPart:
                 memory.copy_(value)
         self._met = True
 
-    def marked(self, tree: DraftTree) -> DraftTree:
-        """A tree of its own as the hybrid's: with its place among the sources."""
-        if not self.place:
-            return tree
-        if len(tree) not in self._places:
-            self._places[len(tree)] = torch.full_like(tree.source, self.place)
-        return DraftTree(tree.tokens, tree.parents, tree.log_probs, self._places[len(tree)], tree.candidate)
+    def draft_alone(self, step: VerifiedStep, count: int) -> DraftTree:
+        """Its own tree as the hybrid's: with its place among the sources."""
+        self.asked += 1
+        tree = self.drafter.propose() if self.phrases else self.draft(step, count)
+        return tree if self._marks else replace(tree, source=tree.source + self.place)
+
+    def credit_alone(self, accepted: int) -> None:
+        """So many of its own tree's nodes were accepted."""
+        self.accepted += accepted
+        self.alone += accepted
 
     def speak(self) -> None:
         """Its drafts enter the merged tree."""
