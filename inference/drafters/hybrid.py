@@ -177,10 +177,10 @@ class HybridDrafter(Drafter):
         costs, over = self._costs, active[0].account.steps >= TRIAL
         losing: list[tuple[bool, float, HybridPart]] = []
         for part in active:
+            if not over and not part.drafter.reads_choices:
+                continue  # it is asked in some steps only, or costs next to nothing
             if part.may_be_left:
-                loss = LEAST * costs.tokens_per_step - part.account.profit(costs.seconds_per_token) if over else 0.0
-            elif part.phrases and not over:
-                continue
+                loss = LEAST * costs.tokens_per_step - part.account.profit(costs.seconds_per_token)
             else:
                 balance, error = part.account.balance(costs.seconds_per_token)
                 loss = -balance - (0.0 if over else CLEAR * error)

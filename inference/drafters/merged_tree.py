@@ -73,15 +73,20 @@ class PhraseSource:
         if found is None:
             return None
         level, (token, count, _, _, total) = found
-        return token, level * 8 + min(count, 3) * 2 + (count == total), count * (level - 1) / level / (total + 1)
+        sure, worth = self._heard(level, count, total)
+        return token, sure, count * worth
+
+    @staticmethod
+    def _heard(level: int, count: int, total: int) -> tuple[int, float]:
+        """What a match says of its most frequent follower, `count` of `total`, and what each of them is worth."""
+        return level * 8 + min(count, 3) * 2 + (count == total), (level - 1) / level / (total + 1)
 
     def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
         """See `Source`."""
         said: Opinion = {}
         otherwise: Hashable = None
         for level, (first, count, second, second_count, total) in self.table.levels(context):
-            sure = level * 8 + min(count, 3) * 2 + (count == total)
-            worth = (level - 1) / level / (total + 1)
+            sure, worth = self._heard(level, count, total)
             if otherwise is None:
                 otherwise = 1000 + sure
             else:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.inference.models import RANDOM_TARGETS, load_target
+from tests.inference.models import RANDOM_TARGETS, load_target, make_prompts
 
 
 @pytest.fixture(scope="module", params=RANDOM_TARGETS)
@@ -14,3 +14,8 @@ def target(request):
 @pytest.fixture(scope="module")
 def llama():
     return load_target("llama", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def llama_prompts(llama):
+    return make_prompts(llama, 4)

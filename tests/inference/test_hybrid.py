@@ -23,17 +23,6 @@ from inference.tree import DraftTree, ancestor_rows, check_tree, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
 
 
-@pytest.fixture(scope="module")
-def target():
-    torch.set_num_threads(1)
-    return load_target("llama", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def prompts(target):
-    return make_prompts(target, 4)
-
-
 def proposal(tokens, parents, probabilities):
     source = TreeSource()
     logs = torch.tensor(probabilities, dtype=torch.float64).log()
@@ -158,25 +147,25 @@ def test_learning_judges_every_child_considered_behind_the_accepted_path_and_non
 # ---- in the engine ---------------------------------------------------------------------------------------
 
 
-def hybrids(target, **options):
-    head = make_head(target)
-    yield "ctc+ngram", [("ctc", drafter_for(head, target, 12)), ("ngram", NgramDrafter())]
+def hybrids(llama, **options):
+    head = make_head(llama)
+    yield "ctc+ngram", [("ctc", drafter_for(head, llama, 12)), ("ngram", NgramDrafter())]
     lookup = ("prompt_lookup", PromptLookupDrafter())
     yield (
         "medusa+ngram+lookup",
         [
-            ("medusa", drafter_for(make_head(target, "medusa"), target, 12)),
+            ("medusa", drafter_for(make_head(llama, "medusa"), llama, 12)),
             ("ngram", NgramDrafter(keep=1)),
             lookup,
         ],
     )
-    yield "chimera+hydra", [(kind, drafter_for(make_head(target, kind), target, 12)) for kind in ("chimera", "hydra")]
+    yield "chimera+hydra", [(kind, drafter_for(make_head(llama, kind), llama, 12)) for kind in ("chimera", "hydra")]
     yield "ngram+lookahead", [("ngram", NgramDrafter()), ("lookahead", LookaheadDrafter(n=3, w=4))]
     yield (
         "ctc+ouroboros+ngram",
         [
-            ("ctc", drafter_for(head, target, 12)),
-            ("ouroboros", OuroborosDrafter(target, gamma=2, w=3, p=3)),
+            ("ctc", drafter_for(head, llama, 12)),
+            ("ouroboros", OuroborosDrafter(llama, gamma=2, w=3, p=3)),
             ("ngram", NgramDrafter()),
         ],
     )
@@ -187,27 +176,27 @@ def hybrids(target, **options):
 )
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
 @pytest.mark.parametrize("fit", [0, 1])
-def test_decoding_is_exact(target, prompts, name, sampling, fit):
+def test_decoding_is_exact(llama, llama_prompts, name, sampling, fit):
     from inference.drafters.vanilla import VanillaDrafter
 
     settings = GenerationSettings(60, sampling=sampling)
-    parts = dict(hybrids(target))[name]
-    hybrid = DecodingEngine(target, HybridDrafter(parts, target, 10, fit=fit))
-    vanilla = DecodingEngine(target, VanillaDrafter())
-    for prompt in prompts:
+    parts = dict(hybrids(llama))[name]
+    hybrid = DecodingEngine(llama, HybridDrafter(parts, llama, 10, fit=fit))
+    vanilla = DecodingEngine(llama, VanillaDrafter())
+    for prompt in llama_prompts:
         result = hybrid.generate(prompt, settings)
         assert result.tokens == vanilla.generate(prompt, settings).tokens
         drafted = sum(source >= 0 for source in result.sources)
         assert drafted - (len(result.tokens) - result.target_steps) in (0, 1)  # the answer may end on a draft
 
 
-def test_every_accepted_token_has_its_source(target, prompts):
-    answer = DecodingEngine(target, build_drafter(DrafterSpec.parse("vanilla"), target)).generate(
-        prompts[0], GenerationSettings(40)
+def test_every_accepted_token_has_its_source(llama, llama_prompts):
+    answer = DecodingEngine(llama, build_drafter(DrafterSpec.parse("vanilla"), llama)).generate(
+        llama_prompts[0], GenerationSettings(40)
     )
     right, wrong = ScriptedDrafter(answer.tokens, 3), ScriptedDrafter([7] * 40, 3)
-    hybrid = HybridDrafter([("wrong", wrong), ("right", right)], target, 8, fit=0)
-    result = DecodingEngine(target, hybrid).generate(prompts[0], GenerationSettings(40))
+    hybrid = HybridDrafter([("wrong", wrong), ("right", right)], llama, 8, fit=0)
+    result = DecodingEngine(llama, hybrid).generate(llama_prompts[0], GenerationSettings(40))
     assert result.tokens == answer.tokens and result.target_steps < 15
     assert len(result.sources) == 40
     taken = [hybrid.sources[source] for source in result.sources if source >= 0]
@@ -235,15 +224,15 @@ class Asking(ScriptedDrafter):
         return self.proposed
 
 
-def test_a_part_is_told_what_the_target_said_about_its_own_tree(target, prompts):
-    answer = DecodingEngine(target, build_drafter(DrafterSpec.parse("vanilla"), target)).generate(
-        prompts[0], GenerationSettings(40)
+def test_a_part_is_told_what_the_target_said_about_its_own_tree(llama, llama_prompts):
+    answer = DecodingEngine(llama, build_drafter(DrafterSpec.parse("vanilla"), llama)).generate(
+        llama_prompts[0], GenerationSettings(40)
     )
     tokens = answer.tokens
     asking = Asking(tokens, 3)
     wide = ScriptedDrafter([9] * 100, 4)
-    engine = DecodingEngine(target, HybridDrafter([("wide", wide), ("asking", asking)], target, 4, fit=0))
-    assert engine.generate(prompts[0], GenerationSettings(30)).tokens == tokens[:30]
+    engine = DecodingEngine(llama, HybridDrafter([("wide", wide), ("asking", asking)], llama, 4, fit=0))
+    assert engine.generate(llama_prompts[0], GenerationSettings(30)).tokens == tokens[:30]
     assert len(asking.seen) > 4
     for own, proposed, choices in asking.seen:
         assert own == proposed and len(choices) == 1 + len(own)
@@ -252,22 +241,22 @@ def test_a_part_is_told_what_the_target_said_about_its_own_tree(target, prompts)
         assert said and said == tokens[start + 1 : start + 1 + len(said)]  # −1 where the budget left nodes out
 
 
-def test_a_window_rides_along_behind_the_merged_nodes(target, prompts):
+def test_a_window_rides_along_behind_the_merged_nodes(llama, llama_prompts):
     def pools(drafter, lookahead):
-        DecodingEngine(target, drafter).generate(prompts[0], GenerationSettings(40))
+        DecodingEngine(llama, drafter).generate(llama_prompts[0], GenerationSettings(40))
         return len(lookahead.pool), len(lookahead._rows)
 
     alone, part = LookaheadDrafter(n=4, w=5), LookaheadDrafter(n=4, w=5)
-    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], target, 6, fit=0)
+    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], llama, 6, fit=0)
     filled, rows = pools(hybrid, part)
     assert rows == 3 and filled > 20
     assert pools(alone, alone)[1] == 3
 
 
-def test_riding_rows_keep_their_places_in_the_text(target, prompts):
+def test_riding_rows_keep_their_places_in_the_text(llama, llama_prompts):
     part = LookaheadDrafter(n=4, w=5)
-    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], target, 6, fit=0)
-    DecodingEngine(target, hybrid).generate(prompts[0] * 2, GenerationSettings(20))
+    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], llama, 6, fit=0)
+    DecodingEngine(llama, hybrid).generate(llama_prompts[0] * 2, GenerationSettings(20))
     tree, own = hybrid.propose(), hybrid.parts[1].tree
     riders, cells = ~tree.candidate, ~own.candidate
     assert 0 < int(riders.sum()) == int(cells.sum()) and int(tree.candidate.sum()) > 0
@@ -277,27 +266,27 @@ def test_riding_rows_keep_their_places_in_the_text(target, prompts):
 
 
 @pytest.mark.parametrize("budget,depth", [(32, 1), (2, 0)])
-def test_a_part_left_alone_may_draft_deeper_than_the_merged_tree(target, prompts, budget, depth):
-    parts = [("draft_model", DraftModelDrafter(target, k=5)), ("ngram", NgramDrafter())]
-    hybrid = HybridDrafter(parts, target, budget, depth=depth)
+def test_a_part_left_alone_may_draft_deeper_than_the_merged_tree(llama, llama_prompts, budget, depth):
+    parts = [("draft_model", DraftModelDrafter(llama, k=5)), ("ngram", NgramDrafter())]
+    hybrid = HybridDrafter(parts, llama, budget, depth=depth)
     hybrid.parts[1].switch_off(0)
     settings = GenerationSettings(40)
-    for prompt in prompts:
-        result = DecodingEngine(target, hybrid).generate(prompt, settings)
-        assert result.tokens == vanilla_tokens(target, prompt, settings)
+    for prompt in llama_prompts:
+        result = DecodingEngine(llama, hybrid).generate(prompt, settings)
+        assert result.tokens == vanilla_tokens(llama, prompt, settings)
         assert set(result.accept_lengths[1:-1]) == {6}
     found = hybrid.findings()["parts"]["draft_model"]
-    assert found["accepted"] == found["alone"] >= 5 * 5 * len(prompts)
+    assert found["accepted"] == found["alone"] >= 5 * 5 * len(llama_prompts)
 
 
-def test_a_window_owes_for_its_rows(target, prompts):
-    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", LookaheadDrafter(n=4, w=5))], target, 6)
-    engine = DecodingEngine(target, hybrid)
-    engine.generate(prompts[0], GenerationSettings(20))
+def test_a_window_owes_for_its_rows(llama, llama_prompts):
+    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", LookaheadDrafter(n=4, w=5))], llama, 6)
+    engine = DecodingEngine(llama, hybrid)
+    engine.generate(llama_prompts[0], GenerationSettings(20))
     assert len(hybrid.parts[1].riders) == 15
     hybrid._costs.steps, hybrid._costs.seconds_per_node = EARLY + 1, 1.0
     hybrid.parts[1].account.settle()
-    engine.generate(prompts[0], GenerationSettings(4))
+    engine.generate(llama_prompts[0], GenerationSettings(4))
     owed = [verifying for _, verifying, _ in hybrid.parts[1].account._steps]
     assert owed and min(owed) >= 5  # the first row at least
 
@@ -305,18 +294,18 @@ def test_a_window_owes_for_its_rows(target, prompts):
 @pytest.mark.parametrize("kind", ["medusa", "ctc"])
 def test_a_compiled_target_drafts_its_heads_through_programs(kind):
     torch.set_num_threads(1)
-    target = load_target("llama", torch.float32)
-    target.compile()
+    llama = load_target("llama", torch.float32)
+    llama.compile()
     plain = load_target("llama", torch.float32)
-    prompts = make_prompts(target, 2)
-    parts = [(kind, drafter_for(make_head(target, kind), target, 6)), ("ngram", NgramDrafter())]
-    drafter = HybridDrafter(parts, target, 6)
+    llama_prompts = make_prompts(llama, 2)
+    parts = [(kind, drafter_for(make_head(llama, kind), llama, 6)), ("ngram", NgramDrafter())]
+    drafter = HybridDrafter(parts, llama, 6)
     drafter.parts[0].account.asking.pays = lambda situation, price: drafter._steps % 3 == 0  # some steps wait
     drafter.parts[0].account.asking.learn = lambda *told: None
     drafter._judge = lambda active: None
-    hybrid = DecodingEngine(target, drafter)
+    hybrid = DecodingEngine(llama, drafter)
     vanilla = DecodingEngine(plain, build_drafter(DrafterSpec.parse("vanilla"), plain))
-    for prompt in prompts:
+    for prompt in llama_prompts:
         settings = GenerationSettings(70)
         assert hybrid.generate(prompt, settings).tokens == vanilla.generate(prompt, settings).tokens
     assert drafter.parts[0].asked < drafter.findings()["steps"] - 10
@@ -325,8 +314,8 @@ def test_a_compiled_target_drafts_its_heads_through_programs(kind):
 # ---- words -----------------------------------------------------------------------------------------------
 
 
-def test_options_of_the_whole_may_stand_behind_any_part(target):
-    drafter = build_drafter(DrafterSpec.parse("h=ngram,n=3,fit=0+prompt_lookup,depth=5"), target, 9)
+def test_options_of_the_whole_may_stand_behind_any_part(llama):
+    drafter = build_drafter(DrafterSpec.parse("h=ngram,n=3,fit=0+prompt_lookup,depth=5"), llama, 9)
     assert isinstance(drafter, HybridDrafter)
     assert (drafter.fit, drafter._deepest_node, drafter.max_nodes, drafter.sources) == (
         False,
@@ -334,7 +323,7 @@ def test_options_of_the_whole_may_stand_behind_any_part(target):
         9,
         ("ngram", "prompt_lookup"),
     )
-    twice = build_drafter(DrafterSpec.parse("h=ngram+ngram,keep=1"), target, 9)
+    twice = build_drafter(DrafterSpec.parse("h=ngram+ngram,keep=1"), llama, 9)
     assert twice.sources == ("ngram", "ngram_2")
 
 
@@ -348,11 +337,11 @@ def test_options_of_the_whole_may_stand_behind_any_part(target):
         ("h=ngram+prompt_lookup,fit=2", "fit is 0 or 1"),
     ],
 )
-def test_words_that_make_no_sense_are_refused(target, words, told):
+def test_words_that_make_no_sense_are_refused(llama, words, told):
     with pytest.raises(ValueError, match=told):
-        build_drafter(DrafterSpec.parse(words), target, 9)
+        build_drafter(DrafterSpec.parse(words), llama, 9)
 
 
-def test_one_part_is_no_hybrid(target):
+def test_one_part_is_no_hybrid(llama):
     with pytest.raises(ValueError, match="at least two parts"):
-        HybridDrafter([("ngram", NgramDrafter())], target)
+        HybridDrafter([("ngram", NgramDrafter())], llama)

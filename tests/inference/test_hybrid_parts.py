@@ -12,18 +12,7 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY
 from inference.engine import DecodingEngine, GenerationSettings
-from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
-
-
-@pytest.fixture(scope="module")
-def target():
-    torch.set_num_threads(1)
-    return load_target("llama", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def prompts(target):
-    return make_prompts(target, 4)
+from tests.inference.models import ScriptedDrafter, make_head, vanilla_tokens
 
 
 class Clock:
@@ -37,68 +26,66 @@ class Clock:
         return self.now
 
 
-def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(target, prompts):
-    clock = Clock()
-    slow = ScriptedDrafter([7] * 10**6, 2)
-    propose = slow.propose
+class SlowDrafter(ScriptedDrafter):
+    """A second for drafts that are never right."""
 
-    def proposing():
-        clock.now += 1.0  # a second for drafts that are never right
-        return propose()
+    def __init__(self, clock, reads_choices=False):
+        super().__init__([7] * 10**6, 2)
+        self.clock, self.reads_choices = clock, reads_choices
 
-    slow.propose = proposing
-    hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], target, 8, clock=clock)
-    engine = DecodingEngine(target, hybrid)
+    def propose(self):
+        self.clock.now += 1.0
+        return super().propose()
+
+
+def engine_until_it_is_off(llama, prompt, slow):
+    """A hybrid of it and n-grams that has decoded until it was switched off."""
+    hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], llama, 8, clock=slow.clock)
+    engine = DecodingEngine(llama, hybrid)
     while not hybrid.parts[0].off:
-        engine.generate(prompts[0], GenerationSettings(60))
+        engine.generate(prompt, GenerationSettings(60))
+    return engine, hybrid
+
+
+def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(llama, llama_prompts):
+    clock = Clock()
+    engine, hybrid = engine_until_it_is_off(llama, llama_prompts[0], SlowDrafter(clock))
     found = hybrid.findings()["parts"]
     steps = found["slow"]["switched"][0]["off"]
     assert TRIAL <= steps <= TRIAL + EARLY + 16 and found["ngram"]["switched"] == []
     assert EARLY <= found["slow"]["asked"] < TRIAL / 2  # where it never pays it is soon left
     spent = clock.now
-    engine.generate(prompts[1], GenerationSettings(60))
+    engine.generate(llama_prompts[1], GenerationSettings(60))
     assert clock.now - spent < 1.0
     wait = hybrid.parts[0]._until - steps
     assert wait > 10 * PAUSE  # its trial took as long as so many steps
     hybrid._steps = steps + wait
-    engine.generate(prompts[1], GenerationSettings(60))
+    engine.generate(llama_prompts[1], GenerationSettings(60))
     assert hybrid.findings()["parts"]["slow"]["switched"][0]["on"] == steps + wait
     assert clock.now - spent > 1.0
 
 
-def test_a_part_whose_rows_are_needed_is_asked_always_until_it_clearly_loses(target, prompts):
-    clock = Clock()
-    slow = ScriptedDrafter([7] * 10**6, 2)
-    slow.reads_choices = True
-    propose = slow.propose
-
-    def proposing():
-        clock.now += 1.0
-        return propose()
-
-    slow.propose = proposing
-    hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], target, 8, clock=clock)
-    engine = DecodingEngine(target, hybrid)
-    while not hybrid.parts[0].off:
-        engine.generate(prompts[0], GenerationSettings(60))
+def test_a_part_whose_rows_are_needed_is_asked_always_until_it_clearly_loses(llama, llama_prompts):
+    _, hybrid = engine_until_it_is_off(llama, llama_prompts[0], SlowDrafter(Clock(), reads_choices=True))
     found = hybrid.findings()["parts"]["slow"]
     assert found["switched"][0]["off"] <= found["asked"] < 2 * LOOK + EARLY
 
 
 @pytest.mark.parametrize("name", ["ctc", "medusa", "hydra", "hydra++", "chimera", "draft_model"])
-def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(target, prompts, name):
+def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama, llama_prompts, name):
     def drafter():
         if name == "draft_model":
-            return DraftModelDrafter(target.without_layers([1]), k=3)
-        return drafter_for(heads[name], target, 6)
+            return DraftModelDrafter(llama.without_layers([1]), k=3)
+        return drafter_for(heads[name], llama, 6)
 
     heads = {
-        **{kind: make_head(target, kind) for kind in ("ctc", "medusa", "hydra", "chimera")},
-        "hydra++": make_head(target, "hydra", prefix_attention=True),
+        **{kind: make_head(llama, kind) for kind in ("ctc", "medusa", "hydra", "chimera")},
+        "hydra++": make_head(llama, "hydra", prefix_attention=True),
     }
     apart = drafter()
-    hybrid = HybridDrafter([("part", drafter()), ("ngram", NgramDrafter())], target, 6)
+    hybrid = HybridDrafter([("part", drafter()), ("ngram", NgramDrafter())], llama, 6)
     part = hybrid.parts[0]
+    part._met = False  # as where it is compiled: what that tries out leaves no trace
     hybrid._judge = lambda active: None
     generator = random.Random(1)
     part.account.asking.pays = lambda situation, price: generator.random() < 0.3
@@ -125,35 +112,35 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(target
         return tree
 
     hybrid.begin, hybrid.observe, hybrid.propose = beginning, observing, proposing
-    engine = DecodingEngine(target, hybrid)
+    engine = DecodingEngine(llama, hybrid)
     settings = GenerationSettings(90)
-    for prompt in prompts:
-        assert engine.generate(prompt, settings).tokens == vanilla_tokens(target, prompt, settings)
+    for prompt in llama_prompts:
+        assert engine.generate(prompt, settings).tokens == vanilla_tokens(llama, prompt, settings)
     assert EARLY + 10 < len(compared) < hybrid.findings()["steps"] - 40
 
 
-def test_the_only_part_that_is_asked_drafts_by_itself(target, prompts):
+def test_the_only_part_that_is_asked_drafts_by_itself(llama, llama_prompts):
     hybrid = HybridDrafter(
-        [("medusa", drafter_for(make_head(target, "medusa"), target, 6)), ("ngram", NgramDrafter())], target, 6
+        [("medusa", drafter_for(make_head(llama, "medusa"), llama, 6)), ("ngram", NgramDrafter())], llama, 6
     )
     hybrid.parts[0].account.asking.pays = lambda situation, price: False
     hybrid.parts[0].account.asking.learn = lambda *told: None
     alone = NgramDrafter(max_nodes=6)
-    engine = DecodingEngine(target, hybrid)
-    engine.generate(prompts[0], GenerationSettings(60))
+    engine = DecodingEngine(llama, hybrid)
+    engine.generate(llama_prompts[0], GenerationSettings(60))
     assert hybrid._costs.seconds_per_token > 0
-    result = engine.generate(prompts[0], GenerationSettings(60))
+    result = engine.generate(llama_prompts[0], GenerationSettings(60))
     assert hybrid._merged is None and hybrid._lone is hybrid.parts[1]
     assert (
         result.accept_lengths[2:]
-        == DecodingEngine(target, alone).generate(prompts[0], GenerationSettings(60)).accept_lengths[2:]
+        == DecodingEngine(llama, alone).generate(llama_prompts[0], GenerationSettings(60)).accept_lengths[2:]
     )
     assert set(result.sources) <= {-1, 1}
 
 
-def test_what_two_parts_bring_is_told_apart(target, prompts):
-    parts = [(kind, drafter_for(make_head(target, kind), target, 6)) for kind in ("medusa", "hydra")]
-    hybrid = HybridDrafter([*parts, ("ngram", NgramDrafter())], target, 6)
+def test_what_two_parts_bring_is_told_apart(llama, llama_prompts):
+    parts = [(kind, drafter_for(make_head(llama, kind), llama, 6)) for kind in ("medusa", "hydra")]
+    hybrid = HybridDrafter([*parts, ("ngram", NgramDrafter())], llama, 6)
     hybrid._judge = lambda active: None
     together = set()
     propose = hybrid.propose
@@ -165,8 +152,8 @@ def test_what_two_parts_bring_is_told_apart(target, prompts):
         return tree
 
     hybrid.propose = proposing
-    engine = DecodingEngine(target, hybrid)
-    for prompt in prompts:
+    engine = DecodingEngine(llama, hybrid)
+    for prompt in llama_prompts:
         engine.generate(prompt, GenerationSettings(90))
     assert len(together) == 4  # each with the other and without
 
