@@ -7,8 +7,9 @@ what asking it brings, and that is compared with what asking it costs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from math import sqrt
+from typing import Any
 
 FEW, MANY = 6, 16
 """Steps of a situation in which it is asked and others in which it is not, at least and at most, until it is clear …"""
@@ -25,8 +26,8 @@ class _Mean:
 
     __slots__ = ("count", "squares", "total")
 
-    def __init__(self) -> None:
-        self.total = self.squares = self.count = 0.0
+    def __init__(self, total: float = 0.0, squares: float = 0.0, count: float = 0.0) -> None:
+        self.total, self.squares, self.count = total, squares, count
 
     def add(self, value: float) -> None:
         self.total += value
@@ -40,6 +41,10 @@ class _Mean:
         if self.count > most:
             share = most / self.count
             self.total, self.squares, self.count = self.total * share, self.squares * share, most
+
+    def state(self) -> list[float]:
+        """What it is made from."""
+        return [self.total, self.squares, self.count]
 
     @property
     def value(self) -> float:
@@ -56,9 +61,9 @@ class _Situation:
 
     __slots__ = ("asked", "left", "steps")
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self.left, self.asked = _Mean(), _Mean()
+    def __init__(self, steps: int = 0, asked: Sequence[float] = (), left: Sequence[float] = ()) -> None:
+        self.steps = steps
+        self.asked, self.left = _Mean(*asked), _Mean(*left)
 
     @property
     def weight(self) -> float:
@@ -83,11 +88,29 @@ class _Situation:
         return min(self.left.count, self.asked.count) >= MANY or abs(self.gain - price) > CLEAR * doubt
 
 
+def _key(told: Any) -> Hashable:
+    """A situation as it was before JSON made lists of its tuples."""
+    return tuple(map(_key, told)) if isinstance(told, list) else told
+
+
 class Asking:
     """What asking one part brought, by situation."""
 
     def __init__(self) -> None:
         self._situations: dict[Hashable, _Situation] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as JSON can say it."""
+        rows = [[key, seen.steps, seen.asked.state(), seen.left.state()] for key, seen in self._situations.items()]
+        return {"situations": rows}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Asking:
+        """What `state_dict` said."""
+        made = cls()
+        for key, steps, asked, left in state["situations"]:
+            made._situations[_key(key)] = _Situation(int(steps), [*map(float, asked)], [*map(float, left)])
+        return made
 
     def pays(self, situation: Hashable, price: float) -> bool:
         """Whether to ask now; price: what asking costs, in tokens."""

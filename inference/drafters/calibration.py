@@ -9,7 +9,8 @@ are wrong is the product of the chances that each is.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
 
 PRIOR = 4.0
 """Observations that the first guess of an evidence counts for."""
@@ -35,6 +36,21 @@ class Calibration:
     def __init__(self) -> None:
         self._cells: dict[tuple[Hashable, ...], Cell] = {}
         self._alone: dict[tuple[int, Hashable], Cell] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted, as JSON can say it; a first guess that nothing was seen of is guessed again."""
+        cells = [[*key, *cell] for key, cell in self._cells.items() if cell[1] > PRIOR]
+        alone = [[*key, *cell] for key, cell in self._alone.items() if cell[1] > PRIOR]
+        return {"cells": cells, "alone": alone}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Calibration:
+        """What `state_dict` said."""
+        made = cls()
+        made._cells = {tuple(key): [float(accepted), float(tried)] for *key, accepted, tried in state["cells"]}
+        for source, entry, accepted, tried in state["alone"]:
+            made._alone[source, entry] = [float(accepted), float(tried)]
+        return made
 
     def estimate(self, evidence: tuple[Hashable, ...], guesses: Iterable[tuple[int, float]]) -> float:
         """The share of tokens of this evidence that are accepted where the node before them is.

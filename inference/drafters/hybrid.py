@@ -15,9 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from inference.drafters.account import CLEAR, LEAST, LOOK, TRIAL
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
 from inference.drafters.calibration import Calibration
-from inference.drafters.hybrid_part import CLEAR, LEAST, LOOK, TRIAL, HybridPart
+from inference.drafters.hybrid_part import HybridPart
+from inference.drafters.learned import Learned, LearnedFile
 from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.ngram_table import NgramTable
@@ -35,7 +37,7 @@ _SILENT = SilentSource()
 class HybridDrafter(Drafter):
     """Proposes the merged tree of its parts; n-gram parts lengthen every path."""
 
-    options: ClassVar[dict[str, Any]] = {"depth": 0, "fit": 1}
+    options: ClassVar[dict[str, Any]] = {"depth": 0, "fit": 1, "learned": ""}
 
     def __init__(
         self,
@@ -44,10 +46,12 @@ class HybridDrafter(Drafter):
         max_nodes: int = 32,
         depth: int = 0,
         fit: int = 1,
+        learned: LearnedFile | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """depth: the tree's deepest level, 0: the parts' deepest, and four more where n-grams lengthen it;
-        fit: 1 leaves out nodes and parts that do not pay on this machine, 0 always drafts `max_nodes`."""
+        fit: 1 leaves out nodes and parts that do not pay on this machine, 0 always drafts `max_nodes`;
+        learned: what outlives the process, read now and written by `close`."""
         if len(parts) < 2:
             raise ValueError(f"a hybrid has at least two parts; got {len(parts)}; join them by +")
         if fit not in (0, 1) or depth < 0:
@@ -67,6 +71,9 @@ class HybridDrafter(Drafter):
         self.max_nodes = max(self.budget + riding, *(part.drafter.max_nodes for part in self.parts))
         self.max_depth = max(self._deepest_node, deepest)
         self._calibration = Calibration()
+        self._file = learned
+        self._waiting = learned and learned.load()  # until everything is compiled, for which all parts must draft
+        self._before = self._waiting.steps if self._waiting else 0  # target steps of earlier processes
         tables = [part.drafter.table for part in self.parts if isinstance(part.drafter, NgramDrafter)]
         self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
         self._context = 0  # the text, as n-grams code it
@@ -100,10 +107,21 @@ class HybridDrafter(Drafter):
         """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""
         self._merged = self._step = None
         self._context = 0
+        if self._waiting and (not self.target.compiled or all(part.met for part in self.parts)):
+            self._go_on(self._waiting)
         for part in self.parts:
             if not part.off or part.pause_over(self._steps):
                 part.begin(prompt, capacity + self.max_depth + 1)
         self._renew_active()
+
+    def _go_on(self, learned: Learned) -> None:
+        """As if there had been no end."""
+        self._waiting = None
+        self._calibration, self._costs = learned.calibration, learned.costs
+        for part, (account, pause) in zip(self.parts, learned.parts):
+            part.go_on(account, pause, self._steps)
+            if self._costs.seconds_per_token:
+                account.renew(self._costs.seconds_per_token)
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from what was accepted; parts that have to be drafted with take the step in then."""
@@ -302,18 +320,23 @@ class HybridDrafter(Drafter):
         return tree
 
     def close(self) -> None:
-        """Every part writes what it keeps."""
+        """Every part writes what it keeps, and the whole what it learned."""
         for part in self.parts:
             part.drafter.close()
+        if self._file and not self._waiting:
+            parts = [(part.account, part.pause(self._steps)) for part in self.parts]
+            self._file.save(Learned(self._before + self._steps, self._calibration, self._costs, parts))
 
     def findings(self) -> dict[str, Any]:
         """Per part: accepted tokens credited to it, those nobody else had, and when it was switched off and on again.
 
-        Times are target steps, `asked` is in how many a part was asked for drafts of its own; `node_price` is what a
-        node costs at present on average, in tokens that would come in that time anyway.
+        Times are target steps, `asked` is in how many a part was asked for drafts of its own; `learned_before` is how
+        many of earlier processes it began with; `node_price` is what a node costs at present on average, in tokens that
+        would come in that time anyway.
         """
         return {
             "steps": self._steps,
+            "learned_before": self._before,
             "node_price": self._costs.node_price,
             "parts": {
                 part.name: {

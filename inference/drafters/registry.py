@@ -11,7 +11,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,16 +170,18 @@ def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32) -> Dra
 def _composed(spec: DrafterSpec, target: Target, max_nodes: int) -> Drafter:
     """Several sources in one tree; options that are the whole's, not a source's, may stand behind any of them."""
     from inference.drafters.hybrid import HybridDrafter
+    from inference.drafters.learned import LearnedFile
 
     if any(part.kind == "vanilla" for part in spec.parts):
         raise ValueError(f"drafter {spec.name!r} joins vanilla, which drafts nothing, to others; leave it out")
     own = {key: value for part in spec.parts for key, value in part.options.items() if key in HybridDrafter.options}
     whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
-    drafters = []
-    for part, name in zip(spec.parts, part_names(spec.parts)):
-        rest = {key: value for key, value in part.options.items() if key not in own}
-        drafters.append((name, DRAFTERS[part.kind](replace(part, options=rest), target, max_nodes)))
-    return HybridDrafter(drafters, target, max_nodes, **whole)
+    path = whole.pop("learned")
+    rest = [{key: value for key, value in part.options.items() if key not in own} for part in spec.parts]
+    parts = [replace(part, options=options) for part, options in zip(spec.parts, rest)]
+    made = [(name, DRAFTERS[part.kind](part, target, max_nodes)) for name, part in zip(part_names(parts), parts)]
+    hybrid = {"parts": [asdict(part) for part in parts], "max_nodes": max_nodes, **whole}
+    return HybridDrafter(made, target, max_nodes, **whole, learned=LearnedFile(path, hybrid, target) if path else None)
 
 
 def part_names(parts: Sequence[DrafterPart]) -> list[str]:

@@ -7,11 +7,11 @@ it costs more than none, in tokens: those that would come in that time anyway.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import exp, inf, log
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 KEPT = 256
 """Steps that are remembered."""
@@ -89,6 +89,25 @@ class RunningCosts:
         self.steps += 1
         if self.steps < EARLY or self.steps % (RENEW if self.steps < KEPT else 4 * RENEW):
             return False
+        self._compute()
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The latest steps, as JSON can say them."""
+        return {"steps": self.steps, "latest": [list(step) for step in self._latest]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RunningCosts:
+        """What `state_dict` said, and what follows from it."""
+        made = cls()
+        made.steps = int(state["steps"])
+        for rows, verify, seconds, tokens in state["latest"]:
+            made._latest.append(Step(int(rows), float(verify), float(seconds), int(tokens)))
+        if made.steps >= EARLY:
+            made._compute()
+        return made
+
+    def _compute(self) -> None:
         self.seconds_per_step = typical([step.seconds for step in self._latest])
         tokens = sum(step.tokens for step in self._latest) / len(self._latest)
         self.seconds_per_token = self.seconds_per_step / tokens
@@ -96,7 +115,6 @@ class RunningCosts:
         (few, least), (many, most) = self._curve[0], self._curve[-1]
         self.seconds_per_node = (most - least) / max(many - few, 1)
         self._prices.clear()
-        return True
 
     def _measured(self) -> list[tuple[int, float]]:
         """The typical time of each size; neighbours that fall instead of rising are taken together."""

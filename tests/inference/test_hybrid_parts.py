@@ -5,9 +5,10 @@ import random
 import pytest
 import torch
 
+from inference.drafters.account import LOOK, TRIAL, Account
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.hybrid_part import LOOK, PAUSE, TRIAL, Account
+from inference.drafters.hybrid_part import PAUSE
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY

@@ -1,0 +1,128 @@
+"""What a part of a hybrid cost and what it brought, and whether that pays."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+from inference.drafters.asking import Asking
+from inference.drafters.running_costs import typical
+
+TRIAL = 128
+"""Target steps after which a part is judged, again and again."""
+LOOK, CLEAR = 32, 2.0
+"""Target steps after which one that loses by so many standard errors is not given the rest of its trial."""
+LEAST = 0.03
+"""Share of the time that a part which is asked now and then must save: less is lost in what is not reckoned."""
+FADE, DOUBT = 0.995, 8.0
+"""Of the correction of expectations: what a further step leaves of a step's weight, and steps that speak for none."""
+
+
+class Account:
+    """What a part cost and what it brought, and whether that pays."""
+
+    def __init__(self) -> None:
+        self.asked = True  # for its drafts, in the present step
+        self.situation: Hashable = None  # what the present step looks like
+        self.asking = Asking()
+        self.drafting = 0.0  # seconds of the present step: for its drafts, or for doing without them
+        self.verifying = 0.0  # and for its rows in the target's forward
+        self._when_asked: deque[float] = deque(maxlen=TRIAL)  # the former, of late
+        self._when_left: deque[float] = deque(maxlen=TRIAL)
+        self._asked = 0  # steps in which it was, since it was tried again
+        self._to_ask = self._to_leave = 0.0  # typical seconds
+        self._price = 0.0  # of asking above leaving, in tokens
+        self._more = self._weight = 0.0  # accepted beyond what was expected, and of so many steps
+        self._steps: list[tuple[bool, float, int]] = []  # asked, verifying, brought; since it was judged
+
+    def state_dict(self) -> dict[str, Any]:
+        """What outlives the process, as JSON can say it."""
+        return {
+            "asking": self.asking.state_dict(),
+            "when_asked": list(self._when_asked),
+            "when_left": list(self._when_left),
+            "asked": self._asked,
+            "corrected": [self._more, self._weight],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Account:
+        """What `state_dict` said; `renew` it before it is asked."""
+        made = cls()
+        made.asking = Asking.from_state(state["asking"])
+        made._when_asked.extend(map(float, state["when_asked"]))
+        made._when_left.extend(map(float, state["when_left"]))
+        made._asked = int(state["asked"])
+        made._more, made._weight = map(float, state["corrected"])
+        return made
+
+    def close_step(self, brought: int) -> None:
+        """brought: accepted tokens that nobody else proposed."""
+        (self._when_asked if self.asked else self._when_left).append(self.drafting)
+        self._steps.append((self.asked, self.verifying, brought))
+        self._asked += self.asked
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """The present step is over."""
+        self.drafting = self.verifying = 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds its drafts took since it was tried again."""
+        return self._asked * self._to_ask
+
+    def begin_again(self) -> None:
+        """It is given another trial: nothing is owed, and what was learned is doubted."""
+        self._asked = 0
+        self.settle()
+        self.asking.doubt()
+
+    def settle(self) -> None:
+        """It has been judged: a new trial begins."""
+        self._steps.clear()
+
+    @property
+    def steps(self) -> int:
+        """Since it was judged."""
+        return len(self._steps)
+
+    def renew(self, seconds_per_token: float) -> None:
+        """Reckon anew what asking it takes."""
+        self._to_ask = typical(self._when_asked) if self._when_asked else 0.0
+        self._to_leave = typical(self._when_left) if self._when_left else 0.0
+        self._price = (self._to_ask - self._to_leave) / seconds_per_token
+
+    def choose(self, situation: Hashable, may_be_left: bool) -> bool:
+        """Decide whether it is asked in this step."""
+        self.situation = situation
+        self.asked = not may_be_left or self.asking.pays(situation, self._price)
+        return self.asked
+
+    def learn(self, accepted: int, price: float, expected: float | None) -> None:
+        """What the step's tree brought, and what it cost to verify, in tokens.
+
+        What was expected of it varies less than what was accepted, so that is learned where it is known, corrected by
+        how much more or less was accepted than expected of late.
+        """
+        if self.asked and expected is not None:
+            self._more = FADE * self._more + accepted - expected
+            self._weight = FADE * self._weight + 1
+            self.asking.learn(self.situation, True, expected + self._more / (self._weight + DOUBT) - price)
+        else:
+            self.asking.learn(self.situation, self.asked, accepted - price)
+
+    def profit(self, seconds_per_token: float) -> float:
+        """Tokens a step that it is expected to bring above its costs, asked where that pays."""
+        return self.asking.profit(self._price) - self._to_leave / seconds_per_token
+
+    def balance(self, seconds_per_token: float) -> tuple[float, float]:
+        """Tokens a step that it brought above its costs, and their standard error."""
+        count = len(self._steps)
+        asked = sum(asked for asked, _, _ in self._steps)
+        seconds = asked * self._to_ask + (count - asked) * self._to_leave + sum(rows for _, rows, _ in self._steps)
+        brought = [float(tokens) for _, _, tokens in self._steps]
+        return fmean(brought) - seconds / count / seconds_per_token, stdev(brought) / sqrt(count)

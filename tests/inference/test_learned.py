@@ -1,0 +1,155 @@
+"""What a hybrid learned outlives its process, and is refused where it is damaged or another's."""
+
+import json
+
+import pytest
+import torch
+
+from inference.drafters.account import TRIAL
+from inference.drafters.hybrid import HybridDrafter
+from inference.drafters.hybrid_part import PAUSE
+from inference.drafters.learned import LearnedFile
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
+from inference.engine import DecodingEngine, GenerationSettings
+from inference.report import findings_note
+from tests.inference.models import load_target, make_head, make_prompts, vanilla_tokens
+
+SETTINGS = GenerationSettings(60)
+
+
+def hybrid(llama, path, kind="medusa"):
+    parts = [(kind, drafter_for(make_head(llama, kind), llama, 6)), ("ngram", NgramDrafter())]
+    return HybridDrafter(parts, llama, 6, learned=LearnedFile(path, {"parts": [kind, "ngram"]}, llama))
+
+
+def taught(llama, prompts, path):
+    """A hybrid that has decoded until its head, of random weights, was switched off."""
+    drafter = hybrid(llama, path)
+    engine = DecodingEngine(llama, drafter)
+    while not drafter.parts[0].off:
+        for prompt in prompts:
+            engine.generate(prompt, SETTINGS)
+    drafter.close()
+    return drafter
+
+
+@pytest.fixture(scope="module")
+def written(llama, llama_prompts, tmp_path_factory):
+    path = tmp_path_factory.mktemp("deep") / "er" / "learned.json"
+    return path, taught(llama, llama_prompts, path)
+
+
+def test_the_next_process_goes_on_where_this_one_ended(llama, llama_prompts, written):
+    path, first = written
+    second = hybrid(llama, path)
+    engine = DecodingEngine(llama, second)
+    for prompt in llama_prompts:
+        assert engine.generate(prompt, SETTINGS).tokens == vanilla_tokens(llama, prompt, SETTINGS)
+    assert first.findings()["parts"]["medusa"]["asked"] > 0
+    found = second.findings()
+    assert found["learned_before"] == first.findings()["steps"] > TRIAL
+    assert found["parts"]["medusa"] == {"accepted": 0, "alone": 0, "asked": 0, "switched": [{"off": 0, "on": None}]}
+    notes = findings_note({"h": found})
+    assert notes[0] == f"h began with what {found['learned_before']} earlier target steps had taught it."
+    assert notes[-1] == "h: medusa did not pay before and was off from the start."
+    assert PAUSE - 500 < second.parts[0].pause(second._steps) <= first.parts[0].pause(first._steps) - found["steps"]
+
+
+def test_everything_comes_back(llama, written):
+    path, first = written
+    second = hybrid(llama, path)
+    second.begin(torch.tensor([1, 2, 3]), 80)
+    assert json.dumps(second._calibration.state_dict()) == json.dumps(first._calibration.state_dict())
+    assert len(first._calibration.state_dict()["cells"]) > 5
+    for old, new in zip(first.parts, second.parts):
+        assert json.dumps(new.account.state_dict()) == json.dumps(old.account.state_dict())
+    assert first.parts[0].account.state_dict()["asking"]["situations"]
+    assert second._costs.steps == first._costs.steps and second._costs._latest == first._costs._latest
+    assert second._costs.seconds_per_token > 0
+    again = second.parts[0].account.asking._situations
+    assert again.keys() == first.parts[0].account.asking._situations.keys()
+
+
+def test_a_situation_within_a_situation_comes_back(llama, tmp_path):
+    first = hybrid(llama, tmp_path / "x")
+    asking = first.parts[0].account.asking
+    asking.pays(((None, 0), 1), 0.5)
+    asking.learn(((None, 0), 1), True, 2.0)
+    first.close()
+    second = hybrid(llama, tmp_path / "x")
+    second.begin(torch.tensor([1, 2, 3]), 80)
+    seen = second.parts[0].account.asking._situations[(None, 0), 1]
+    assert (seen.steps, seen.asked.value, seen.left.count) == (1, 2.0, 0)
+
+
+def test_what_is_compiled_meets_all_parts_before_any_is_left_out(tmp_path):
+    torch.set_num_threads(1)
+    llama = load_target("llama", torch.float32)
+    prompts = make_prompts(llama, 2)
+    path = tmp_path / "learned"
+    taught(llama, prompts, path)
+    llama.compile()
+    of = json.loads(path.read_text())
+    path.write_text(json.dumps({**of, "of": {**of["of"], "compiled": True}}))
+    drafter = hybrid(llama, path)
+    engine = DecodingEngine(llama, drafter)
+    before = path.read_text()
+    engine.generate(prompts[0], GenerationSettings(1))
+    drafter.close()
+    assert path.read_text() == before  # what was never taken up is not written over
+    engine.generate(prompts[0], GenerationSettings(12))
+    assert drafter.parts[0].asked and drafter.parts[0].met and not drafter.parts[0].off
+    asked = drafter.parts[0].asked
+    engine.generate(prompts[1], GenerationSettings(40))
+    assert drafter.parts[0].off and drafter.parts[0].asked == asked
+
+
+def test_the_command_lines_words(llama, llama_prompts, tmp_path):
+    words = f"h=ngram,learned={tmp_path / 'learned.json'}+prompt_lookup"
+    for before in (False, True):
+        drafter = build_drafter(DrafterSpec.parse(words), llama, 8)
+        DecodingEngine(llama, drafter).generate(llama_prompts[0], SETTINGS)
+        drafter.close()
+        assert (drafter.findings()["learned_before"] > 0) == before
+    with pytest.raises(ValueError, match="max_nodes was 8 and is 9"):
+        build_drafter(DrafterSpec.parse(words), llama, 9)
+    with pytest.raises(ValueError, match=r"same machine; .* parts was"):
+        build_drafter(DrafterSpec.parse(words.replace("ngram,", "ngram,k=3,")), llama, 8)
+
+
+def test_another_machines_prices_are_refused(llama, written):
+    path, _ = written
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(ValueError, match=f"threads was {threads} and is {threads + 1}; delete it"):
+            hybrid(llama, path)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("keep", [0, 30, -40])
+def test_a_file_cut_short_is_refused(llama, written, tmp_path, keep):
+    cut = tmp_path / "cut"
+    cut.write_text(written[0].read_text()[:keep])
+    with pytest.raises(ValueError, match="cut short or is none"):
+        hybrid(llama, cut)
+
+
+@pytest.mark.parametrize(
+    "change,told",
+    [
+        ({"format_version": 2}, "format_version 1; .* has 2"),
+        ({"parts": []}, "cut short or is none"),
+        ({"parts": 3}, "cut short or is none"),
+        ({"calibration": {"cells": [[["x"], 1]], "alone": []}}, "cut short or is none"),
+        ({"costs": {"steps": 100, "latest": []}}, "cut short or is none"),
+        ({"of": None}, "cut short or is none"),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(llama, written, tmp_path, change, told):
+    changed = tmp_path / "changed"
+    changed.write_text(json.dumps({**json.loads(written[0].read_text()), **change}))
+    with pytest.raises(ValueError, match=told):
+        hybrid(llama, changed)
