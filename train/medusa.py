@@ -19,7 +19,7 @@ from train.simulate import ProposeAt
 def propose_from(head: MedusaHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:
     """How the Medusa drafter drafts along one row: K distributions from the hidden state at the anchor."""
     paths = rank_paths(head, max_nodes)
-    return lambda anchor: draft_tree(head, rows.hidden[0, anchor], paths, max_nodes)
+    return lambda anchor: draft_tree(head, rows.hidden[0, anchor], paths)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ TRIAL = 128
 """Target steps after which a part is judged, again and again."""
 LOOK, CLEAR = 32, 2.0
 """Target steps after which one that loses by so many standard errors is not given the rest of its trial."""
-LEAST = 0.03
+VERDICTS = 8
+"""Trials over which the verdict on a part that is asked now and then is averaged."""
+LEAST = 0.015
 """Share of the time that a part which is asked now and then must save: less is lost in what is not reckoned."""
 FADE, DOUBT = 0.995, 8.0
 """Of the correction of expectations: what a further step leaves of a step's weight, and steps that speak for none."""
@@ -32,9 +34,10 @@ class Account:
         self.verifying = 0.0  # and for its rows in the target's forward
         self._when_asked: deque[float] = deque(maxlen=TRIAL)  # the former, of late
         self._when_left: deque[float] = deque(maxlen=TRIAL)
-        self._asked = 0  # steps in which it was, since it was tried again
+        self.lost = 0.0  # tokens: what asking it cost beyond what it is known to bring, since it was tried again
         self._to_ask = self._to_leave = 0.0  # typical seconds
         self._price = 0.0  # of asking above leaving, in tokens
+        self._verdicts, self._lacks = 0, 0.0
         self._more = self._weight = 0.0  # accepted beyond what was expected, and of so many steps
         self._steps: list[tuple[bool, float, int]] = []  # asked, verifying, brought; since it was judged
 
@@ -44,8 +47,9 @@ class Account:
             "asking": self.asking.state_dict(),
             "when_asked": list(self._when_asked),
             "when_left": list(self._when_left),
-            "asked": self._asked,
+            "lost": self.lost,
             "corrected": [self._more, self._weight],
+            "verdicts": [self._verdicts, self._lacks],
         }
 
     @classmethod
@@ -55,29 +59,26 @@ class Account:
         made.asking = Asking.from_state(state["asking"])
         made._when_asked.extend(map(float, state["when_asked"]))
         made._when_left.extend(map(float, state["when_left"]))
-        made._asked = int(state["asked"])
+        made.lost = float(state["lost"])
         made._more, made._weight = map(float, state["corrected"])
+        verdicts, made._lacks = map(float, state["verdicts"])
+        made._verdicts = int(verdicts)
         return made
 
     def close_step(self, brought: int) -> None:
         """brought: accepted tokens that nobody else proposed."""
         (self._when_asked if self.asked else self._when_left).append(self.drafting)
         self._steps.append((self.asked, self.verifying, brought))
-        self._asked += self.asked
         self.forget_step()
 
     def forget_step(self) -> None:
         """The present step is over."""
         self.drafting = self.verifying = 0.0
 
-    @property
-    def spent(self) -> float:
-        """Seconds its drafts took since it was tried again."""
-        return self._asked * self._to_ask
-
     def begin_again(self) -> None:
         """It is given another trial: nothing is owed, and what was learned is doubted."""
-        self._asked = 0
+        self.lost = 0.0
+        self._verdicts = 0
         self.settle()
         self.asking.doubt()
 
@@ -100,6 +101,8 @@ class Account:
         """Decide whether it is asked in this step."""
         self.situation = situation
         self.asked = not may_be_left or self.asking.pays(situation, self._price)
+        if self.asked:
+            self.lost += self.asking.loss(situation, self._price)
         return self.asked
 
     def learn(self, accepted: int, price: float, expected: float | None) -> None:
@@ -115,9 +118,15 @@ class Account:
         else:
             self.asking.learn(self.situation, self.asked, accepted - price)
 
-    def profit(self, seconds_per_token: float) -> float:
-        """Tokens a step that it is expected to bring above its costs, asked where that pays."""
-        return self.asking.profit(self._price) - self._to_leave / seconds_per_token
+    def verdict(self, least: float, seconds_per_token: float) -> float:
+        """Tokens a step that it lacks of bringing `least` above its costs, asked where that pays, on average of late.
+
+        What a token costs goes up and down with the text: one part of it alone shall not decide.
+        """
+        lacks = least - self.asking.profit(self._price) + self._to_leave / seconds_per_token
+        self._verdicts = min(self._verdicts + 1, VERDICTS)
+        self._lacks += (lacks - self._lacks) / self._verdicts
+        return self._lacks
 
     def balance(self, seconds_per_token: float) -> tuple[float, float]:
         """Tokens a step that it brought above its costs, and their standard error."""

@@ -198,14 +198,14 @@ class HybridDrafter(Drafter):
             if not over and not part.drafter.reads_choices:
                 continue  # it is asked in some steps only, or costs next to nothing
             if part.may_be_left:
-                loss = LEAST * costs.tokens_per_step - part.account.profit(costs.seconds_per_token)
+                loss = part.account.verdict(LEAST * costs.tokens_per_step, costs.seconds_per_token)
             else:
                 balance, error = part.account.balance(costs.seconds_per_token)
                 loss = -balance - (0.0 if over else CLEAR * error)
             if loss > 0:
                 losing.append((part.may_be_left, loss, part))
         if losing:
-            max(losing, key=lambda one: one[:2])[2].switch_off(self._steps, costs.seconds_per_step)
+            max(losing, key=lambda one: one[:2])[2].switch_off(self._steps, costs.tokens_per_step)
         if losing or over:
             for part in active:
                 part.account.settle()
@@ -260,8 +260,7 @@ class HybridDrafter(Drafter):
         for part in asked:
             part.asked += 1
             if not part.phrases:
-                part.draft(step, self._count)
-                part.speak()
+                part.speak(step, self._count)
                 now = self._clock()
                 part.account.drafting += now - start
                 start = now

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from inference.drafters.account import TRIAL, Account
 from inference.drafters.base import Drafter, VerifiedStep
-from inference.drafters.merged_tree import PhraseSource, Source, TreeSource
+from inference.drafters.medusa import MedusaDrafter
+from inference.drafters.merged_tree import LevelSource, PhraseSource, Source, TreeSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.text import TextDrafter
 from inference.program import program
 from inference.target import Target
 from inference.tree import DraftTree
+
+Drafts = TypeVar("Drafts", DraftTree, Tensor)
 
 PAUSE, SHARE = 8 * TRIAL, 0.005
 """Target steps for which a part that did not pay stays off at least; longer, if trials would else take more of the
@@ -32,14 +36,20 @@ class HybridPart:
         if isinstance(drafter, TextDrafter):
             drafter.stand_at(place)
         self.phrases = isinstance(drafter, NgramDrafter)
-        self.source: Source = PhraseSource(drafter.table) if isinstance(drafter, NgramDrafter) else TreeSource()
+        self.source: Source = TreeSource()
+        if isinstance(drafter, NgramDrafter):
+            self.source = PhraseSource(drafter.table)
+        elif isinstance(drafter, MedusaDrafter) and drafter.tree == "best":
+            self.source = LevelSource()
         self.tree = DraftTree.empty(target.device)
         self._observe: Callable[[VerifiedStep], None] = drafter.observe
         self._draft: Callable[[VerifiedStep], DraftTree] = self._drafted
+        self._speak: Callable[[VerifiedStep], Tensor] = self._spoken
         self._met = True  # what is compiled
         if drafter.on_device and drafter.max_nodes and target.compiled:
             self._met = False
             self._observe, self._draft = program(drafter.observe, target.device), program(self._drafted, target.device)
+            self._speak = program(self._spoken, target.device)
         self._untold: tuple[VerifiedStep, int] | None = None  # what it has not taken in yet, and how many tokens count
         self.accepted = self.alone = 0  # tokens since the beginning: credited to it, and those nobody else had
         self.asked = 0  # target steps since the beginning in which it drafted
@@ -57,11 +67,11 @@ class HybridPart:
         """Whether it has been switched off."""
         return bool(self.switched) and self.switched[-1]["on"] is None
 
-    def switch_off(self, steps: int, seconds_per_step: float = 0.0) -> None:
+    def switch_off(self, steps: int, tokens_per_step: float = 0.0) -> None:
         """It does not pay."""
         self.switched.append({"off": steps, "on": None})
         self.riders = []
-        afford = self.account.spent / (SHARE * seconds_per_step) if seconds_per_step else 0.0
+        afford = self.account.lost / (SHARE * tokens_per_step) if tokens_per_step else 0.0
         self._until = steps + max(PAUSE, round(afford))
 
     def pause(self, steps: int) -> int | None:
@@ -96,14 +106,29 @@ class HybridPart:
         self.drafter.begin(prompt, capacity)
         self._remembers = bool(self.drafter.memory())  # if not, nothing that it is told outlives the next step
 
-    def draft(self, step: VerifiedStep, count: int) -> DraftTree:
-        """Take a step of `count` tokens in and draft behind it."""
+    def speak(self, step: VerifiedStep, count: int) -> None:
+        """Take a step of `count` tokens in; its drafts behind it enter the merged tree."""
+        if isinstance(self.source, LevelSource):
+            self.source.take(self._behind(step, count, self._spoken, self._speak))
+            return
+        assert isinstance(self.source, TreeSource)
+        self.tree = self._behind(step, count, self._drafted, self._draft)
+        self.source.take(self.tree)
+        if self.drafter.reads_choices:
+            self.riders = [node for node, candidate in enumerate(self.tree.candidate.tolist()) if not candidate]
+
+    def _behind(
+        self,
+        step: VerifiedStep,
+        count: int,
+        plain: Callable[[VerifiedStep], Drafts],
+        fast: Callable[[VerifiedStep], Drafts],
+    ) -> Drafts:
+        """What one way to draft says behind a step; fast: that way compiled, where it is."""
         if step.tree is None:  # a prompt has a length of its own and is not compiled for
-            self.tree = self._drafted(step)
-        else:
-            self._meet(step)
-            self.tree = self._draft(self._with_untold(self._as_seen(step), count)[0])
-        return self.tree
+            return plain(step)
+        self._meet(step)
+        return fast(self._with_untold(self._as_seen(step), count)[0])
 
     @property
     def met(self) -> bool:
@@ -111,31 +136,32 @@ class HybridPart:
         return self._met
 
     def _meet(self, step: VerifiedStep) -> None:
-        """Compile what takes waiting steps in before any waits, not in the middle of some later answer."""
-        if not self._met and self._remembers:
-            kept = [memory.clone() for memory in self.drafter.memory()]
+        """Compile every way to take a step in before any other is needed, not in the middle of some later answer."""
+        if self._met:
+            return
+        kept = [memory.clone() for memory in self.drafter.memory()]
+        if self._remembers:
             self._observe(step)
-            for memory, value in zip(self.drafter.memory(), kept):
-                memory.copy_(value)
+        if isinstance(self.source, LevelSource):
+            self._draft(step)
+            self._speak(step)
+        for memory, value in zip(self.drafter.memory(), kept):
+            memory.copy_(value)
         self._met = True
 
     def draft_alone(self, step: VerifiedStep, count: int) -> DraftTree:
         """Its own tree as the hybrid's: with its place among the sources."""
         self.asked += 1
-        tree = self.drafter.propose() if self.phrases else self.draft(step, count)
+        if self.phrases:
+            tree = self.drafter.propose()
+        else:
+            tree = self.tree = self._behind(step, count, self._drafted, self._draft)
         return tree if self._marks else replace(tree, source=tree.source + self.place)
 
     def credit_alone(self, accepted: int) -> None:
         """So many of its own tree's nodes were accepted."""
         self.accepted += accepted
         self.alone += accepted
-
-    def speak(self) -> None:
-        """Its drafts enter the merged tree."""
-        assert isinstance(self.source, TreeSource)
-        self.source.take(self.tree)
-        if self.drafter.reads_choices:
-            self.riders = [node for node, candidate in enumerate(self.tree.candidate.tolist()) if not candidate]
 
     def leave(self, step: VerifiedStep, count: int) -> None:
         """Do without its drafts. Its part of the work on a device waits until there is as much of it as of one step."""
@@ -147,6 +173,11 @@ class HybridPart:
     def _drafted(self, step: VerifiedStep) -> DraftTree:
         self.drafter.observe(step)
         return self.drafter.propose()
+
+    def _spoken(self, step: VerifiedStep) -> Tensor:
+        assert isinstance(self.drafter, MedusaDrafter)
+        self.drafter.observe(step)
+        return self.drafter.propose_levels()
 
     def _with_untold(self, step: VerifiedStep, count: int) -> tuple[VerifiedStep, int]:
         """The step as one with what waits, if both fit its size; else what waits is taken in by itself."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from heads.medusa import MedusaHead
 from inference.ctc_search import build_tree
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
+from inference.int8_rows import Int8Offsets
 from inference.rank_paths import RankPaths
 from inference.target import Target
 from inference.tree import DraftTree
@@ -17,21 +18,10 @@ from inference.tree import DraftTree
 TREES = ("best", "raw", "prefix")
 
 
-def draft_tree(
-    head: MedusaHead, last: Tensor, paths: RankPaths, max_nodes: int, tree: str = "best", heads: int = 0
-) -> DraftTree:
-    """A tree of K distributions that do not depend on what is drafted, from h_n `last [H]`.
-
-    `best`: the most probable combinations as they are, of the levels that `paths` has. `raw` and `prefix` put them
-    through the CTC collapse as if each offset were a frame that is never blank (the CTC-drafter paper's Table 2: linear
-    heads with CTC verification).
-    """
-    offsets = paths.depth if tree == "best" else heads or None
-    log_probs = tempered(head.draft_log_probs(last, offsets), head.config.tree_temperature)
-    if tree == "best":
-        return paths.best_tree(log_probs, head.draft_vocab)
-    never_blank = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
-    return build_tree(never_blank, max_nodes, tree, vocabulary=head.draft_vocab)
+def draft_tree(head: MedusaHead, last: Tensor, paths: RankPaths) -> DraftTree:
+    """The most probable combinations of K distributions that do not depend on what is drafted, from h_n `last [H]`."""
+    log_probs = tempered(head.draft_log_probs(last, paths.depth), head.config.tree_temperature)
+    return paths.best_tree(log_probs, head.draft_vocab)
 
 
 def rank_paths(head: MedusaHead, max_nodes: int, heads: int = 0) -> RankPaths:
@@ -43,21 +33,29 @@ def rank_paths(head: MedusaHead, max_nodes: int, heads: int = 0) -> RankPaths:
 class MedusaDrafter(Drafter):
     """Keeps the target's hidden state of the last committed token."""
 
-    options: ClassVar[dict[str, Any]] = {"tree": "best", "heads": 0}
+    options: ClassVar[dict[str, Any]] = {"tree": "best", "heads": 0, "int8": 1}
 
     def __init__(
-        self, head: MedusaHead, target: Target, max_nodes: int = 32, tree: str = "best", heads: int = 0
+        self, head: MedusaHead, target: Target, max_nodes: int = 32, tree: str = "best", heads: int = 0, int8: int = 1
     ) -> None:
-        """heads: of the K heads, use the first so many; 0: all. Beside n-grams, which lengthen paths, few may do."""
+        """tree: `best`, or `raw` and `prefix`, which put the distributions through the CTC collapse as if each offset
+        were a frame that is never blank (the CTC-drafter paper's Table 2: linear heads with CTC verification);
+        heads: of the K heads, use the first so many; 0: all. Beside n-grams, which lengthen paths, few may do;
+        int8: 1 drafts with weights of eight bits where that is faster, in compiled programs on a CPU."""
         if tree not in TREES:
             raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
-        self.tree, self.heads = tree, heads
+        if int8 not in (0, 1):
+            raise ValueError(f"int8 is 0 or 1; got {int8}")
+        self.tree = tree
         self.head = head.eval()
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(heads or head.config.heads, self.max_nodes)
         self._paths = rank_paths(head, self.max_nodes, heads)
+        self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
+        on_cpu = target.device.type == "cpu"
+        self._int8 = Int8Offsets(head.each[: self._used]) if int8 and on_cpu and target.compiled else None
         self._last: Tensor | None = None  # h_n, [H]
 
     @property
@@ -75,5 +73,26 @@ class MedusaDrafter(Drafter):
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
+        log_probs, vocabulary = self._log_probs(), self.head.draft_vocab
+        if self.tree == "best":
+            return self._paths.best_tree(log_probs, vocabulary)
+        never_blank = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
+        return build_tree(never_blank, self.max_nodes, self.tree, vocabulary=vocabulary)
+
+    def propose_levels(self) -> Tensor:
+        """[2, K, R] float64: of each level the `max_nodes` likeliest tokens, best first, and their log-probabilities.
+
+        What a tree is made from, for whoever makes one of several drafters.
+        """
+        top, columns = self._log_probs().topk(self._paths.most)
+        tokens = columns if self.head.draft_vocab is None else self.head.draft_vocab[columns]
+        return torch.stack([tokens.double(), top.double()])
+
+    def _log_probs(self) -> Tensor:
+        """[K, V] of the heads that are used."""
         assert self._last is not None, "observe the prefill before proposing"
-        return draft_tree(self.head, self._last, self._paths, self.max_nodes, self.tree, self.heads)
+        if self._int8 is not None and torch.compiler.is_compiling():
+            log_probs = self._int8.log_probs(self._last)
+        else:
+            log_probs = self.head.draft_log_probs(self._last, self._used)
+        return tempered(log_probs, self.head.config.tree_temperature)

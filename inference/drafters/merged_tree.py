@@ -1,7 +1,8 @@
 """Trees of several sources as one, grown best first by calibrated acceptance; on the host, in lists.
 
-A node's children are what the sources' own trees have behind it (`TreeSource`) and what n-grams say of the text up to
-it (`PhraseSource`), so that the leaves of a learned tree are lengthened by phrases, at any depth.
+A node's children are what the sources' own trees have behind it (`TreeSource`), what heads say of its depth whatever
+was drafted before (`LevelSource`), and what n-grams say of the text up to it (`PhraseSource`), so that the leaves of a
+learned tree are lengthened by phrases, at any depth.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from math import exp, inf, log
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from inference.drafters.calibration import Calibration, confidence
 from inference.drafters.ngram_table import NgramTable
@@ -25,7 +27,12 @@ OTHER = 99  # a source that proposes something, but not this token
 
 
 class Source(Protocol):
-    """Says what may follow a node."""
+    """Says what may follow a node.
+
+    by_level  whether it says the same behind every node of a depth; a node's place is its depth then, from 0
+    """
+
+    by_level: bool
 
     def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
         """What follows a node, and what the source says of all other tokens (None: nothing).
@@ -37,6 +44,8 @@ class Source(Protocol):
 
 class TreeSource:
     """A tree that was proposed as a whole."""
+
+    by_level = False
 
     def __init__(self) -> None:
         self._kids: list[Opinion] = []
@@ -59,9 +68,38 @@ class TreeSource:
         return (found, OTHER) if found else ({}, None)
 
 
+class LevelSource:
+    """Distributions that do not depend on what was drafted, one for each depth (Medusa): they speak for every node."""
+
+    by_level = True
+    LEAST = 0.02  # probability of a token that is told of, but for each depth's first
+
+    def __init__(self) -> None:
+        self._levels: list[Opinion] = []
+
+    def take(self, levels: Tensor) -> None:
+        """Keep [2, K, R] tokens and their log-probabilities, best first, of K depths, in one read."""
+        tokens, log_probs = levels.tolist()
+        self._levels = []
+        for row, scores in zip(tokens, log_probs):
+            said: Opinion = {}
+            for token, score in zip(row, scores):
+                share = exp(max(score, LEAST))
+                if said and share < self.LEAST:
+                    break
+                said[int(token)] = confidence(share), share, None
+            self._levels.append(said)
+
+    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+        """See `Source`."""
+        level = 0 if place is None else place + 1
+        return (self._levels[level], OTHER) if level < len(self._levels) else ({}, None)
+
+
 class PhraseSource:
     """N-grams of the text: at every node the most frequent followers of the contexts that were seen, longest first."""
 
+    by_level = False
     WIDTH = 4  # followers of a node
 
     def __init__(self, table: NgramTable) -> None:
@@ -103,6 +141,8 @@ class PhraseSource:
 class SilentSource:
     """A source that has been switched off."""
 
+    by_level = False
+
     def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
         """Nothing."""
         return {}, None
@@ -143,7 +183,8 @@ class MergedTree:
         self.source: list[int] = []
         self.alone: list[bool] = []  # whether nobody else proposes the node
         self._sources, self._calibration = sources, calibration
-        self._waiting: list[tuple[float, int, int, int, int, Sequence[int | None], int, bool]] = []
+        self._levels = [number for number, source in enumerate(sources) if source.by_level]
+        self._waiting: list[tuple[float, int, int, int, int, list[int | None], int, bool]] = []
         self._serial = 0
         self._nodes = [_Node((-1,) * len(sources), context)]
         bounds = bounds or [-inf] * max_nodes
@@ -159,6 +200,8 @@ class MergedTree:
             self.scores.append(-score)
             self.source.append(source)
             self.alone.append(alone)
+            for level in self._levels:
+                places[level] = depth - 1
             self._nodes.append(_Node(places, after.after(self._nodes[parent].context, token)))
             if depth < max_depth and len(self.tokens) < max_nodes:
                 self._expand(len(self.tokens), -score, depth, bound)

@@ -10,7 +10,7 @@ from inference.drafters.calibration import Calibration, confidence
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.lookahead import LookaheadDrafter
-from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource, TreeSource
+from inference.drafters.merged_tree import LevelSource, MergedTree, PhraseSource, SilentSource, TreeSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.ngram_table import NgramTable
 from inference.drafters.ouroboros import OuroborosDrafter
@@ -18,6 +18,7 @@ from inference.drafters.prompt_lookup import PromptLookupDrafter
 from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from inference.drafters.running_costs import EARLY
 from inference.engine import DecodingEngine, GenerationSettings
+from inference.rank_paths import RankPaths
 from inference.sampling import Sampling
 from inference.tree import DraftTree, ancestor_rows, check_tree, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
@@ -142,6 +143,51 @@ def test_learning_judges_every_child_considered_behind_the_accepted_path_and_non
     assert estimate[right] == pytest.approx((4 * 0.7 + 1) / 5)
     assert estimate[wrong] == pytest.approx(4 * 0.3 / 5)
     assert estimate[behind] == pytest.approx(4 * 0.5 / 5)
+
+
+class AsTold(Calibration):
+    """Believes every source's own probability."""
+
+    def estimate(self, evidence, guesses):
+        return 1 - math.prod(1 - guess for _, guess in guesses)
+
+
+def levels(*rows):
+    """A source of depths, each {token: probability}."""
+    source = LevelSource()
+    most = max(map(len, rows))
+    padded = [sorted(row.items(), key=lambda one: -one[1]) + [(0, 1e-9)] * (most - len(row)) for row in rows]
+    told = torch.tensor(padded, dtype=torch.float64)
+    source.take(torch.stack([told[..., 0], told[..., 1].log()]))
+    return source
+
+
+def test_what_depends_on_depth_alone_is_said_behind_every_node():
+    table = NgramTable(3)
+    table.extend([1, 2, 3, 1])
+    tree = merged(
+        levels({7: 0.9}, {8: 0.8, 9: 0.1}), PhraseSource(table), table=table, calibration=AsTold(), max_nodes=30
+    )
+    assert {(7,), (7, 8), (7, 9), (2,), (2, 8), (2, 9), (2, 3), (2, 3, 1)} <= paths(tree)
+    assert not any(len(path) > 2 and path[-1] in (7, 8, 9) for path in paths(tree))
+
+
+def test_a_tree_of_levels_alone_is_the_best_one():
+    generator = torch.Generator().manual_seed(5)
+    for nodes in (1, 4, 9, 24):
+        log_probs = (torch.randn(3, 12, generator=generator, dtype=torch.float64) * 2).log_softmax(-1)
+        best = RankPaths(3, nodes, 12).best_tree(log_probs)
+        top = log_probs.topk(min(nodes, 12))
+        source = LevelSource()
+        source.LEAST = 0.0
+        source.take(torch.stack([top.indices.double(), top.values]))
+        tree = merged(source, SilentSource(), calibration=AsTold(), max_nodes=nodes)
+        assert sorted(tree.scores) == pytest.approx(sorted(best.log_probs.tolist()))
+
+
+def test_of_a_depth_the_unlikely_are_not_told_but_for_its_first():
+    source = levels({7: 0.9, 8: 0.019}, {5: 0.01, 6: 0.009})
+    assert [list(said) for said in source._levels] == [[7], [5]]
 
 
 # ---- in the engine ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from inference.drafters.account import LOOK, TRIAL, Account
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE
+from inference.drafters.merged_tree import LevelSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY
@@ -106,9 +107,14 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
         asked = part.asked
         tree = propose()
         if part.asked > asked:
-            own, same = part.tree, apart.propose()
-            assert own.tokens.tolist() == same.tokens.tolist() and own.parents.tolist() == same.parents.tolist()
-            assert torch.allclose(own.log_probs, same.log_probs)
+            if name == "medusa":  # which says what comes at each depth, and leaves the tree to the hybrid
+                said = LevelSource()
+                said.take(apart.propose_levels())
+                assert part.source._levels == said._levels
+            else:
+                own, same = part.tree, apart.propose()
+                assert own.tokens.tolist() == same.tokens.tolist() and own.parents.tolist() == same.parents.tolist()
+                assert torch.allclose(own.log_probs, same.log_probs)
             compared.append(asked)
         return tree
 
@@ -157,6 +163,34 @@ def test_what_two_parts_bring_is_told_apart(llama, llama_prompts):
     for prompt in llama_prompts:
         engine.generate(prompt, GenerationSettings(90))
     assert len(together) == 4  # each with the other and without
+
+
+def test_one_stretch_of_text_alone_does_not_decide_about_a_part():
+    account = Account()
+    gains = iter([0.4, 0.4, -0.1, -0.1])
+    account.asking.profit = lambda price: next(gains)
+    lacking = [account.verdict(0.05, 1.0) for _ in range(4)]
+    assert lacking == pytest.approx([-0.35, -0.35, -0.55 / 3, -0.1])
+    account.begin_again()
+    account.asking.profit = lambda price: -0.1
+    assert account.verdict(0.05, 1.0) == pytest.approx(0.15)
+
+
+def test_only_what_asking_does_not_bring_is_lost():
+    account = Account()
+    account._price = 0.5
+    for asked, worth in [(True, 0.8)] * 6 + [(False, 0.0)] * 6:
+        account.choose("here", may_be_left=True)
+        account.asking.learn("here", asked, worth)
+    unknown = account.lost
+    assert unknown > 0
+    account.lost = 0.0
+    account.asking.pays = lambda situation, price: True
+    account.choose("here", may_be_left=True)
+    assert account.lost == 0  # it brings .8 for .5
+    account._price = 1.0
+    account.choose("here", may_be_left=True)
+    assert account.lost == pytest.approx(0.2)
 
 
 def test_expectations_are_corrected_by_what_came():
