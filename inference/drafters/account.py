@@ -15,9 +15,9 @@ TRIAL = 128
 """Target steps after which a part is judged, again and again."""
 LOOK, CLEAR = 32, 2.0
 """Target steps after which one that loses by so many standard errors is not given the rest of its trial."""
-VERDICTS = 8
+VERDICTS = 4
 """Trials over which the verdict on a part that is asked now and then is averaged."""
-LEAST = 0.015
+LEAST = 0.005
 """Share of the time that a part which is asked now and then must save: less is lost in what is not reckoned."""
 FADE, DOUBT = 0.995, 8.0
 """Of the correction of expectations: what a further step leaves of a step's weight, and steps that speak for none."""
@@ -126,7 +126,7 @@ class Account:
         lacks = least - self.asking.profit(self._price) + self._to_leave / seconds_per_token
         self._verdicts = min(self._verdicts + 1, VERDICTS)
         self._lacks += (lacks - self._lacks) / self._verdicts
-        return self._lacks
+        return self._lacks if self._verdicts > 1 else 0.0
 
     def balance(self, seconds_per_token: float) -> tuple[float, float]:
         """Tokens a step that it brought above its costs, and their standard error."""

@@ -15,9 +15,11 @@ FEW, MANY = 6, 16
 """Steps of a situation in which it is asked and others in which it is not, at least and at most, until it is clear …"""
 CLEAR = 1.5
 """… by so many standard errors, which is better."""
+LUCK = 0.5
+"""Standard errors by which a gain is believed to be less where it is decided whether the part pays at all."""
 EVERY = 64
 """One step of a situation in so many goes the other way, lest a change be missed."""
-MEMORY = 512
+MEMORY = 128
 """Steps of a situation after which the older half of their weight is forgotten."""
 
 
@@ -80,12 +82,16 @@ class _Situation:
         """Tokens that asking brings."""
         return self.asked.value - self.left.value
 
+    @property
+    def doubt(self) -> float:
+        """Standard error of the gain."""
+        return sqrt(self.asked.doubt + self.left.doubt)
+
     def clear(self, price: float) -> bool:
         """Whether it has been tried often enough to say if asking pays."""
         if not self.known:
             return False
-        doubt = sqrt(self.asked.doubt + self.left.doubt)
-        return min(self.left.count, self.asked.count) >= MANY or abs(self.gain - price) > CLEAR * doubt
+        return min(self.left.count, self.asked.count) >= MANY or abs(self.gain - price) > CLEAR * self.doubt
 
 
 def _key(told: Any) -> Hashable:
@@ -137,7 +143,10 @@ class Asking:
             seen.left.fade(FEW)
 
     def profit(self, price: float) -> float:
-        """Tokens that a step gains on average, when the part is asked where that pays and nowhere else."""
+        """Tokens that a step gains on average, when the part is asked where that pays and nowhere else.
+
+        Less a part of the standard error: of several situations those that seem to pay are those that were lucky.
+        """
         weight = sum(seen.weight for seen in self._situations.values())
-        gains = (seen.weight * max(0.0, seen.gain - price) for seen in self._situations.values() if seen.known)
-        return sum(gains) / max(weight, 1.0)
+        known = [seen for seen in self._situations.values() if seen.known]
+        return sum(seen.weight * max(0.0, seen.gain - LUCK * seen.doubt - price) for seen in known) / max(weight, 1.0)
