@@ -15,10 +15,10 @@ TRIAL = 128
 """Target steps after which a part is judged, again and again."""
 LOOK, CLEAR = 32, 2.0
 """Target steps after which one that loses by so many standard errors is not given the rest of its trial."""
-VERDICTS = 4
+VERDICTS = 8
 """Trials over which the verdict on a part that is asked now and then is averaged."""
-LEAST = 0.005
-"""Share of the time that a part which is asked now and then must save: less is lost in what is not reckoned."""
+BESIDE = 1.1
+"""By so much asking is taken for dearer than it was: what it drives out of caches others have to fetch again."""
 FADE, DOUBT = 0.995, 8.0
 """Of the correction of expectations: what a further step leaves of a step's weight, and steps that speak for none."""
 
@@ -34,7 +34,7 @@ class Account:
         self.verifying = 0.0  # and for its rows in the target's forward
         self._when_asked: deque[float] = deque(maxlen=TRIAL)  # the former, of late
         self._when_left: deque[float] = deque(maxlen=TRIAL)
-        self.lost = 0.0  # tokens: what asking it cost beyond what it is known to bring, since it was tried again
+        self.spent = 0.0  # tokens: the price of asking it since it was tried again, or of late
         self._to_ask = self._to_leave = 0.0  # typical seconds
         self._price = 0.0  # of asking above leaving, in tokens
         self._verdicts, self._lacks = 0, 0.0
@@ -47,7 +47,7 @@ class Account:
             "asking": self.asking.state_dict(),
             "when_asked": list(self._when_asked),
             "when_left": list(self._when_left),
-            "lost": self.lost,
+            "spent": self.spent,
             "corrected": [self._more, self._weight],
             "verdicts": [self._verdicts, self._lacks],
         }
@@ -59,7 +59,7 @@ class Account:
         made.asking = Asking.from_state(state["asking"])
         made._when_asked.extend(map(float, state["when_asked"]))
         made._when_left.extend(map(float, state["when_left"]))
-        made.lost = float(state["lost"])
+        made.spent = float(state["spent"])
         made._more, made._weight = map(float, state["corrected"])
         verdicts, made._lacks = map(float, state["verdicts"])
         made._verdicts = int(verdicts)
@@ -77,7 +77,7 @@ class Account:
 
     def begin_again(self) -> None:
         """It is given another trial: nothing is owed, and what was learned is doubted."""
-        self.lost = 0.0
+        self.spent = 0.0
         self._verdicts = 0
         self.settle()
         self.asking.doubt()
@@ -95,14 +95,13 @@ class Account:
         """Reckon anew what asking it takes."""
         self._to_ask = typical(self._when_asked) if self._when_asked else 0.0
         self._to_leave = typical(self._when_left) if self._when_left else 0.0
-        self._price = (self._to_ask - self._to_leave) / seconds_per_token
+        self._price = BESIDE * (self._to_ask - self._to_leave) / seconds_per_token
 
     def choose(self, situation: Hashable, may_be_left: bool) -> bool:
         """Decide whether it is asked in this step."""
         self.situation = situation
         self.asked = not may_be_left or self.asking.pays(situation, self._price)
-        if self.asked:
-            self.lost += self.asking.loss(situation, self._price)
+        self.spent += self.asked * self._price - self.spent / (VERDICTS * TRIAL)
         return self.asked
 
     def learn(self, accepted: int, price: float, expected: float | None) -> None:
@@ -118,15 +117,20 @@ class Account:
         else:
             self.asking.learn(self.situation, self.asked, accepted - price)
 
-    def verdict(self, least: float, seconds_per_token: float) -> float:
-        """Tokens a step that it lacks of bringing `least` above its costs, asked where that pays, on average of late.
+    def verdict(self, seconds_per_token: float) -> float:
+        """Tokens a step that it costs above what it brings, asked where that pays, on average of late.
 
-        What a token costs goes up and down with the text: one part of it alone shall not decide.
+        What a token costs goes up and down with the text: one stretch of it alone does not decide, and says 0.
         """
-        lacks = least - self.asking.profit(self._price) + self._to_leave / seconds_per_token
+        lacks = self._to_leave / seconds_per_token - self.asking.profit(self._price)
         self._verdicts = min(self._verdicts + 1, VERDICTS)
         self._lacks += (lacks - self._lacks) / self._verdicts
-        return self._lacks if self._verdicts > 1 else 0.0
+        return 0.0 if self.unsure else self._lacks
+
+    @property
+    def unsure(self) -> bool:
+        """Whether there is no verdict yet."""
+        return self._verdicts < 2
 
     def balance(self, seconds_per_token: float) -> tuple[float, float]:
         """Tokens a step that it brought above its costs, and their standard error."""

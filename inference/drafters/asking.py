@@ -126,11 +126,6 @@ class Asking:
             return seen.asked.count <= seen.left.count
         return (seen.gain > price) != (seen.steps % EVERY == 0)
 
-    def loss(self, situation: Hashable, price: float) -> float:
-        """Tokens that asking costs beyond what it is known to bring."""
-        seen = self._situations.get(situation)
-        return max(0.0, price - seen.gain if seen is not None and seen.known else price)
-
     def learn(self, situation: Hashable, asked: bool, worth: float) -> None:
         """What the tree of a step was worth, built with the part's drafts or without."""
         seen = self._situations[situation]

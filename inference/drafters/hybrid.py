@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from inference.drafters.account import CLEAR, LEAST, LOOK, TRIAL
+from inference.drafters.account import CLEAR, LOOK, TRIAL
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
 from inference.drafters.calibration import Calibration
 from inference.drafters.hybrid_part import HybridPart
@@ -194,11 +194,13 @@ class HybridDrafter(Drafter):
         """
         costs, over = self._costs, active[0].account.steps >= TRIAL
         losing: list[tuple[bool, float, HybridPart]] = []
-        for part in active:
+        for part in sorted(active, key=lambda part: not part.may_be_left):
             if not over and not part.drafter.reads_choices:
                 continue  # it is asked in some steps only, or costs next to nothing
             if part.may_be_left:
-                loss = part.account.verdict(LEAST * costs.tokens_per_step, costs.seconds_per_token)
+                loss = part.account.verdict(costs.seconds_per_token)
+            elif part.phrases and any(other.account.unsure for other in active if other.may_be_left):
+                continue
             else:
                 balance, error = part.account.balance(costs.seconds_per_token)
                 loss = -balance - (0.0 if over else CLEAR * error)

@@ -21,7 +21,7 @@ from inference.tree import DraftTree
 
 Drafts = TypeVar("Drafts", DraftTree, Tensor)
 
-PAUSE, SHARE = 8 * TRIAL, 0.005
+PAUSE, SHARE = 8 * TRIAL, 0.01
 """Target steps for which a part that did not pay stays off at least; longer, if trials would else take more of the
 time than this share."""
 
@@ -71,7 +71,7 @@ class HybridPart:
         """It does not pay."""
         self.switched.append({"off": steps, "on": None})
         self.riders = []
-        afford = self.account.lost / (SHARE * tokens_per_step) if tokens_per_step else 0.0
+        afford = self.account.spent / (SHARE * tokens_per_step) if tokens_per_step else 0.0
         self._until = steps + max(PAUSE, round(afford))
 
     def pause(self, steps: int) -> int | None:
