@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from inference.drafters.account import LOOK, TRIAL, Account
+from inference.drafters.account import LOOK, TRIAL, VERDICTS, Account
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE
@@ -184,7 +184,7 @@ def test_what_was_spent_long_ago_counts_no_more():
         account.choose("here", may_be_left=False)
     assert 40 < account.spent < 50
     account.asking.pays = lambda situation, price: False
-    for _ in range(8 * TRIAL):
+    for _ in range(2 * VERDICTS * TRIAL):
         account.choose("here", may_be_left=True)
     assert account.spent < 10
     account.begin_again()
