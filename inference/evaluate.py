@@ -10,6 +10,7 @@ files.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -110,7 +111,7 @@ def evaluate(
     done = 0
     for benchmark in benchmarks:
         for index, question in enumerate(benchmark.questions):
-            for name in rotate(names, index):
+            for name in order(names, index):
                 progress(f"{benchmark.name}: {name}", done, total)
                 turns = answer_question(engines[name], oracle.settings, question, render, decode)
                 answered = [
@@ -148,10 +149,12 @@ def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
     return {name: found for name, drafter in drafters.items() if (found := drafter.findings())}
 
 
-def rotate(names: Sequence[Key], index: int) -> list[Key]:
-    """The order in which drafters answer question `index`: (a, b, c), 1 -> [b, c, a]."""
-    start = index % len(names)
-    return [*names[start:], *names[:start]]
+def order(names: Sequence[Key], index: int) -> list[Key]:
+    """The order in which drafters answer question `index`: each is at every place once in as many questions as there
+    are, and then behind others: what one leaves in the caches shall not always help, or harm, the same next one."""
+    turn, start = divmod(index, len(names))
+    mixed = random.Random(turn).sample(list(names), len(names))
+    return [*mixed[start:], *mixed[:start]]
 
 
 def answer_question(
@@ -180,7 +183,7 @@ def answer_question(
 def in_turn(
     engines: Mapping[int, Engine], prompts: Iterable[list[int]], settings: GenerationSettings
 ) -> dict[int, tuple[int, int, float]]:
-    """New tokens, target steps and seconds of every engine over all prompts, which they answer in rotating order.
+    """New tokens, target steps and seconds of every engine over all prompts, which they answer in changing `order`.
 
     Each has answered the first prompt read backwards before, untimed.
     """
@@ -189,7 +192,7 @@ def in_turn(
         if turn == 0:
             for engine in engines.values():
                 engine.generate(prompt[::-1], settings)
-        for key in rotate(list(engines), turn):
+        for key in order(list(engines), turn):
             answer, (tokens, steps, spent) = engines[key].generate(prompt, settings), totals[key]
             totals[key] = (
                 tokens + len(answer.tokens),

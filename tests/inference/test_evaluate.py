@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from inference.engine import ContextError, GenerationSettings
-from inference.evaluate import evaluate, rotate
+from inference.evaluate import evaluate, order
 from inference.metrics import accept_length_histogram, result_rows
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
 
@@ -26,14 +26,21 @@ def test_the_conversation_grows_by_the_drafters_own_answers():
     assert bytes(first[1].prompt) == b"abcd\0dcba\0efg\0"
 
 
-def test_drafters_take_turns_in_rotating_order():
-    assert rotate("abc", 1) == ["b", "c", "a"]
+def test_each_drafter_is_at_every_place_as_often_and_behind_every_other():
+    orders = [order("abcd", index) for index in range(200)]
+    for start in range(0, 200, 4):
+        assert all(sorted(places) == list("abcd") for places in zip(*orders[start : start + 4]))
+    behind = {pair for names in orders for pair in zip(names, names[1:])}
+    assert len(behind) == 4 * 3
+
+
+def test_drafters_take_turns_in_changing_order():
     log = []
     engines = {name: StubEngine(log=log, name=name) for name in ("vanilla", "a", "b")}
     run(engines, [benchmark([question(i, None, "x") for i in range(4)])])
     warm_up, timed = log[:3], log[3:]
     assert warm_up == ["vanilla", "a", "b"]
-    assert timed == ["vanilla", "a", "b", "a", "b", "vanilla", "b", "vanilla", "a", "vanilla", "a", "b"]
+    assert timed == [name for index in range(4) for name in order(["vanilla", "a", "b"], index)]
 
 
 def test_the_warm_up_is_short_and_leaves_no_record():
