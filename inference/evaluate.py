@@ -1,7 +1,7 @@
 """Answer benchmark questions with every drafter, time them fairly, and judge each answer.
 
 Fair means: one process, the same prompts, the same token counter, a discarded warm-up, and the drafters
-taking turns question by question in rotating order, so that a machine that slows down or heats up slows
+taking turns question by question in changing order, so that a machine that slows down or heats up slows
 them all. Every drafter holds its own conversation: the second turn's prompt contains its own first answer.
 
 Questions, the chat template and the rule that scores an answer come in as plain arguments; nothing here reads

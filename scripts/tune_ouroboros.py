@@ -43,7 +43,7 @@ K = 3
 def clocked(
     target: Target, drafters: Mapping[int, Drafter], prompts: Sequence[list[int]], settings: GenerationSettings
 ) -> dict[int, dict[str, float]]:
-    """Key of a drafter → β and seconds; all decode every prompt, in turn, in rotating order."""
+    """Key of a drafter → β and seconds; all decode every prompt, in turn, in changing order."""
     engines = {key: DecodingEngine(target, drafter) for key, drafter in drafters.items()}
     totals = in_turn(engines, track(prompts, "decoding with every value"), settings)
     return {key: {"beta": tokens / steps, "seconds": spent} for key, (tokens, steps, spent) in totals.items()}
