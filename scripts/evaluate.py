@@ -78,13 +78,13 @@ def run(options: argparse.Namespace) -> None:
             progress,
             answers.add,
         )
-    for drafter in drafters.values():
-        drafter.close()
     report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
     pictures = write_report(options.output, report)
     console.print(summary_table(report))
     for path in [*pictures, options.output / "report.md", options.output / "report.json"]:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
+    for drafter in drafters.values():  # what they keep may fail to be written, and the report is there then
+        drafter.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

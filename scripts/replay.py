@@ -85,13 +85,13 @@ def run(options: argparse.Namespace) -> None:
     with progress_bar(console, "tokenising") as progress:
         turns = list(recorded_turns(answers, questions, tokenizer, render))
         evaluation = replay_all(options.answers.stem, drafters, questions, turns, progress)
-    for drafter in drafters.values():
-        drafter.close()
     report = build_report(evaluation, None, described(options), seed=0)
     pictures = write_report(options.output, report)
     console.print(summary_table(report))
     for path in [*pictures, options.output / "report.md", options.output / "report.json"]:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
+    for drafter in drafters.values():  # what they keep may fail to be written, and the report is there then
+        drafter.close()
 
 
 def described(options: argparse.Namespace) -> dict[str, object]:

@@ -181,7 +181,13 @@ def _composed(spec: DrafterSpec, target: Target, max_nodes: int) -> Drafter:
     parts = [replace(part, options=options) for part, options in zip(spec.parts, rest)]
     made = [(name, DRAFTERS[part.kind](part, target, max_nodes)) for name, part in zip(part_names(parts), parts)]
     hybrid = {"parts": [asdict(part) for part in parts], "max_nodes": max_nodes, **whole}
-    return HybridDrafter(made, target, max_nodes, **whole, learned=LearnedFile(path, hybrid, target) if path else None)
+    file = None
+    if "learned" in own:
+        if not path or not isinstance(target, Target):
+            got = "a replay, which measures none" if path else "no name"
+            raise ValueError(f"learned=FILE keeps what a hybrid measured of a target; got {got}; leave learned out")
+        file = LearnedFile(path, hybrid, target)
+    return HybridDrafter(made, target, max_nodes, **whole, learned=file)
 
 
 def part_names(parts: Sequence[DrafterPart]) -> list[str]:

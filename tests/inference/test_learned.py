@@ -12,6 +12,7 @@ from inference.drafters.learned import LearnedFile
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from inference.engine import DecodingEngine, GenerationSettings
+from inference.replay import TokenizerTarget
 from inference.report import findings_note
 from tests.inference.models import load_target, make_head, make_prompts, vanilla_tokens
 
@@ -116,6 +117,13 @@ def test_the_command_lines_words(llama, llama_prompts, tmp_path):
         build_drafter(DrafterSpec.parse(words), llama, 9)
     with pytest.raises(ValueError, match=r"same machine; .* parts was"):
         build_drafter(DrafterSpec.parse(words.replace("ngram,", "ngram,k=3,")), llama, 8)
+
+
+@pytest.mark.parametrize("words,told", [("learned=", "got no name"), ("learned=x", "a replay, which measures none")])
+def test_it_is_of_a_target_and_has_a_name(llama, words, told):
+    target = llama if words == "learned=" else TokenizerTarget(llama.tokenizer)
+    with pytest.raises(ValueError, match=told):
+        build_drafter(DrafterSpec.parse(f"h=ngram,{words}+prompt_lookup"), target, 8)
 
 
 def test_another_machines_prices_are_refused(llama, written):
