@@ -17,16 +17,19 @@ from heads.medusa import OffsetHead
 
 
 class Int8Rows:
-    """Matrices [..., N, H] with a scale for each row: the largest weight of a row is 127 of its steps."""
+    """K matrices [N, H] with a scale for each row: the largest weight of a row is 127 of its steps."""
 
-    def __init__(self, weight: Tensor) -> None:
-        weight = weight.detach().float()
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        rounded = [self._rounded(weight.detach().float()) for weight in weights]  # one wide copy at a time
+        self.steps, self.scale = (torch.stack(same) for same in zip(*rounded))
+
+    @staticmethod
+    def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
         most = weight.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        self.scale = (most / 127)[..., 0]
-        self.steps = (weight / most * 127).round().to(torch.int8)
+        return (weight / most * 127).round().to(torch.int8), (most / 127)[:, 0]
 
     def __call__(self, vectors: Tensor) -> Tensor:
-        """[..., N] from vectors [..., H]."""
+        """[K, N] from vectors [K, H]."""
         return (self.steps.float() * vectors[..., None, :]).sum(-1) * self.scale
 
 
@@ -35,8 +38,14 @@ class Int8Offsets:
 
     def __init__(self, heads: Sequence[OffsetHead]) -> None:
         layers = zip(*(head.layers for head in heads))
-        self.layers = [(Int8Rows(_stack(same, "weight")), _stack(same, "bias").float()) for same in layers]
-        self.vocabulary = Int8Rows(torch.stack([head.vocabulary.weight for head in heads]))
+        self.layers = [
+            (
+                Int8Rows([layer.linear.weight for layer in same]),
+                torch.stack([layer.linear.bias.detach() for layer in same]),
+            )
+            for same in layers
+        ]
+        self.vocabulary = Int8Rows([head.vocabulary.weight for head in heads])
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """[H] h_n → [K, V] log-probabilities, as `MedusaHead.draft_log_probs` but for the rounding of weights."""
@@ -44,8 +53,3 @@ class Int8Offsets:
         for weight, bias in self.layers:
             states = states + nn.functional.silu(weight(states) + bias)
         return self.vocabulary(states).log_softmax(-1)
-
-
-def _stack(layers: Sequence[nn.Module], name: str) -> Tensor:
-    """One parameter of every layer's matrix."""
-    return torch.stack([getattr(layer.linear, name).detach() for layer in layers])

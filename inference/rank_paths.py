@@ -49,10 +49,14 @@ class RankPaths:
         self.last = torch.tensor([path[-1] - 1 for path in paths], device=device)
         self.parents = torch.tensor(parents, device=device)
 
+    def likeliest(self, log_probs: Tensor, vocabulary: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[K, R] of each level of `log_probs [K, V]` the likeliest tokens, best first, and their log-probabilities."""
+        top, columns = log_probs.topk(self.most)
+        return columns if vocabulary is None else vocabulary[columns], top
+
     def best_tree(self, log_probs: Tensor, vocabulary: Tensor | None = None) -> DraftTree:
         """The best `max_nodes` drafts of `log_probs [K, V]`; vocabulary [V]: the token of each column, None: itself."""
-        top, columns = log_probs.topk(self.most)
-        tokens = columns if vocabulary is None else vocabulary[columns]
+        tokens, top = self.likeliest(log_probs, vocabulary)
         nothing = torch.nn.functional.pad(top, (0, 1))  # what a path adds beyond its end
         scores = nothing.gather(1, self.ranks.T).sum(0)
         tree = DraftTree.build(tokens[self.levels, self.last], self.parents, scores)

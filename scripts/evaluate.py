@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from data.benchmarks import gsm8k_answer, load_benchmark
 from data.loops import LoopDetector
 from data.rendering import render_prompt
 from inference.answers import AnswerFiles
+from inference.drafters.base import Drafter
 from inference.engine import DecodingEngine
 from inference.evaluate import BASELINES, VANILLA, Benchmark, Engine, evaluate
 from inference.lossless import Oracle
@@ -38,6 +40,7 @@ from inference.options import (
 )
 from inference.plain_generate import PlainGenerate, baseline_words
 from inference.report import build_report, check_output, clear_output, write_report
+from inference.target import Target
 from inference.terminal import progress_bar, summary_table
 
 
@@ -64,6 +67,21 @@ def run(options: argparse.Namespace) -> None:
     check_output(options.output, options.overwrite)
     target = load_target(options)
     drafters = load_drafters(specs, target, options.max_nodes)
+    with ExitStack() as at_the_end:  # what drafters keep is written even if something fails
+        for drafter in drafters.values():
+            at_the_end.callback(drafter.close)
+        measure(options, target, drafters, baselines, benchmarks, console)
+
+
+def measure(
+    options: argparse.Namespace,
+    target: Target,
+    drafters: dict[str, Drafter],
+    baselines: dict[str, str],
+    benchmarks: list[Benchmark],
+    console: Console,
+) -> None:
+    """Decode, judge, write the report."""
     engines: dict[str, Engine] = {VANILLA: DecodingEngine(target, drafters[VANILLA])}
     engines |= {name: PlainGenerate.from_words(text, target) for name, text in baselines.items()}
     engines |= {name: DecodingEngine(target, drafter) for name, drafter in drafters.items() if name != VANILLA}
@@ -83,8 +101,6 @@ def run(options: argparse.Namespace) -> None:
     console.print(summary_table(report))
     for path in [*pictures, options.output / "report.md", options.output / "report.json"]:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
-    for drafter in drafters.values():  # what they keep may fail to be written, and the report is there then
-        drafter.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -90,8 +91,9 @@ def run(options: argparse.Namespace) -> None:
     console.print(summary_table(report))
     for path in [*pictures, options.output / "report.md", options.output / "report.json"]:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
-    for drafter in drafters.values():  # what they keep may fail to be written, and the report is there then
-        drafter.close()
+    with ExitStack() as at_the_end:  # one file that cannot be written does not cost the others
+        for drafter in drafters.values():
+            at_the_end.callback(drafter.close)
 
 
 def described(options: argparse.Namespace) -> dict[str, object]:

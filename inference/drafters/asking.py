@@ -53,8 +53,8 @@ class _Mean:
         return self.total / self.count
 
     @property
-    def doubt(self) -> float:
-        """Squared standard error."""
+    def variance(self) -> float:
+        """Of the average: its squared standard error."""
         return max(self.squares / self.count - self.value**2, 0.0) / self.count
 
 
@@ -85,7 +85,7 @@ class _Situation:
     @property
     def doubt(self) -> float:
         """Standard error of the gain."""
-        return sqrt(self.asked.doubt + self.left.doubt)
+        return sqrt(self.asked.variance + self.left.variance)
 
     def clear(self, price: float) -> bool:
         """Whether it has been tried often enough to say if asking pays."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from bisect import bisect
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
 from inference.drafters.calibration import Calibration
 from inference.drafters.hybrid_part import HybridPart
 from inference.drafters.learned import Learned, LearnedFile
-from inference.drafters.merged_tree import MergedTree, PhraseSource, SilentSource
+from inference.drafters.merged_tree import UNLIKELY, MergedTree, PhraseSource, SilentSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.ngram_table import NgramTable
 from inference.drafters.running_costs import Prices, RunningCosts, Step
@@ -60,7 +61,8 @@ class HybridDrafter(Drafter):
         self.budget = check_max_nodes(max_nodes)
         self.fit, self._clock = bool(fit), clock
         self._costs = RunningCosts()
-        self.parts = [HybridPart(place, name, drafter, target) for place, (name, drafter) in enumerate(parts)]
+        least = UNLIKELY if fit else 0.0
+        self.parts = [HybridPart(place, name, drafter, target, least) for place, (name, drafter) in enumerate(parts)]
         self.sources = tuple(name for name, _ in parts)
         phrases = any(part.phrases for part in self.parts)
         deepest = max(part.drafter.max_depth for part in self.parts)
@@ -73,7 +75,7 @@ class HybridDrafter(Drafter):
         self._calibration = Calibration()
         self._file = learned
         self._waiting = learned and learned.load()  # until everything is compiled, for which all parts must draft
-        self._before = self._waiting.steps if self._waiting else 0  # target steps of earlier processes
+        self._before = 0  # target steps of earlier processes that taught this one
         tables = [part.drafter.table for part in self.parts if isinstance(part.drafter, NgramDrafter)]
         self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
         self._context = 0  # the text, as n-grams code it
@@ -109,14 +111,17 @@ class HybridDrafter(Drafter):
         self._context = 0
         if self._waiting and (not self.target.compiled or all(part.met for part in self.parts)):
             self._go_on(self._waiting)
+        back = [part for part in self.parts if part.off and part.pause_over(self._steps)]
         for part in self.parts:
-            if not part.off or part.pause_over(self._steps):
+            if not part.off:
                 part.begin(prompt, capacity + self.max_depth + 1)
+            if back:
+                part.account.settle()  # all are judged at a time, over as many steps
         self._renew_active()
 
     def _go_on(self, learned: Learned) -> None:
         """As if there had been no end."""
-        self._waiting = None
+        self._waiting, self._before = None, learned.steps
         self._calibration, self._costs = learned.calibration, learned.costs
         for part, (account, pause) in zip(self.parts, learned.parts):
             part.go_on(account, pause, self._steps)
@@ -188,9 +193,10 @@ class HybridDrafter(Drafter):
             self._renew_active()
 
     def _judge(self, active: Sequence[HybridPart]) -> None:
-        """Switch off a part that costs more than it brings; clearly so, or after a whole trial.
+        """Switch off a part that costs more than it brings; clearly so, or after a trial (`Account.verdict`: two).
 
-        First those that are only asked where it pays: were n-grams taken from them, they would be asked always.
+        First those that are only asked where it pays: were n-grams taken from them, they would be asked always. So
+        n-grams stay until there is a verdict on each of those.
         """
         costs, over = self._costs, active[0].account.steps >= TRIAL
         losing: list[tuple[bool, float, HybridPart]] = []
@@ -322,11 +328,12 @@ class HybridDrafter(Drafter):
 
     def close(self) -> None:
         """Every part writes what it keeps, and the whole what it learned."""
-        for part in self.parts:
-            part.drafter.close()
-        if self._file and not self._waiting:
-            parts = [(part.account, part.pause(self._steps)) for part in self.parts]
-            self._file.save(Learned(self._before + self._steps, self._calibration, self._costs, parts))
+        with ExitStack() as all_of_them:  # one that fails does not keep the others from it
+            for part in self.parts:
+                all_of_them.callback(part.drafter.close)
+            if self._file and not self._waiting:
+                parts = [(part.account, part.pause(self._steps)) for part in self.parts]
+                self._file.save(Learned(self._before + self._steps, self._calibration, self._costs, parts))
 
     def findings(self) -> dict[str, Any]:
         """Per part: accepted tokens credited to it, those nobody else had, and when it was switched off and on again.

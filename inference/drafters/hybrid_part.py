@@ -12,7 +12,7 @@ from torch import Tensor
 from inference.drafters.account import TRIAL, Account
 from inference.drafters.base import Drafter, VerifiedStep
 from inference.drafters.medusa import MedusaDrafter
-from inference.drafters.merged_tree import LevelSource, PhraseSource, Source, TreeSource
+from inference.drafters.merged_tree import UNLIKELY, LevelSource, PhraseSource, Source, TreeSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.text import TextDrafter
 from inference.program import program
@@ -29,8 +29,8 @@ time than this share."""
 class HybridPart:
     """One part, its drafts of the present step and its account."""
 
-    def __init__(self, place: int, name: str, drafter: Drafter, target: Target) -> None:
-        """place: among the hybrid's parts."""
+    def __init__(self, place: int, name: str, drafter: Drafter, target: Target, least: float = UNLIKELY) -> None:
+        """place: among the hybrid's parts; least: probability below which a head does not speak of a token."""
         self.place, self.name, self.drafter = place, name, drafter
         self._marks = not place or isinstance(drafter, TextDrafter)  # whether its trees name the place themselves
         if isinstance(drafter, TextDrafter):
@@ -40,7 +40,7 @@ class HybridPart:
         if isinstance(drafter, NgramDrafter):
             self.source = PhraseSource(drafter.table)
         elif isinstance(drafter, MedusaDrafter) and drafter.tree == "best":
-            self.source = LevelSource()
+            self.source = LevelSource(least)
         self.tree = DraftTree.empty(target.device)
         self._observe: Callable[[VerifiedStep], None] = drafter.observe
         self._draft: Callable[[VerifiedStep], DraftTree] = self._drafted
@@ -48,6 +48,7 @@ class HybridPart:
         self._met = True  # what is compiled
         if drafter.on_device and drafter.max_nodes and target.compiled:
             self._met = False
+            drafter.prepare()
             self._observe, self._draft = program(drafter.observe, target.device), program(self._drafted, target.device)
             self._speak = program(self._spoken, target.device)
         self._untold: tuple[VerifiedStep, int] | None = None  # what it has not taken in yet, and how many tokens count
@@ -80,10 +81,14 @@ class HybridPart:
 
     def go_on(self, account: Account, pause: int | None, steps: int) -> None:
         """Take up what another process learned of it, and how that left it."""
+        if self.off:  # since a moment ago; of that the other process knew more
+            self.switched[-1]["on"] = steps
         self.account = account
-        if pause is not None:
-            self.switched.append({"off": 0, "on": None})  # but for what had to be compiled
+        if pause:
+            self.switched.append({"off": steps, "on": None})
             self._until = steps + pause
+        elif pause == 0:
+            account.begin_again()
 
     def pause_over(self, steps: int) -> bool:
         """Whether it has been off long enough to be given another trial, which then begins."""

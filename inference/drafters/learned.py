@@ -63,7 +63,9 @@ class LearnedFile:
         self.of = {
             **hybrid,
             "target": target.vocab_size if target.tokenizer is None else target.fingerprint(),
+            "name": target.name,
             "layers": len(target.kinds),
+            "attention": target.fused.attention if target.fused else None,
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(target.device) if on_gpu else platform.machine(),
             "threads": torch.get_num_threads(),
@@ -84,7 +86,7 @@ class LearnedFile:
                 if len(learned.parts) == len(of["parts"]):
                     return learned
                 raise ValueError(f"{len(learned.parts)} accounts of {len(of['parts'])} parts")
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
             raise ValueError(
                 f"learned= names a file that a hybrid wrote; {self.path} is cut short or is none ({error!r}); {remedy}"
             ) from None

@@ -54,14 +54,19 @@ class MedusaDrafter(Drafter):
         self.max_depth = min(heads or head.config.heads, self.max_nodes)
         self._paths = rank_paths(head, self.max_nodes, heads)
         self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
-        on_cpu = target.device.type == "cpu"
-        self._int8 = Int8Offsets(head.each[: self._used]) if int8 and on_cpu and target.compiled else None
+        self._rounds = bool(int8) and target.device.type == "cpu"
+        self._int8: Int8Offsets | None = None
         self._last: Tensor | None = None  # h_n, [H]
 
     @property
     def on_device(self) -> bool:
         """The collapsed trees of the published code are built on the host."""
         return self.tree != "raw"
+
+    def prepare(self) -> None:
+        """See `Drafter.prepare`: the weights in eight bits."""
+        if self._rounds and self._int8 is None:
+            self._int8 = Int8Offsets(self.head.each[: self._used])
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Nothing is kept from prompt to prompt."""
@@ -84,9 +89,8 @@ class MedusaDrafter(Drafter):
 
         What a tree is made from, for whoever makes one of several drafters.
         """
-        top, columns = self._log_probs().topk(self._paths.most)
-        tokens = columns if self.head.draft_vocab is None else self.head.draft_vocab[columns]
-        return torch.stack([tokens.double(), top.double()])
+        tokens, log_probs = self._paths.likeliest(self._log_probs(), self.head.draft_vocab)
+        return torch.stack([tokens.double(), log_probs.double()])
 
     def _log_probs(self) -> Tensor:
         """[K, V] of the heads that are used."""

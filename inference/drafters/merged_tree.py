@@ -23,6 +23,7 @@ Opinion = dict[int, tuple[Hashable, float, int | None]]
 """Token → what the source says of it, what that is worth at first sight, the node of the source's own tree."""
 
 LEAST = -30.0  # a log-probability below which nothing is told apart
+UNLIKELY = 0.02  # a probability of which hardly any node will pay
 OTHER = 99  # a source that proposes something, but not this token
 
 
@@ -72,9 +73,10 @@ class LevelSource:
     """Distributions that do not depend on what was drafted, one for each depth (Medusa): they speak for every node."""
 
     by_level = True
-    LEAST = 0.02  # probability of a token that is told of, but for each depth's first
 
-    def __init__(self) -> None:
+    def __init__(self, least: float = UNLIKELY) -> None:
+        """least: probability of a token that is told of, but for each depth's first."""
+        self.least = least
         self._levels: list[Opinion] = []
 
     def take(self, levels: Tensor) -> None:
@@ -85,7 +87,7 @@ class LevelSource:
             said: Opinion = {}
             for token, score in zip(row, scores):
                 share = exp(max(score, LEAST))
-                if said and share < self.LEAST:
+                if said and share < self.least:
                     break
                 said[int(token)] = confidence(share), share, None
             self._levels.append(said)

@@ -152,9 +152,9 @@ class AsTold(Calibration):
         return 1 - math.prod(1 - guess for _, guess in guesses)
 
 
-def levels(*rows):
+def levels(*rows, least=0.02):
     """A source of depths, each {token: probability}."""
-    source = LevelSource()
+    source = LevelSource(least)
     most = max(map(len, rows))
     padded = [sorted(row.items(), key=lambda one: -one[1]) + [(0, 1e-9)] * (most - len(row)) for row in rows]
     told = torch.tensor(padded, dtype=torch.float64)
@@ -178,8 +178,7 @@ def test_a_tree_of_levels_alone_is_the_best_one():
         log_probs = (torch.randn(3, 12, generator=generator, dtype=torch.float64) * 2).log_softmax(-1)
         best = RankPaths(3, nodes, 12).best_tree(log_probs)
         top = log_probs.topk(min(nodes, 12))
-        source = LevelSource()
-        source.LEAST = 0.0
+        source = LevelSource(least=0.0)
         source.take(torch.stack([top.indices.double(), top.values]))
         tree = merged(source, SilentSource(), calibration=AsTold(), max_nodes=nodes)
         assert sorted(tree.scores) == pytest.approx(sorted(best.log_probs.tolist()))

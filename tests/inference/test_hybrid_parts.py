@@ -9,6 +9,7 @@ from inference.drafters.account import LOOK, TRIAL, VERDICTS, Account
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE
+from inference.drafters.lookahead import LookaheadDrafter
 from inference.drafters.merged_tree import LevelSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
@@ -189,6 +190,24 @@ def test_what_was_spent_long_ago_counts_no_more():
     assert account.spent < 10
     account.begin_again()
     assert account.spent == 0
+
+
+def test_all_parts_are_judged_over_as_many_steps_when_one_comes_back(llama, llama_prompts):
+    parts = [("ngram", NgramDrafter()), ("medusa", drafter_for(make_head(llama, "medusa"), llama, 6))]
+    hybrid = HybridDrafter([*parts, ("lookahead", LookaheadDrafter(n=4, w=5))], llama, 6)
+    engine, settings = DecodingEngine(llama, hybrid), GenerationSettings(40)
+    hybrid.parts[2].switch_off(0)
+    hybrid.parts[2]._until = 30
+    for prompt in llama_prompts[:3]:
+        engine.generate(prompt, settings)
+        if len(hybrid.active) == 3:
+            break
+        while hybrid.parts[0].account.steps != LOOK - 1:  # so that they would be judged at the next step
+            hybrid.parts[0].account.close_step(0)
+            if hybrid.parts[0].account.steps >= LOOK:
+                hybrid.parts[0].account.settle()
+    engine.generate(llama_prompts[3], settings)
+    assert len({part.account.steps for part in hybrid.active}) == 1
 
 
 def test_expectations_are_corrected_by_what_came():

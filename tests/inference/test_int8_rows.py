@@ -14,7 +14,7 @@ from tests.inference.models import load_target, make_head, make_prompts, vanilla
 def test_a_product_is_as_exact_as_the_rounding():
     weight = torch.randn(3, 50, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 50)[:, None]
     vectors = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
-    rows = Int8Rows(weight)
+    rows = Int8Rows(list(weight))
     assert rows.steps.dtype == torch.int8 and rows.steps.abs().amax(-1).eq(127).all()
     exact = (weight @ vectors[..., None])[..., 0]
     off = weight.abs().amax(-1) / 127 / 2 * vectors.abs().sum(-1, keepdim=True)  # each weight by half a step at most
@@ -22,7 +22,7 @@ def test_a_product_is_as_exact_as_the_rounding():
 
 
 def test_a_row_of_zeros_stays_one():
-    assert Int8Rows(torch.zeros(2, 4))(torch.ones(4)).tolist() == [0, 0]
+    assert Int8Rows([torch.zeros(2, 4)])(torch.ones(1, 4)).tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
@@ -43,10 +43,14 @@ def test_they_draft_where_programs_do_and_the_text_stays_the_targets():
     torch.set_num_threads(1)
     llama, plain = load_target("llama", torch.float32), load_target("llama", torch.float32)
     head = make_head(llama, "medusa")
-    assert drafter_for(head, plain, 6)._int8 is None
     llama.compile()
-    assert drafter_for(head, llama, 6, int8=0)._int8 is None
+    for target, own in ((plain, 1), (llama, 0)):
+        drafter = drafter_for(head, target, 6, int8=own)
+        DecodingEngine(target, drafter)
+        assert drafter._int8 is None
     drafter = drafter_for(head, llama, 6)
+    assert drafter._int8 is None  # until steps are compiled: a batch's are not
+    drafter.prepare()
     assert isinstance(drafter._int8, Int8Offsets)
     called = []
     drafter._int8.log_probs = lambda hidden, own=drafter._int8.log_probs: (called.append(hidden), own(hidden))[1]

@@ -12,6 +12,7 @@ from inference.drafters.learned import LearnedFile
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from inference.engine import DecodingEngine, GenerationSettings
+from inference.options import drafter_specs
 from inference.replay import TokenizerTarget
 from inference.report import findings_note
 from tests.inference.models import load_target, make_head, make_prompts, vanilla_tokens
@@ -70,6 +71,45 @@ def test_everything_comes_back(llama, written):
     assert second._costs.seconds_per_token > 0
     again = second.parts[0].account.asking._situations
     assert again.keys() == first.parts[0].account.asking._situations.keys()
+
+
+def test_what_this_process_switched_gives_way_to_what_was_learned(llama, written, tmp_path):
+    drafter = hybrid(llama, written[0])  # medusa is off in the file
+    for part in drafter.parts:
+        part.switch_off(0)
+    drafter._steps = 50
+    drafter.begin(torch.tensor([1, 2, 3]), 80)
+    assert [part.off for part in drafter.parts] == [True, False] and len(drafter.active) == 1
+    assert drafter.parts[0].switched == [{"off": 0, "on": 50}, {"off": 50, "on": None}]
+
+
+def test_a_pause_that_is_over_begins_a_trial(llama, written, tmp_path):
+    state = json.loads(written[0].read_text())
+    state["parts"][0]["pause"] = 0
+    over = tmp_path / "over"
+    over.write_text(json.dumps(state))
+    drafter = hybrid(llama, over)
+    drafter.begin(torch.tensor([1, 2, 3]), 80)
+    assert not drafter.parts[0].off and drafter.parts[0].switched == [] and drafter.parts[0].account.unsure
+
+
+def test_one_file_that_cannot_be_written_does_not_cost_the_others(llama, llama_prompts, tmp_path):
+    drafter = hybrid(llama, tmp_path / "learned")
+
+    def fails():
+        raise OSError("no room")
+
+    drafter.parts[0].drafter.close = fails
+    with pytest.raises(OSError, match="no room"):
+        drafter.close()
+    assert (tmp_path / "learned").exists()
+
+
+@pytest.mark.parametrize("key", ["learned", "pool"])
+def test_two_drafters_do_not_write_over_each_other(key):
+    words = [f"a=ngram,{key}=x+prompt_lookup", f"b=ngram,k=3,{key}=x+prompt_lookup"]
+    with pytest.raises(ValueError, match="'x' is given twice"):
+        drafter_specs(words)
 
 
 def test_a_situation_within_a_situation_comes_back(llama, tmp_path):
@@ -154,6 +194,7 @@ def test_a_file_cut_short_is_refused(llama, written, tmp_path, keep):
         ({"calibration": {"cells": [[["x"], 1]], "alone": []}}, "cut short or is none"),
         ({"costs": {"steps": 100, "latest": []}}, "cut short or is none"),
         ({"of": None}, "cut short or is none"),
+        ({"costs": {"steps": 100, "latest": [[1, 0.1, 0.1, 0]]}}, "cut short or is none"),
     ],
 )
 def test_a_file_that_was_changed_is_refused(llama, written, tmp_path, change, told):
