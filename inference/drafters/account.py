@@ -17,8 +17,6 @@ LOOK, CLEAR = 32, 2.0
 """Target steps after which one that loses by so many standard errors is not given the rest of its trial."""
 VERDICTS = 8
 """Trials over which the verdict on a part that is asked now and then is averaged."""
-BESIDE = 1.1
-"""By so much asking is taken for dearer than it was: what it drives out of caches others have to fetch again."""
 FADE, DOUBT = 0.995, 8.0
 """Of the correction of expectations: what a further step leaves of a step's weight, and steps that speak for none."""
 
@@ -95,7 +93,7 @@ class Account:
         """Reckon anew what asking it takes."""
         self._to_ask = typical(self._when_asked) if self._when_asked else 0.0
         self._to_leave = typical(self._when_left) if self._when_left else 0.0
-        self._price = BESIDE * (self._to_ask - self._to_leave) / seconds_per_token
+        self._price = (self._to_ask - self._to_leave) / seconds_per_token
 
     def choose(self, situation: Hashable, may_be_left: bool) -> bool:
         """Decide whether it is asked in this step."""
