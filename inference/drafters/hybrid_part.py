@@ -45,9 +45,9 @@ class HybridPart:
         self._observe: Callable[[VerifiedStep], None] = drafter.observe
         self._draft: Callable[[VerifiedStep], DraftTree] = self._drafted
         self._speak: Callable[[VerifiedStep], Tensor] = self._spoken
-        self._met = True  # what is compiled
+        self.met = True  # whether nothing of it is left to compile
         if drafter.on_device and drafter.max_nodes and target.compiled:
-            self._met = False
+            self.met = False
             drafter.prepare()
             self._observe, self._draft = program(drafter.observe, target.device), program(self._drafted, target.device)
             self._speak = program(self._spoken, target.device)
@@ -135,14 +135,9 @@ class HybridPart:
         self._meet(step)
         return fast(self._with_untold(self._as_seen(step), count)[0])
 
-    @property
-    def met(self) -> bool:
-        """Whether nothing of it is left to compile."""
-        return self._met
-
     def _meet(self, step: VerifiedStep) -> None:
         """Compile every way to take a step in before any other is needed, not in the middle of some later answer."""
-        if self._met:
+        if self.met:
             return
         kept = [memory.clone() for memory in self.drafter.memory()]
         if self._remembers:
@@ -152,7 +147,7 @@ class HybridPart:
             self._speak(step)
         for memory, value in zip(self.drafter.memory(), kept):
             memory.copy_(value)
-        self._met = True
+        self.met = True
 
     def draft_alone(self, step: VerifiedStep, count: int) -> DraftTree:
         """Its own tree as the hybrid's: with its place among the sources."""

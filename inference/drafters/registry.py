@@ -177,8 +177,10 @@ def _composed(spec: DrafterSpec, target: Target, max_nodes: int) -> Drafter:
     own = {key: value for part in spec.parts for key, value in part.options.items() if key in HybridDrafter.options}
     whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
     path = whole.pop("learned")
-    rest = [{key: value for key, value in part.options.items() if key not in own} for part in spec.parts]
-    parts = [replace(part, options=options) for part, options in zip(spec.parts, rest)]
+    parts = [
+        replace(part, options={key: value for key, value in part.options.items() if key not in own})
+        for part in spec.parts
+    ]
     made = [(name, DRAFTERS[part.kind](part, target, max_nodes)) for name, part in zip(part_names(parts), parts)]
     hybrid = {"parts": [asdict(part) for part in parts], "max_nodes": max_nodes, **whole}
     file = None

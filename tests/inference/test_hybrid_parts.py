@@ -88,7 +88,7 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     apart = drafter()
     hybrid = HybridDrafter([("part", drafter()), ("ngram", NgramDrafter())], llama, 6)
     part = hybrid.parts[0]
-    part._met = False  # as where it is compiled: what that tries out leaves no trace
+    part.met = False  # as where it is compiled: what that tries out leaves no trace
     hybrid._judge = lambda active: None
     generator = random.Random(1)
     part.account.asking.pays = lambda situation, price: generator.random() < 0.3
