@@ -27,11 +27,13 @@ class PrefixState:
     """Forward probabilities of M prefixes *before* each frame: column t holds γ_{t} for t = 0..T−1.
 
     in_label  [M, T] γⁿ, in_blank [M, T] γᵇ, last [M] int64 the prefix's last label (−1: the empty prefix)
+    repeated  [M] Σ_t γⁿ_{t−1}·p_t(last): what a frame that repeats the last label adds to no child
     """
 
     in_label: Tensor
     in_blank: Tensor
     last: Tensor
+    repeated: Tensor
 
 
 def empty_prefix(blank: Tensor) -> PrefixState:
@@ -39,7 +41,7 @@ def empty_prefix(blank: Tensor) -> PrefixState:
     blank = blank.reshape(-1, blank.shape[-1])
     before = torch.cat([torch.ones_like(blank[:, :1]), blank[:, :-1]], dim=1).cumprod(1)
     last = torch.full((len(before),), -1, dtype=torch.long, device=blank.device)
-    return PrefixState(torch.zeros_like(before), before, last)
+    return PrefixState(torch.zeros_like(before), before, last, torch.zeros_like(before[:, 0]))
 
 
 def child_scores(state: PrefixState, probs: Tensor, labels: Tensor) -> Tensor:
@@ -48,12 +50,9 @@ def child_scores(state: PrefixState, probs: Tensor, labels: Tensor) -> Tensor:
     probs `[T, C]`, or `[M, T, C]` where each prefix has its own frames; labels `[C]` int64, the label of each column.
     One product for all labels, then the correction where c repeats the prefix's last label.
     """
-
-    def over_frames(weights: Tensor) -> Tensor:
-        return weights @ probs if probs.dim() == 2 else (weights[:, None] @ probs)[:, 0]
-
-    scores = over_frames(state.in_label + state.in_blank)
-    return torch.where(labels == state.last[:, None], scores - over_frames(state.in_label), scores).clamp_(min=0)
+    before = state.in_label + state.in_blank
+    scores = before @ probs if probs.dim() == 2 else (before[:, None] @ probs)[:, 0]
+    return torch.where(labels == state.last[:, None], scores - state.repeated[:, None], scores).clamp_(min=0)
 
 
 def runs(probs: Tensor) -> Tensor:
@@ -77,8 +76,8 @@ def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tenso
     same = (label == state.last[parent])[:, None]
     gain = (state.in_blank[parent] + torch.where(same, 0.0, state.in_label[parent])) * label_probs
     in_label = (gain[:, None, :-1] @ runs(label_probs)[:, 1:])[:, 0]
-    in_blank = (in_label[:, None] @ blank_runs.triu(1))[:, 0]
-    return PrefixState(in_label, in_blank, label)
+    in_blank = (in_label[..., None] * blank_runs.triu(1)).sum(-2)
+    return PrefixState(in_label, in_blank, label, (in_label * label_probs).sum(-1))
 
 
 def teacher_forced_hits(

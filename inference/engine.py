@@ -256,13 +256,18 @@ class DecodingEngine:
             verify = self._verify if settings.sampling is None else self._verified
             return verify(step.base, tree, cache, end, settings.sampling, settings.typical)
 
+        captured = self._captured
+        if step.tree is None or settings.sampling is not None:  # a seed would be part of a graph, and seeds are many
+            captured = None
+        # what the drafter may look at follows from how far the target looks: a graph is made for that
+        reach = cache.reach(1 + (self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)))
+        self.drafter.reach(reach)
         with asking_nothing() if self.ahead else nullcontext():
-            if self._captured is None or step.tree is None or settings.sampling is not None:
-                verified = body(step)  # a seed would be part of a graph, and seeds are many
+            if captured is None:
+                verified = body(step)
             else:
-                reach = cache.reach(1 + padded_nodes(self.drafter.max_nodes))
                 places = tuple((x.data_ptr(), *x.shape) for x in (end, *cache.memory(), *self.drafter.memory()))
-                verified = self._captured(places, (reach, settings.typical), step, body)
+                verified = captured(places, (reach, settings.typical), step, body)
             clock.lap("verify")
         return verified
 

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from inference.drafters.asking import Asking
+from inference.drafters.own_tree import OwnTree
 from inference.drafters.running_costs import typical
 
 TRIAL = 128
@@ -26,15 +27,19 @@ class Account:
 
     def __init__(self) -> None:
         self.asked = True  # for its drafts, in the present step
+        self.company: bool | None = None  # whether n-grams speak beside it then; None: there was no choice
         self.situation: Hashable = None  # what the present step looks like
-        self.asking = Asking()
+        self.asking, self.joining = Asking(), Asking()  # it, and n-grams beside it
+        self.own = OwnTree()
         self.drafting = 0.0  # seconds of the present step: for its drafts, or for doing without them
+        self.merging = 0.0  # for making one tree of its drafts and others'
         self.verifying = 0.0  # and for its rows in the target's forward
-        self._when_asked: deque[float] = deque(maxlen=TRIAL)  # the former, of late
+        self._when_asked: deque[float] = deque(maxlen=TRIAL)  # drafting, of late
         self._when_left: deque[float] = deque(maxlen=TRIAL)
+        self._when_merged: deque[float] = deque(maxlen=TRIAL)
         self.spent = 0.0  # tokens: the price of asking it since it was tried again, or of late
         self._to_ask = self._to_leave = 0.0  # typical seconds
-        self._price = 0.0  # of asking above leaving, in tokens
+        self._price = self._merge_price = 0.0  # of asking above leaving, and of merging; in tokens
         self._verdicts, self._lacks = 0, 0.0
         self._more = self._weight = 0.0  # accepted beyond what was expected, and of so many steps
         self._steps: list[tuple[bool, float, int]] = []  # asked, verifying, brought; since it was judged
@@ -43,8 +48,11 @@ class Account:
         """What outlives the process, as JSON can say it."""
         return {
             "asking": self.asking.state_dict(),
+            "joining": self.joining.state_dict(),
+            "own": self.own.state(),
             "when_asked": list(self._when_asked),
             "when_left": list(self._when_left),
+            "when_merged": list(self._when_merged),
             "spent": self.spent,
             "corrected": [self._more, self._weight],
             "verdicts": [self._verdicts, self._lacks],
@@ -54,9 +62,11 @@ class Account:
     def from_state(cls, state: Mapping[str, Any]) -> Account:
         """What `state_dict` said; `renew` it before it is asked."""
         made = cls()
-        made.asking = Asking.from_state(state["asking"])
+        made.asking, made.joining = Asking.from_state(state["asking"]), Asking.from_state(state["joining"])
+        made.own = OwnTree([*map(float, state["own"])])
         made._when_asked.extend(map(float, state["when_asked"]))
         made._when_left.extend(map(float, state["when_left"]))
+        made._when_merged.extend(map(float, state["when_merged"]))
         made.spent = float(state["spent"])
         made._more, made._weight = map(float, state["corrected"])
         verdicts, made._lacks = map(float, state["verdicts"])
@@ -66,12 +76,14 @@ class Account:
     def close_step(self, brought: int) -> None:
         """brought: accepted tokens that nobody else proposed."""
         (self._when_asked if self.asked else self._when_left).append(self.drafting)
+        if self.merging:
+            self._when_merged.append(self.merging)
         self._steps.append((self.asked, self.verifying, brought))
         self.forget_step()
 
     def forget_step(self) -> None:
         """The present step is over."""
-        self.drafting = self.verifying = 0.0
+        self.drafting = self.merging = self.verifying = 0.0
 
     def begin_again(self) -> None:
         """It is given another trial: nothing is owed, and what was learned is doubted."""
@@ -79,6 +91,7 @@ class Account:
         self._verdicts = 0
         self.settle()
         self.asking.doubt()
+        self.joining.doubt()
 
     def settle(self) -> None:
         """It has been judged: a new trial begins."""
@@ -94,33 +107,48 @@ class Account:
         self._to_ask = typical(self._when_asked) if self._when_asked else 0.0
         self._to_leave = typical(self._when_left) if self._when_left else 0.0
         self._price = (self._to_ask - self._to_leave) / seconds_per_token
+        self._merge_price = typical(self._when_merged) / seconds_per_token if self._when_merged else 0.0
 
     def choose(self, situation: Hashable, may_be_left: bool) -> bool:
         """Decide whether it is asked in this step."""
-        self.situation = situation
+        self.situation, self.company = situation, None
         self.asked = not may_be_left or self.asking.pays(situation, self._price)
         self.spent += self.asked * self._price - self.spent / (VERDICTS * TRIAL)
         return self.asked
 
+    def choose_company(self) -> bool:
+        """Decide whether n-grams speak in this step too, of which else only this part is asked."""
+        self.company = self.joining.pays(self.situation, self._merge_price)
+        return self.company
+
     def learn(self, accepted: int, price: float, expected: float | None) -> None:
-        """What the step's tree brought, and what it cost to verify, in tokens.
+        """What the step's tree brought, and what it cost to verify, in tokens; before the step is closed.
 
         What was expected of it varies less than what was accepted, so that is learned where it is known, corrected by
         how much more or less was accepted than expected of late.
         """
+        worth = accepted - price
         if self.asked and expected is not None:
             self._more = FADE * self._more + accepted - expected
             self._weight = FADE * self._weight + 1
-            self.asking.learn(self.situation, True, expected + self._more / (self._weight + DOUBT) - price)
-        else:
-            self.asking.learn(self.situation, self.asked, accepted - price)
+            worth = expected + self._more / (self._weight + DOUBT) - price
+        if self.company is not None:
+            self.joining.learn(self.situation, self.company, worth)
+        self.asking.learn(self.situation, self.asked, worth - self._merge_price * bool(self.merging))
 
     def verdict(self, seconds_per_token: float) -> float:
         """Tokens a step that it costs above what it brings, asked where that pays, on average of late.
 
         What a token costs goes up and down with the text: one stretch of it alone does not decide, and says 0.
         """
-        lacks = self._to_leave / seconds_per_token - self.asking.profit(self._price)
+        return self._averaged(self._to_leave / seconds_per_token - self.asking.profit(self._price))
+
+    def verdict_beside(self, head: Account, seconds_per_token: float) -> float:
+        """The same of n-grams, without which the head would draft every step by itself."""
+        brings = head.asking.profit_of_company(head.joining, head._price, head._merge_price)
+        return self._averaged(self._to_ask / seconds_per_token - brings)
+
+    def _averaged(self, lacks: float) -> float:
         self._verdicts = min(self._verdicts + 1, VERDICTS)
         self._lacks += (lacks - self._lacks) / self._verdicts
         return 0.0 if self.unsure else self._lacks

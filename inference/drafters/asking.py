@@ -142,6 +142,26 @@ class Asking:
 
         Less a part of the standard error: of several situations those that seem to pay are those that were lucky.
         """
+        return self._average({key: seen.gain - LUCK * seen.doubt - price for key, seen in self._known()})
+
+    def profit_of_company(self, joining: Asking, price: float, merge_price: float) -> float:
+        """Tokens that a step gains on average by what others have to say, above asking this part alone in every step.
+
+        joining: what it brought to hear them beside the part; merge_price: what that costs.
+        """
+        gains: dict[Hashable, float] = {}
+        for key, seen in self._known():
+            beside = joining._situations.get(key)
+            if beside is not None and beside.known:
+                alone = beside.left
+                instead = seen.left.value - alone.value - LUCK * sqrt(seen.left.variance + alone.variance) + price
+                gains[key] = max(instead, beside.gain - LUCK * beside.doubt - merge_price)
+        return self._average(gains)
+
+    def _known(self) -> list[tuple[Hashable, _Situation]]:
+        return [(key, seen) for key, seen in self._situations.items() if seen.known]
+
+    def _average(self, gains: Mapping[Hashable, float]) -> float:
+        """Of all steps, those in which one situation is not known or nothing is gained counting for none."""
         weight = sum(seen.weight for seen in self._situations.values())
-        known = [seen for seen in self._situations.values() if seen.known]
-        return sum(seen.weight * max(0.0, seen.gain - LUCK * seen.doubt - price) for seen in known) / max(weight, 1.0)
+        return sum(self._situations[key].weight * max(0.0, gain) for key, gain in gains.items()) / max(weight, 1.0)

@@ -97,6 +97,13 @@ class Drafter(Protocol):
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last prompt. `prompt [n]` is about to be prefilled; it and its answer take `capacity` tokens."""
 
+    def reach(self, tokens: int) -> None:
+        """Until this is said again, neither the text nor rows behind it that do not count go beyond so many tokens.
+
+        Said between steps, in numbers of which there are few; nothing need be done about it. Not said: `capacity`.
+        """
+        return
+
     def observe(self, step: VerifiedStep) -> None:
         """Take in what was committed."""
 

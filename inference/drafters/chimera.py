@@ -140,6 +140,7 @@ class ChimeraDrafter(Drafter):
         self._base: Tensor | None = None
         self._length = torch.zeros((), dtype=torch.long, device=target.device)
         self._recent = torch.full((head.config.order - 1,), -1, device=target.device)
+        self._behind = self.max_nodes * head.config.heads + self.max_depth + 1  # rows that are written behind the text
         self._fusion = BlockCache(head)
         self._encoder = BlockCache(head) if isinstance(head.encoder, DecoderBlock) else None
 
@@ -153,7 +154,7 @@ class ChimeraDrafter(Drafter):
         return [
             self._length,
             self._recent,
-            *(x for cache in (self._fusion, self._encoder) if cache is not None for x in (cache.keys, cache.values)),
+            *(buffer for cache in (self._fusion, self._encoder) if cache is not None for buffer in cache.memory()),
         ]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
@@ -161,10 +162,15 @@ class ChimeraDrafter(Drafter):
         self._context = None
         self._length.zero_()
         self._recent.fill_(-1)
-        room = capacity + self.max_nodes * self.head.config.heads + self.max_depth + 1
-        self._fusion.reserve(2 * room)
+        self._fusion.reserve(2 * (capacity + self._behind))
         if self._encoder is not None:
-            self._encoder.reserve(room)
+            self._encoder.reserve(capacity + self._behind)
+
+    def reach(self, tokens: int) -> None:
+        """See `Drafter.reach`."""
+        self._fusion.reach(2 * (tokens + self._behind))
+        if self._encoder is not None:
+            self._encoder.reach(tokens + self._behind)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""

@@ -47,6 +47,7 @@ class CTCDrafter(Drafter):
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._state: Tensor | None = None  # c_n, [H]
         self._cache = [BlockCache(head) for _ in head.blocks]
+        self._behind = 2 * head.config.frames + 1  # rows that are written behind the text
 
     @property
     def on_device(self) -> bool:
@@ -55,14 +56,19 @@ class CTCDrafter(Drafter):
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
-        return [self.length, *(x for cache in self._cache for x in (cache.keys, cache.values))]
+        return [self.length, *(buffer for cache in self._cache for buffer in cache.memory())]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for the context states of `capacity` tokens and one draft's frames."""
         self.length.zero_()
         self._state = None
         for cache in self._cache:
-            cache.reserve(capacity + 2 * self.head.config.frames + 1)
+            cache.reserve(capacity + self._behind)
+
+    def reach(self, tokens: int) -> None:
+        """See `Drafter.reach`."""
+        for cache in self._cache:
+            cache.reach(tokens + self._behind)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""

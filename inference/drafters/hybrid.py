@@ -119,6 +119,11 @@ class HybridDrafter(Drafter):
                 part.account.settle()  # all are judged at a time, over as many steps
         self._renew_active()
 
+    def reach(self, tokens: int) -> None:
+        """See `Drafter.reach`."""
+        for part in self._active:
+            part.drafter.reach(tokens)
+
     def _go_on(self, learned: Learned) -> None:
         """As if there had been no end."""
         self._waiting, self._before = None, learned.steps
@@ -180,12 +185,12 @@ class HybridDrafter(Drafter):
             for part in active:
                 part.account.forget_step()
             return
-        price = None if self._prices is None else self._prices.tokens[min(self._rows - self._riders, self.budget)]
+        price = None if self._prices is None else self._prices.tokens[self._rows - self._riders]
         for part in active:
             part.account.verifying += len(part.riders) * costs.seconds_per_node
-            part.account.close_step(brought.get(part.name, 0))
             if part.may_be_left and price is not None:
                 part.account.learn(len(new) - 1, price, self._expected)
+            part.account.close_step(brought.get(part.name, 0))
             if renewed:
                 part.account.renew(costs.seconds_per_token)
         if active[0].account.steps % LOOK == 0 and costs.seconds_per_token:
@@ -199,13 +204,16 @@ class HybridDrafter(Drafter):
         n-grams stay until there is a verdict on each of those.
         """
         costs, over = self._costs, active[0].account.steps >= TRIAL
+        heads = [part for part in active if part.may_be_left]
         losing: list[tuple[bool, float, HybridPart]] = []
         for part in sorted(active, key=lambda part: not part.may_be_left):
             if not over and not part.drafter.reads_choices:
                 continue  # it is asked in some steps only, or costs next to nothing
             if part.may_be_left:
                 loss = part.account.verdict(costs.seconds_per_token)
-            elif part.phrases and any(other.account.unsure for other in active if other.may_be_left):
+            elif part.phrases and len(active) == 2 and heads:
+                loss = part.account.verdict_beside(heads[0].account, costs.seconds_per_token)
+            elif part.phrases and any(head.account.unsure for head in heads):
                 continue
             else:
                 balance, error = part.account.balance(costs.seconds_per_token)
@@ -223,7 +231,7 @@ class HybridDrafter(Drafter):
         assert self._step is not None, "observe the prefill before proposing"
         if self._only is not None:
             self._merged, self._lone, self._likely = None, self._only, []
-            return self._only.draft_alone(self._step, self._count)
+            return self._only.draft_alone(self._step, self._count, self._prices_of)
         active = self._active
         trial = self._costs.trial(self.budget) if self.fit else None
         fresh = self.fit and self.target.compiled and self._step.tree is None
@@ -251,16 +259,22 @@ class HybridDrafter(Drafter):
                 start = self._clock()
                 part.leave(step, self._count)
                 part.account.drafting += self._clock() - start
-        return asked
+        heads = [part for part in asked if not part.phrases]
+        choose = choose and not self._trial and len(heads) == 1 < len(asked) and heads[0].may_be_left
+        return heads if choose and not heads[0].account.choose_company() else asked
 
     def _alone(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
         """Its own tree, at no cost of others."""
         self._merged, self._lone, self._riders, self._expected = None, part, 0, None
-        self._prices = self._costs.prices(self.budget)
         start = self._clock()
-        tree = part.draft_alone(step, self._count)
+        tree = part.draft_alone(step, self._count, self._prices_of)
         part.account.drafting += 0.0 if part.phrases else self._clock() - start
+        self._prices = self._costs.prices(len(tree))
         return tree
+
+    def _prices_of(self, nodes: int) -> Prices | None:
+        """Of trees of so many nodes and fewer, where they matter and are known."""
+        return self._costs.prices(nodes) if self.fit else None
 
     def _merge(self, asked: Sequence[HybridPart], step: VerifiedStep, trial: int | None) -> DraftTree:
         """One tree of those who were asked."""
@@ -291,7 +305,7 @@ class HybridDrafter(Drafter):
         others = max(1, len(asked) - 1)  # with one fewer of two there would be nothing to merge
         share = (self._clock() - start) / others
         for part in asked:
-            part.account.drafting += 0.0 if part.phrases else share
+            part.account.merging += 0.0 if part.phrases else share
         return tree
 
     def _situation(self) -> int | None:

@@ -15,6 +15,7 @@ from inference.drafters.medusa import MedusaDrafter
 from inference.drafters.merged_tree import UNLIKELY, LevelSource, PhraseSource, Source, TreeSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.text import TextDrafter
+from inference.drafters.running_costs import Prices
 from inference.program import program
 from inference.target import Target
 from inference.tree import DraftTree
@@ -149,19 +150,25 @@ class HybridPart:
             memory.copy_(value)
         self.met = True
 
-    def draft_alone(self, step: VerifiedStep, count: int) -> DraftTree:
-        """Its own tree as the hybrid's: with its place among the sources."""
+    def draft_alone(self, step: VerifiedStep, count: int, prices: Callable[[int], Prices | None]) -> DraftTree:
+        """Its own tree as the hybrid's: with its place among the sources, as far as it pays.
+
+        prices: what trees of so many nodes cost, None where nobody knows.
+        """
         self.asked += 1
         if self.phrases:
             tree = self.drafter.propose()
         else:
             tree = self.tree = self._behind(step, count, self._drafted, self._draft)
+            if self.may_be_left and (known := prices(len(tree))):
+                tree = self.account.own.cut(tree, known)
         return tree if self._marks else replace(tree, source=tree.source + self.place)
 
     def credit_alone(self, accepted: int) -> None:
         """So many of its own tree's nodes were accepted."""
         self.accepted += accepted
         self.alone += accepted
+        self.account.own.learn(accepted)
 
     def leave(self, step: VerifiedStep, count: int) -> None:
         """Do without its drafts. Its part of the work on a device waits until there is as much of it as of one step."""

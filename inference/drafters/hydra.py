@@ -53,7 +53,7 @@ class HydraDrafter(Drafter):
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
-        return [self.length, *([] if self._cache is None else [self._cache.keys, self._cache.values])]
+        return [self.length, *([] if self._cache is None else self._cache.memory())]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for `capacity` tokens in the prefix block's cache."""
@@ -61,6 +61,11 @@ class HydraDrafter(Drafter):
         self._state = self._base = None
         if self._cache is not None:
             self._cache.reserve(capacity + self.max_depth + 1)
+
+    def reach(self, tokens: int) -> None:
+        """See `Drafter.reach`."""
+        if self._cache is not None:
+            self._cache.reach(tokens + self.max_depth + 1)
 
     def observe(self, step: VerifiedStep) -> None:
         """Take in the committed tokens' hidden states."""

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from heads.base import Rows
+from inference.drafters.base import Drafter
+from inference.drafters.block_cache import BlockCache
 from inference.drafters.ctc import CTCDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.vanilla import VanillaDrafter
@@ -123,12 +125,15 @@ def decode_with_partial_acceptances(target, drafter):
     step_number = observed = 0
     begin, observe = drafter.begin, drafter.observe
 
-    class Both:
+    class Both(Drafter):
         max_nodes, max_depth, on_device = 6, 3, False
 
         def begin(self, *arguments):
             begin(*arguments)
             hints.begin(*arguments)
+
+        def reach(self, tokens):
+            drafter.reach(tokens)
 
         def observe(self, step):
             nonlocal observed
@@ -285,3 +290,37 @@ def test_a_scaled_lm_head_is_refused_with_a_sentence():
     )
     with pytest.raises(ValueError, match="scaled or capped LM head"):
         Target(GraniteForCausalLM(config), name="granite")
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [("ctc", {}), ("ctc", {"frames_from": "chain"}), ("chimera", {}), ("hydra", {"prefix_attention": True})],
+)
+def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settings, monkeypatch):
+    """What lies in a cache behind the text is not read, and the drafts are those of a drafter that reads all of it."""
+    drafter = drafter_for(make_head(target, kind, **settings), target, 6)
+    whole = drafter_for(make_head(target, kind, **settings), target, 6)
+    monkeypatch.setattr(whole, "reach", lambda tokens: None)
+    cache = next(cache for cache in vars(drafter).values() if isinstance(cache, BlockCache | list))
+    cache = cache[0] if isinstance(cache, list) else cache
+    trees = {drafter: [], whole: []}
+    for each, made in trees.items():
+        propose = each.propose
+
+        def proposing(propose=propose, made=made):
+            made.append((propose(), cache.keys.shape[2]))
+            return made[-1][0]
+
+        monkeypatch.setattr(each, "propose", proposing)
+        engine = DecodingEngine(target, each)
+        monkeypatch.setattr(engine, "_room", lambda text: 240)  # as where programs want memory that does not move
+        for prompt in ([5, 6, 7], PROMPT):
+            engine.generate(prompt, GenerationSettings(80))
+    for (own, seen), (other, _) in zip(*trees.values(), strict=True):
+        assert own.tokens.tolist() == other.tokens.tolist() and own.parents.tolist() == other.parents.tolist()
+        assert torch.allclose(own.log_probs, other.log_probs, atol=1e-4)
+    reached = [seen for _, seen in trees[drafter]]
+    whole_size = len(cache.memory()[0])
+    assert min(reached) < whole_size / 2 and len(set(reached)) > 1  # it grows with the text …
+    answers = [before for before, after in zip(reached, reached[1:]) if after < before]
+    assert len(answers) == 1  # … and begins anew with the next

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from inference.drafters.account import LOOK, TRIAL, VERDICTS, Account
+from inference.drafters.asking import FEW, Asking
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE
 from inference.drafters.lookahead import LookaheadDrafter
-from inference.drafters.merged_tree import LevelSource
+from inference.drafters.merged_tree import LevelSource, MergedTree
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY
@@ -92,9 +93,10 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     hybrid._judge = lambda active: None
     generator = random.Random(1)
     part.account.asking.pays = lambda situation, price: generator.random() < 0.3
-    part.account.asking.learn = lambda *told: None
+    part.account.joining.pays = lambda situation, price: generator.random() < 0.7
+    part.account.asking.learn = part.account.joining.learn = lambda *told: None
     begin, observe, propose = hybrid.begin, hybrid.observe, hybrid.propose
-    compared = []
+    compared, by_itself = [], 0
 
     def beginning(prompt, capacity):
         apart.begin(prompt, capacity + 20)
@@ -105,10 +107,12 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
         observe(step)
 
     def proposing():
+        nonlocal by_itself
         asked = part.asked
         tree = propose()
         if part.asked > asked:
-            if name == "medusa":  # which says what comes at each depth, and leaves the tree to the hybrid
+            by_itself += hybrid._lone is part and hybrid._merged is None
+            if name == "medusa" and hybrid._merged is not None:  # which says what comes at each depth, and leaves the tree to the hybrid
                 said = LevelSource()
                 said.take(apart.propose_levels())
                 assert part.source._levels == said._levels
@@ -125,6 +129,7 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     for prompt in llama_prompts:
         assert engine.generate(prompt, settings).tokens == vanilla_tokens(llama, prompt, settings)
     assert EARLY + 10 < len(compared) < hybrid.findings()["steps"] - 40
+    assert 0 < by_itself < len(compared) - EARLY
 
 
 def test_the_only_part_that_is_asked_drafts_by_itself(llama, llama_prompts):
@@ -213,3 +218,42 @@ def test_expectations_are_corrected_by_what_came():
         account.learn(1 if account.asked else 0, 0.25, 2.0)  # one is accepted where two are expected
     seen = account.asking._situations["here"]
     assert seen.asked.value == pytest.approx(1 - 0.25, abs=0.2) and seen.left.value == pytest.approx(-0.25)
+
+
+def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, llama_prompts, monkeypatch):
+    clock, merged = Clock(), []
+
+    def merging(*arguments):
+        clock.now += 1.0
+        merged.append(hybrid._steps)
+        return MergedTree(*arguments)
+
+    monkeypatch.setattr("inference.drafters.hybrid.MergedTree", merging)
+    prompt, settings = llama_prompts[0], GenerationSettings(100)
+    head = ScriptedDrafter(vanilla_tokens(llama, prompt, settings), 3)
+    hybrid = HybridDrafter([("head", head), ("ngram", NgramDrafter())], llama, 8, clock=clock)
+    engine = DecodingEngine(llama, hybrid)
+    while not hybrid.parts[1].off:
+        engine.generate(prompt, settings)
+    steps = hybrid.parts[1].switched[0]["off"]
+    assert 2 * TRIAL <= steps <= 2 * TRIAL + EARLY + 16 and not hybrid.parts[0].off
+    assert len([step for step in merged if step > EARLY + 16]) < TRIAL / 2  # soon it drafts alone
+    merged.clear()
+    result = engine.generate(prompt, settings)
+    assert not merged and result.target_steps <= 1 + -(-99 // 4)
+
+
+def test_what_others_bring_is_counted_above_the_part_alone_in_every_step():
+    asking, joining = Asking(), Asking()
+    for situation, asked, left, beside, alone in (("a", 2, 0, 3, 1), ("b", 1, 0.5, 1, 1), ("c", 1, 0, 1, 1)):
+        for _ in range(FEW):
+            for where, value in ((True, asked), (False, left)):
+                asking.pays(situation, 1.0)
+                asking.learn(situation, where, value)
+            if situation != "c":  # of which nobody knows
+                for where, value in ((True, beside), (False, alone)):
+                    joining.pays(situation, 0.5)
+                    joining.learn(situation, where, value)
+    # a: 3 beside others at .5 instead of 1 alone; b: to leave it saves .75 and costs 1 − .5; c: unknown
+    assert asking.profit_of_company(joining, 0.75, 0.5) == pytest.approx((1.5 + 0.25 + 0) / 3)
+    assert asking.profit_of_company(joining, 0.25, 2.5) == 0
