@@ -14,8 +14,8 @@ from inference.drafters.base import Drafter, VerifiedStep
 from inference.drafters.medusa import MedusaDrafter
 from inference.drafters.merged_tree import UNLIKELY, LevelSource, PhraseSource, Source, TreeSource
 from inference.drafters.ngram import NgramDrafter
-from inference.drafters.text import TextDrafter
 from inference.drafters.running_costs import Prices
+from inference.drafters.text import TextDrafter
 from inference.program import program
 from inference.target import Target
 from inference.tree import DraftTree

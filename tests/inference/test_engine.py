@@ -1,5 +1,7 @@
 """The engine: exact stops, exact contexts, and the drafter's tensors inside it against the training forward."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -316,11 +318,11 @@ def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settin
         monkeypatch.setattr(engine, "_room", lambda text: 240)  # as where programs want memory that does not move
         for prompt in ([5, 6, 7], PROMPT):
             engine.generate(prompt, GenerationSettings(80))
-    for (own, seen), (other, _) in zip(*trees.values(), strict=True):
+    for (own, _), (other, _) in zip(*trees.values(), strict=True):
         assert own.tokens.tolist() == other.tokens.tolist() and own.parents.tolist() == other.parents.tolist()
         assert torch.allclose(own.log_probs, other.log_probs, atol=1e-4)
     reached = [seen for _, seen in trees[drafter]]
     whole_size = len(cache.memory()[0])
     assert min(reached) < whole_size / 2 and len(set(reached)) > 1  # it grows with the text …
-    answers = [before for before, after in zip(reached, reached[1:]) if after < before]
+    answers = [before for before, after in pairwise(reached) if after < before]
     assert len(answers) == 1  # … and begins anew with the next

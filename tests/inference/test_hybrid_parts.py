@@ -112,7 +112,9 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
         tree = propose()
         if part.asked > asked:
             by_itself += hybrid._lone is part and hybrid._merged is None
-            if name == "medusa" and hybrid._merged is not None:  # which says what comes at each depth, and leaves the tree to the hybrid
+            if (
+                name == "medusa" and hybrid._merged is not None
+            ):  # which says what comes at each depth, and leaves the tree to the hybrid
                 said = LevelSource()
                 said.take(apart.propose_levels())
                 assert part.source._levels == said._levels
