@@ -37,7 +37,7 @@ class Account:
         self._when_asked: deque[float] = deque(maxlen=TRIAL)  # drafting, of late
         self._when_left: deque[float] = deque(maxlen=TRIAL)
         self._when_merged: deque[float] = deque(maxlen=TRIAL)
-        self.spent = 0.0  # tokens: the price of asking it since it was tried again, or of late
+        self.spent = 0.0  # tokens that asking it cost above what it brought, since it was tried again or of late
         self._to_ask = self._to_leave = 0.0  # typical seconds
         self._price = self._merge_price = 0.0  # of asking above leaving, and of merging; in tokens
         self._verdicts, self._lacks = 0, 0.0
@@ -113,7 +113,8 @@ class Account:
         """Decide whether it is asked in this step."""
         self.situation, self.company = situation, None
         self.asked = not may_be_left or self.asking.pays(situation, self._price)
-        self.spent += self.asked * self._price - self.spent / (VERDICTS * TRIAL)
+        lost = self._price - self.asking.gain(situation) if self.asked else 0.0
+        self.spent = max(0.0, self.spent + lost - self.spent / (VERDICTS * TRIAL))
         return self.asked
 
     def choose_company(self) -> bool:

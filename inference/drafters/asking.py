@@ -17,10 +17,11 @@ CLEAR = 1.5
 """… by so many standard errors, which is better."""
 LUCK = 0.5
 """Standard errors by which a gain is believed to be less where it is decided whether the part pays at all."""
-EVERY = 64
-"""One step of a situation in so many goes the other way, lest a change be missed."""
 MEMORY = 128
-"""Steps of a situation after which the older half of their weight is forgotten."""
+"""Steps in which a way was gone, after which the older half of their weight is forgotten."""
+FADE = 1 - 1 / 512
+"""What a step of a situation leaves of the weight of those before it: what has not been tried for long is not clear
+any more, all the sooner the less there is between the two ways."""
 
 
 class _Mean:
@@ -61,10 +62,9 @@ class _Mean:
 class _Situation:
     """Steps that looked alike, those in which the part was asked and those in which it was left."""
 
-    __slots__ = ("asked", "left", "steps")
+    __slots__ = ("asked", "left")
 
-    def __init__(self, steps: int = 0, asked: Sequence[float] = (), left: Sequence[float] = ()) -> None:
-        self.steps = steps
+    def __init__(self, asked: Sequence[float] = (), left: Sequence[float] = ()) -> None:
         self.asked, self.left = _Mean(*asked), _Mean(*left)
 
     @property
@@ -74,8 +74,8 @@ class _Situation:
 
     @property
     def known(self) -> bool:
-        """Whether both ways have been tried."""
-        return min(self.left.count, self.asked.count) >= FEW
+        """Whether both ways have been tried, of late."""
+        return min(self.left.count, self.asked.count) > FEW - 1
 
     @property
     def gain(self) -> float:
@@ -107,29 +107,34 @@ class Asking:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as JSON can say it."""
-        rows = [[key, seen.steps, seen.asked.state(), seen.left.state()] for key, seen in self._situations.items()]
-        return {"situations": rows}
+        return {"situations": [[key, way.asked.state(), way.left.state()] for key, way in self._situations.items()]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Asking:
         """What `state_dict` said."""
         made = cls()
-        for key, steps, asked, left in state["situations"]:
-            made._situations[_key(key)] = _Situation(int(steps), [*map(float, asked)], [*map(float, left)])
+        for key, asked, left in state["situations"]:
+            made._situations[_key(key)] = _Situation([*map(float, asked)], [*map(float, left)])
         return made
 
     def pays(self, situation: Hashable, price: float) -> bool:
         """Whether to ask now; price: what asking costs, in tokens."""
         seen = self._situations.setdefault(situation, _Situation())
-        seen.steps += 1
         if not seen.clear(price):
             return seen.asked.count <= seen.left.count
-        return (seen.gain > price) != (seen.steps % EVERY == 0)
+        return seen.gain > price
 
     def learn(self, situation: Hashable, asked: bool, worth: float) -> None:
         """What the tree of a step was worth, built with the part's drafts or without."""
         seen = self._situations[situation]
+        for way in (seen.asked, seen.left):
+            way.fade(FADE * way.count)
         (seen.asked if asked else seen.left).add(worth)
+
+    def gain(self, situation: Hashable) -> float:
+        """Tokens that asking brings, 0 where nobody knows."""
+        seen = self._situations.get(situation)
+        return seen.gain if seen is not None and seen.known else 0.0
 
     def doubt(self) -> None:
         """What was learned is long ago: a few steps may change it."""

@@ -85,8 +85,9 @@ class HybridDrafter(Drafter):
         self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
         self._step: VerifiedStep | None = None
         self._steps = self._count = 0  # target steps, and tokens of the last one
-        self._prices: Prices | None = None  # of trees in the present step
         self._expected: float | None = None  # accepted drafts of the present tree; None: nobody said
+        self._chose = False  # whether parts were asked or left by what that brings
+        self._fresh = False  # whether it is the first behind a prompt
         self._trial = False  # whether the present tree has a size that is tried
         self._rows = self._riders = 0  # of the present tree, and those among them that are never accepted
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
@@ -180,12 +181,15 @@ class HybridDrafter(Drafter):
     def _learn(self, new: list[int], brought: dict[str, int], now: float) -> None:
         """What the step cost, and what each part made of it."""
         active, costs = self._active, self._costs
-        renewed = costs.add(Step(self._rows, now - self._proposed, now - self._began, len(new)))
+        if self._fresh:  # memory is cold behind a prompt
+            renewed = False
+        else:
+            renewed = costs.add(Step(self._rows, now - self._proposed, now - self._began, len(new)))
         if self._trial:  # of another size than pays
             for part in active:
                 part.account.forget_step()
             return
-        price = None if self._prices is None else self._prices.tokens[self._rows - self._riders]
+        price = costs.price(now - self._proposed) if self._chose else None
         for part in active:
             part.account.verifying += len(part.riders) * costs.seconds_per_node
             if part.may_be_left and price is not None:
@@ -234,24 +238,25 @@ class HybridDrafter(Drafter):
             return self._only.draft_alone(self._step, self._count, self._prices_of)
         active = self._active
         trial = self._costs.trial(self.budget) if self.fit else None
-        fresh = self.fit and self.target.compiled and self._step.tree is None
-        self._trial = trial is not None or fresh
-        asked = self._choose(active, self._step, fresh)
+        self._fresh = self._step.tree is None
+        wait = self.fit and self.target.compiled and self._fresh
+        self._trial = trial is not None or wait
+        asked = self._choose(active, self._step, wait)
         tree = self._alone(asked[0], self._step) if len(asked) == 1 else self._merge(asked, self._step, trial)
         self._rows, self._proposed = len(tree), self._clock()
         return tree
 
-    def _choose(self, active: list[HybridPart], step: VerifiedStep, fresh: bool) -> list[HybridPart]:
+    def _choose(self, active: list[HybridPart], step: VerifiedStep, wait: bool) -> list[HybridPart]:
         """The parts to ask in this step: all where costs are not known, else those that pay.
 
-        fresh: behind a prompt, for whose length nothing is compiled; what can wait is not drafted there.
+        wait: behind a prompt, for whose length nothing is compiled; what can wait is not drafted there.
         """
         self._likely = []
-        choose = self.fit and self._costs.seconds_per_token > 0
+        choose = self._chose = self.fit and self._costs.seconds_per_token > 0
         situation: Hashable = self._situation() if choose and any(part.may_be_left for part in active) else None
         asked = []
         for part in active:
-            if not (fresh and part.may_be_left) and part.account.choose(situation, choose and part.may_be_left):
+            if not (wait and part.may_be_left) and part.account.choose(situation, choose and part.may_be_left):
                 asked.append(part)
                 if part.may_be_left:
                     situation = situation, part.place  # what the next one brings is less where this one speaks too
@@ -269,7 +274,6 @@ class HybridDrafter(Drafter):
         start = self._clock()
         tree = part.draft_alone(step, self._count, self._prices_of)
         part.account.drafting += 0.0 if part.phrases else self._clock() - start
-        self._prices = self._costs.prices(len(tree))
         return tree
 
     def _prices_of(self, nodes: int) -> Prices | None:
@@ -287,7 +291,7 @@ class HybridDrafter(Drafter):
                 part.account.drafting += now - start
                 start = now
         self._riders = sum(len(part.riders) for part in asked)
-        self._prices = prices = self._costs.prices(self.budget, self._riders) if self.fit and trial is None else None
+        prices = self._costs.prices(self.budget, self._riders) if self.fit and trial is None else None
         merged = self._merged = MergedTree(
             [part.source if part in asked else _SILENT for part in self.parts],
             self._calibration,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -25,6 +25,10 @@ Drafts = TypeVar("Drafts", DraftTree, Tensor)
 PAUSE, SHARE = 8 * TRIAL, 0.01
 """Target steps for which a part that did not pay stays off at least; longer, if trials would else take more of the
 time than this share."""
+
+
+WAITING = 32
+"""Steps that a part on a device need not have taken in while it is not asked."""
 
 
 class HybridPart:
@@ -52,7 +56,9 @@ class HybridPart:
             drafter.prepare()
             self._observe, self._draft = program(drafter.observe, target.device), program(self._drafted, target.device)
             self._speak = program(self._spoken, target.device)
-        self._untold: tuple[VerifiedStep, int] | None = None  # what it has not taken in yet, and how many tokens count
+        self._untold: list[
+            tuple[VerifiedStep, int]
+        ] = []  # steps it has not taken in yet, how many tokens of each count
         self.accepted = self.alone = 0  # tokens since the beginning: credited to it, and those nobody else had
         self.asked = 0  # target steps since the beginning in which it drafted
         self.switched: list[dict[str, int | None]] = []  # target steps after which it went off and on again
@@ -108,7 +114,7 @@ class HybridPart:
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`."""
-        self._untold = None
+        self._untold.clear()
         self.drafter.begin(prompt, capacity)
         self._remembers = bool(self.drafter.memory())  # if not, nothing that it is told outlives the next step
 
@@ -134,7 +140,7 @@ class HybridPart:
         if step.tree is None:  # a prompt has a length of its own and is not compiled for
             return plain(step)
         self._meet(step)
-        return fast(self._with_untold(self._as_seen(step), count)[0])
+        return fast(self._with_untold(self._as_seen(step), count))
 
     def _meet(self, step: VerifiedStep) -> None:
         """Compile every way to take a step in before any other is needed, not in the middle of some later answer."""
@@ -171,11 +177,13 @@ class HybridPart:
         self.account.own.learn(accepted)
 
     def leave(self, step: VerifiedStep, count: int) -> None:
-        """Do without its drafts. Its part of the work on a device waits until there is as much of it as of one step."""
+        """Do without its drafts. Its part of the work on a device waits until they are wanted, or much is waiting."""
         if step.tree is None or not self.drafter.on_device:
             self.drafter.observe(step)
+        elif self._remembers and len(self._untold) < WAITING:
+            self._untold.append((step, count))
         elif self._remembers:
-            self._untold = self._with_untold(step, count)
+            self._observe(self._with_untold(step, count))
 
     def _drafted(self, step: VerifiedStep) -> DraftTree:
         self.drafter.observe(step)
@@ -186,28 +194,17 @@ class HybridPart:
         self.drafter.observe(step)
         return self.drafter.propose_levels()
 
-    def _with_untold(self, step: VerifiedStep, count: int) -> tuple[VerifiedStep, int]:
-        """The step as one with what waits, if both fit its size; else what waits is taken in by itself."""
-        waiting, self._untold = self._untold, None
-        if waiting is None:
-            return step, count
-        before, many = waiting
+    def _with_untold(self, step: VerifiedStep, count: int) -> VerifiedStep:
+        """The step as one with what waits, as far as both fit its size; what else waits is taken in before."""
+        waiting, self._untold = [*self._untold, (step, count)], []
         size = len(step.tokens)
-        if many + count > size:
-            self._observe(before)
-            return step, count
-
-        def joined(old: Tensor, new: Tensor) -> Tensor:
-            return torch.cat([old[:many], new[: size - many]])
-
-        whole = replace(
-            step,
-            tokens=joined(before.tokens, step.tokens),
-            next_tokens=joined(before.next_tokens, step.next_tokens),
-            hidden=joined(before.hidden, step.hidden),
-            count=before.count + step.count,
-        )
-        return whole, many + count
+        first = rows = 0
+        for place, (_, more) in enumerate(waiting):
+            if rows + more > size:
+                self._observe(_joined(waiting[first:place], size))
+                first, rows = place, 0
+            rows += more
+        return _joined(waiting[first:], size)
 
     def _as_seen(self, step: VerifiedStep) -> VerifiedStep:
         """A step whose tree is the part's own; −1 is the choice at nodes of it that were not verified."""
@@ -217,3 +214,23 @@ class HybridPart:
         rows = torch.tensor(own, device=step.choices.device)
         choices = torch.where(rows >= 0, step.choices[rows], -1)
         return replace(step, choices=choices, tree=self.tree)
+
+
+def _joined(steps: Sequence[tuple[VerifiedStep, int]], size: int) -> VerifiedStep:
+    """Steps in a row, each with how many of its tokens count, as one step of `size` rows; what is verified is the
+    last one's."""
+    *before, (last, _) = steps
+    if not before:
+        return last
+    left = size - sum(count for _, count in before)
+
+    def joined(part: Callable[[VerifiedStep], Tensor]) -> Tensor:
+        return torch.cat([*(part(step)[:count] for step, count in before), part(last)[:left]])
+
+    return replace(
+        last,
+        tokens=joined(lambda step: step.tokens),
+        next_tokens=joined(lambda step: step.next_tokens),
+        hidden=joined(lambda step: step.hidden),
+        count=torch.stack([step.count for step, _ in steps]).sum(),
+    )

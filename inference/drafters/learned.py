@@ -1,6 +1,6 @@
 """What a hybrid has learned, kept in a file: the next process begins where this one ended, without its trials.
 
-    {"format_version": 1, "of": …, "steps": N, "calibration": …, "costs": …, "parts": [{"account": …, "pause": …}]}
+    {"format_version": 2, "of": …, "steps": N, "calibration": …, "costs": …, "parts": [{"account": …, "pause": …}]}
 
 `of` says which hybrid learned it for which target on which machine: prices and what pays are no other's.
 """
@@ -22,7 +22,7 @@ from inference.drafters.calibration import Calibration
 from inference.drafters.running_costs import RunningCosts
 from inference.target import Target
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass

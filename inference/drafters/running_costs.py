@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import exp, inf, log
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 KEPT = 256
@@ -20,7 +20,11 @@ OUTLIER = 3.0
 TRIES = (1.0, 0.25, 0.5, 0.0)
 """Parts of the budget that trial steps use: without different sizes nothing is learned of what size costs."""
 EARLY, EVERY = 24, 64
-"""So many steps are trial steps at first, and one in so many later."""
+"""So many steps are trial steps at first, and one in so many later, of sizes that are seldom seen otherwise."""
+ENOUGH = 6
+"""Steps of which a size is known by itself; rarer ones are taken together with their neighbours."""
+STRETCH = 8
+"""Steps in a row during which the machine is taken to be as fast."""
 RENEW = 16
 """Steps after which the figures are computed anew; four times as many once as many are remembered as will be."""
 
@@ -39,6 +43,51 @@ class Step(NamedTuple):
     verify: float
     seconds: float
     tokens: int
+
+
+Time = tuple[int, float]
+"""Rows behind the base token, seconds."""
+
+
+def _slope(times: Sequence[Time]) -> float:
+    """Seconds that a row more takes: by how much steps differ from those before them, for the machine slows down and
+    recovers over many. Least squares, not negative."""
+    changes = [(rows - before, seconds - earlier) for (before, earlier), (rows, seconds) in pairwise(times)]
+    spread = sum(rows * rows for rows, _ in changes)
+    return max(0.0, sum(rows * seconds for rows, seconds in changes) / spread) if spread else 0.0
+
+
+def _levelled(times: Sequence[Time], slope: float) -> list[Time]:
+    """The times as if the machine had been as fast in every stretch of them."""
+    stretches = [times[start : start + STRETCH] for start in range(0, len(times), STRETCH)]
+    levels = [median(seconds - slope * rows for rows, seconds in stretch) for stretch in stretches]
+    usual = median(levels)
+    return [(rows, seconds - level + usual) for stretch, level in zip(stretches, levels) for rows, seconds in stretch]
+
+
+def _sizes(times: Sequence[Time]) -> list[tuple[float, float, int]]:
+    """Mean rows, mean seconds and number of the steps of each size, fewest rows first; of rare sizes, of several."""
+    together: list[list[Time]] = [[]]
+    for time in sorted(times):
+        if len(together[-1]) >= ENOUGH and time[0] > together[-1][-1][0]:
+            together.append([])
+        together[-1].append(time)
+    if len(together) > 1 and len(together[-1]) < ENOUGH:
+        rare = together.pop()
+        together[-1] += rare
+    return [(fmean(rows for rows, _ in same), fmean(sec for _, sec in same), len(same)) for same in together]
+
+
+def _rising(sizes: Sequence[tuple[float, float, int]]) -> list[tuple[float, float]]:
+    """Rows and seconds; neighbours that fall instead of rising are taken together."""
+    groups: list[tuple[float, float, float, int]] = []  # fewest and most rows, mean seconds, steps
+    for rows, seconds, count in sizes:
+        first = rows
+        while groups and groups[-1][2] > seconds:
+            first, _, before, steps = groups.pop()
+            seconds, count = (before * steps + seconds * count) / (steps + count), steps + count
+        groups.append((first, rows, seconds, count))
+    return [(end, seconds) for first, last, seconds, _ in groups for end in dict.fromkeys((first, last))]
 
 
 class Prices(NamedTuple):
@@ -80,7 +129,7 @@ class RunningCosts:
         self.steps = 0
         self.seconds_per_node = self.seconds_per_step = self.seconds_per_token = 0.0
         self._latest: deque[Step] = deque(maxlen=KEPT)
-        self._curve: list[tuple[int, float]] = []  # rows, seconds; neither falling
+        self._curve: list[tuple[float, float]] = []  # rows, seconds; neither falling
         self._prices: dict[tuple[int, int], Prices] = {}
 
     def add(self, step: Step) -> bool:
@@ -111,31 +160,17 @@ class RunningCosts:
         self.seconds_per_step = typical([step.seconds for step in self._latest])
         tokens = sum(step.tokens for step in self._latest) / len(self._latest)
         self.seconds_per_token = self.seconds_per_step / tokens
-        self._curve = self._measured()
-        (few, least), (many, most) = self._curve[0], self._curve[-1]
-        self.seconds_per_node = (most - least) / max(many - few, 1)
+        most = OUTLIER * median(step.verify for step in self._latest)
+        times = [(step.rows, step.verify) for step in self._latest if step.verify <= most]
+        self.seconds_per_node = _slope(times)
+        self._curve = _rising(_sizes(_levelled(times, self.seconds_per_node)))
         self._prices.clear()
-
-    def _measured(self) -> list[tuple[int, float]]:
-        """The typical time of each size; neighbours that fall instead of rising are taken together."""
-        sizes: dict[int, list[float]] = {}
-        for step in self._latest:
-            sizes.setdefault(step.rows, []).append(step.verify)
-        groups: list[tuple[int, int, float, int]] = []  # fewest and most rows, mean seconds, steps
-        for rows, times in sorted(sizes.items()):
-            group = rows, rows, typical(times), len(times)
-            while groups and groups[-1][2] > group[2]:
-                first, _, seconds, count = groups.pop()
-                both = count + group[3]
-                group = first, rows, (seconds * count + group[2] * group[3]) / both, both
-            groups.append(group)
-        return [(end, seconds) for first, last, seconds, _ in groups for end in dict.fromkeys((first, last))]
 
     def _seconds(self, rows: int) -> float:
         """On the lines between the measured sizes, and beyond them as steep as on the whole."""
         left, right = self._curve[0], self._curve[-1]
         if rows <= left[0]:
-            return left[1]
+            return left[1] - (left[0] - rows) * self.seconds_per_node
         if rows >= right[0]:
             return right[1] + (rows - right[0]) * self.seconds_per_node
         for right in self._curve:
@@ -143,6 +178,16 @@ class RunningCosts:
                 break
             left = right
         return left[1] + (right[1] - left[1]) * (rows - left[0]) / (right[0] - left[0])
+
+    def price(self, verify: float) -> float | None:
+        """Of a step's tree as it was: what verifying it took above what it takes without one; None before that is known.
+
+        More than the price of its size where a draft leaves the target's weights further away than no draft does.
+        """
+        if not self.seconds_per_token:
+            return None
+        least = self._seconds(0)
+        return (min(verify, OUTLIER * least) - least) / self.seconds_per_token
 
     def prices(self, most: int, riders: int = 0) -> Prices | None:
         """Of 0 … `most` nodes, where `riders` more rows are verified anyway; None before they are known."""
@@ -169,6 +214,7 @@ class RunningCosts:
         """The nodes to draft in this step whatever they cost, to learn that; None where it is not a trial."""
         if self.steps < EARLY:
             return int(most * TRIES[self.steps % len(TRIES)])
-        if self.steps % EVERY == 0:
-            return int(most * TRIES[self.steps // EVERY % len(TRIES)])
-        return None
+        if self.steps % EVERY:
+            return None
+        size = int(most * TRIES[self.steps // EVERY % len(TRIES)])
+        return None if sum(step.rows == size for step in self._latest) >= ENOUGH else size

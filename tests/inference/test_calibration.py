@@ -94,10 +94,10 @@ def test_trial_steps_have_different_sizes():
     sizes = []
     for _ in range(40 * EVERY):
         sizes.append(costs.trial(32))
-        costs.add(Step(sizes[-1] or 0, 0.010, 0.020, 1))
+        costs.add(Step(sizes[-1] if sizes[-1] is not None else 16, 0.010, 0.020, 1))
     assert set(sizes[:EARLY]) == {0, 8, 16, 32}
-    later = [size for size in sizes[EARLY:] if size is not None]
-    assert set(later) == {0, 8, 16, 32} and len(later) == 39
+    later = [size for size in sizes[EARLY + KEPT :] if size is not None]
+    assert set(later) == {0, 8, 32} and len(later) in (26, 27)  # of 16 enough are seen without
 
 
 # ---- asking ----------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_a_part_whose_rows_are_needed_is_asked_always_until_it_clearly_loses(lla
 
 
 @pytest.mark.parametrize("name", ["ctc", "medusa", "hydra", "hydra++", "chimera", "draft_model"])
-def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama, llama_prompts, name):
+def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama, llama_prompts, monkeypatch, name):
     def drafter():
         if name == "draft_model":
             return DraftModelDrafter(llama.without_layers([1]), k=3)
@@ -92,6 +92,7 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     part.met = False  # as where it is compiled: what that tries out leaves no trace
     hybrid._judge = lambda active: None
     generator = random.Random(1)
+    monkeypatch.setattr("inference.drafters.hybrid_part.WAITING", 3)
     part.account.asking.pays = lambda situation, price: generator.random() < 0.3
     part.account.joining.pays = lambda situation, price: generator.random() < 0.7
     part.account.asking.learn = part.account.joining.learn = lambda *told: None

@@ -122,7 +122,7 @@ def test_a_situation_within_a_situation_comes_back(llama, tmp_path):
     second = hybrid(llama, tmp_path / "x")
     second.begin(torch.tensor([1, 2, 3]), 80)
     seen = second.parts[0].account.asking._situations[(None, 0), 1]
-    assert (seen.steps, seen.asked.value, seen.left.count) == (1, 2.0, 0)
+    assert (seen.asked.count, seen.asked.value, seen.left.count) == (1, 2.0, 0)
 
 
 def test_what_is_compiled_meets_all_parts_before_any_is_left_out(tmp_path):
@@ -189,7 +189,7 @@ def test_a_file_cut_short_is_refused(llama, written, tmp_path, keep):
 @pytest.mark.parametrize(
     "change,told",
     [
-        ({"format_version": 2}, "format_version 1; .* has 2"),
+        ({"format_version": 1}, "format_version 2; .* has 1"),
         ({"parts": []}, "cut short or is none"),
         ({"parts": 3}, "cut short or is none"),
         ({"calibration": {"cells": [[["x"], 1]], "alone": []}}, "cut short or is none"),
