@@ -31,6 +31,8 @@ class Account:
         self.situation: Hashable = None  # what the present step looks like
         self.asking, self.joining = Asking(), Asking()  # it, and n-grams beside it
         self.own = OwnTree()
+        self._worth: float | None = None  # of the step before, until it is known what follows it
+        self._merged = False  # whether it was merged with others
         self.drafting = 0.0  # seconds of the present step: for its drafts, or for doing without them
         self.merging = 0.0  # for making one tree of its drafts and others'
         self.verifying = 0.0  # and for its rows in the target's forward
@@ -125,17 +127,24 @@ class Account:
     def learn(self, accepted: int, price: float, expected: float | None) -> None:
         """What the step's tree brought, and what it cost to verify, in tokens; before the step is closed.
 
-        What was expected of it varies less than what was accepted, so that is learned where it is known, corrected by
-        how much more or less was accepted than expected of late.
+        It waits until what follows is known (`conclude`). What was expected of it varies less than what was accepted, so
+        that is learned where it is known, corrected by how much more or less was accepted than expected of late.
         """
         worth = accepted - price
         if self.asked and expected is not None:
             self._more = FADE * self._more + accepted - expected
             self._weight = FADE * self._weight + 1
             worth = expected + self._more / (self._weight + DOUBT) - price
-        if self.company is not None:
-            self.joining.learn(self.situation, self.company, worth)
-        self.asking.learn(self.situation, self.asked, worth - self._merge_price * bool(self.merging))
+        self._worth, self._merged = worth, bool(self.merging)
+
+    def conclude(self, prospect: float | None) -> None:
+        """What follows the step that was learned from is worth so much; None: nothing does, and it teaches nothing."""
+        if self._worth is not None and prospect is not None:
+            worth = self._worth + prospect
+            if self.company is not None:
+                self.joining.learn(self.situation, self.company, worth)
+            self.asking.learn(self.situation, self.asked, worth - self._merge_price * self._merged)
+        self._worth = None
 
     def verdict(self, seconds_per_token: float) -> float:
         """Tokens a step that it costs above what it brings, asked where that pays, on average of late.

@@ -94,6 +94,37 @@ class _Situation:
         return min(self.left.count, self.asked.count) >= MANY or abs(self.gain - price) > CLEAR * self.doubt
 
 
+class Prospects:
+    """By situation, tokens that come in a step which begins so, above those that come in its time on average.
+
+    What a step is worth is not only what it accepts: where it ends decides what comes next. A head that runs ahead into
+    a phrase takes from n-grams what they would have said for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._worths: dict[Hashable, _Mean] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as JSON can say it."""
+        return {"situations": [[key, worth.state()] for key, worth in self._worths.items()]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Prospects:
+        """What `state_dict` said."""
+        made = cls()
+        made._worths = {_key(key): _Mean(*map(float, worth)) for key, worth in state["situations"]}
+        return made
+
+    def learn(self, situation: Hashable, worth: float) -> None:
+        """One more step."""
+        self._worths.setdefault(situation, _Mean()).add(worth)
+
+    def __call__(self, situation: Hashable) -> float:
+        """0 where nobody knows."""
+        seen = self._worths.get(situation)
+        return seen.value if seen is not None and seen.count >= FEW else 0.0
+
+
 def _key(told: Any) -> Hashable:
     """A situation as it was before JSON made lists of its tuples."""
     return tuple(map(_key, told)) if isinstance(told, list) else told
@@ -152,15 +183,16 @@ class Asking:
     def profit_of_company(self, joining: Asking, price: float, merge_price: float) -> float:
         """Tokens that a step gains on average by what others have to say, above asking this part alone in every step.
 
-        joining: what it brought to hear them beside the part; merge_price: what that costs.
+        joining: what it brought to hear them beside the part; merge_price: what that costs. Those others cost next to
+        nothing, so luck is not deducted.
         """
         gains: dict[Hashable, float] = {}
         for key, seen in self._known():
             beside = joining._situations.get(key)
             if beside is not None and beside.known:
-                alone = beside.left
-                instead = seen.left.value - alone.value - LUCK * sqrt(seen.left.variance + alone.variance) + price
-                gains[key] = max(instead, beside.gain - LUCK * beside.doubt - merge_price)
+                gains[key] = max(seen.left.value - beside.left.value + price, beside.gain - merge_price)
+            else:  # it is hardly asked here, so either way will do
+                gains[key] = price - seen.gain
         return self._average(gains)
 
     def _known(self) -> list[tuple[Hashable, _Situation]]:

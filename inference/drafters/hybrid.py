@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inference.drafters.account import CLEAR, LOOK, TRIAL
+from inference.drafters.asking import Prospects
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
 from inference.drafters.calibration import Calibration
 from inference.drafters.hybrid_part import HybridPart
@@ -60,7 +61,7 @@ class HybridDrafter(Drafter):
         self.target = target
         self.budget = check_max_nodes(max_nodes)
         self.fit, self._clock = bool(fit), clock
-        self._costs = RunningCosts()
+        self._costs, self._prospects = RunningCosts(), Prospects()
         least = UNLIKELY if fit else 0.0
         self.parts = [HybridPart(place, name, drafter, target, least) for place, (name, drafter) in enumerate(parts)]
         self.sources = tuple(name for name, _ in parts)
@@ -86,6 +87,7 @@ class HybridDrafter(Drafter):
         self._step: VerifiedStep | None = None
         self._steps = self._count = 0  # target steps, and tokens of the last one
         self._expected: float | None = None  # accepted drafts of the present tree; None: nobody said
+        self._situation_now: Hashable = None  # what n-grams say at the beginning of the step
         self._chose = False  # whether parts were asked or left by what that brings
         self._fresh = False  # whether it is the first behind a prompt
         self._trial = False  # whether the present tree has a size that is tried
@@ -128,7 +130,7 @@ class HybridDrafter(Drafter):
     def _go_on(self, learned: Learned) -> None:
         """As if there had been no end."""
         self._waiting, self._before = None, learned.steps
-        self._calibration, self._costs = learned.calibration, learned.costs
+        self._calibration, self._costs, self._prospects = learned.calibration, learned.costs, learned.prospects
         for part, (account, pause) in zip(self.parts, learned.parts):
             part.go_on(account, pause, self._steps)
             if self._costs.seconds_per_token:
@@ -190,6 +192,8 @@ class HybridDrafter(Drafter):
                 part.account.forget_step()
             return
         price = costs.price(now - self._proposed) if self._chose else None
+        if price is not None:
+            self._prospects.learn(self._situation_now, costs.worth(len(new), now - self._began))
         for part in active:
             part.account.verifying += len(part.riders) * costs.seconds_per_node
             if part.may_be_left and price is not None:
@@ -254,8 +258,11 @@ class HybridDrafter(Drafter):
         self._likely = []
         choose = self._chose = self.fit and self._costs.seconds_per_token > 0
         situation: Hashable = self._situation() if choose and any(part.may_be_left for part in active) else None
+        self._situation_now = situation
+        prospect = self._prospects(situation) if choose else None
         asked = []
         for part in active:
+            part.account.conclude(None if self._fresh else prospect)
             if not (wait and part.may_be_left) and part.account.choose(situation, choose and part.may_be_left):
                 asked.append(part)
                 if part.may_be_left:
@@ -351,7 +358,8 @@ class HybridDrafter(Drafter):
                 all_of_them.callback(part.drafter.close)
             if self._file and not self._waiting:
                 parts = [(part.account, part.pause(self._steps)) for part in self.parts]
-                self._file.save(Learned(self._before + self._steps, self._calibration, self._costs, parts))
+                steps = self._before + self._steps
+                self._file.save(Learned(steps, self._calibration, self._costs, self._prospects, parts))
 
     def findings(self) -> dict[str, Any]:
         """Per part: accepted tokens credited to it, those nobody else had, and when it was switched off and on again.

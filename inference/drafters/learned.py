@@ -1,6 +1,7 @@
 """What a hybrid has learned, kept in a file: the next process begins where this one ended, without its trials.
 
-    {"format_version": 2, "of": …, "steps": N, "calibration": …, "costs": …, "parts": [{"account": …, "pause": …}]}
+    {"format_version": 2, "of": …, "steps": N, "calibration": …, "costs": …, "prospects": …,
+     "parts": [{"account": …, "pause": …}]}
 
 `of` says which hybrid learned it for which target on which machine: prices and what pays are no other's.
 """
@@ -18,6 +19,7 @@ import torch
 
 from heads.checkpoint import write_text
 from inference.drafters.account import Account
+from inference.drafters.asking import Prospects
 from inference.drafters.calibration import Calibration
 from inference.drafters.running_costs import RunningCosts
 from inference.target import Target
@@ -28,12 +30,14 @@ FORMAT_VERSION = 2
 @dataclass
 class Learned:
     """steps    target steps that taught it
+    prospects  what follows steps
     parts    for each its account, and for how many more target steps it stays switched off (None: it is on)
     """
 
     steps: int
     calibration: Calibration
     costs: RunningCosts
+    prospects: Prospects
     parts: Sequence[tuple[Account, int | None]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -42,6 +46,7 @@ class Learned:
             "steps": self.steps,
             "calibration": self.calibration.state_dict(),
             "costs": self.costs.state_dict(),
+            "prospects": self.prospects.state_dict(),
             "parts": [{"account": account.state_dict(), "pause": pause} for account, pause in self.parts],
         }
 
@@ -49,8 +54,8 @@ class Learned:
     def from_state(cls, state: Mapping[str, Any]) -> Learned:
         """What `state_dict` said."""
         parts = [(Account.from_state(part["account"]), part["pause"]) for part in state["parts"]]
-        calibration = Calibration.from_state(state["calibration"])
-        return cls(int(state["steps"]), calibration, RunningCosts.from_state(state["costs"]), parts)
+        calibration, costs = Calibration.from_state(state["calibration"]), RunningCosts.from_state(state["costs"])
+        return cls(int(state["steps"]), calibration, costs, Prospects.from_state(state["prospects"]), parts)
 
 
 class LearnedFile:

@@ -50,11 +50,19 @@ Time = tuple[int, float]
 
 
 def _slope(times: Sequence[Time]) -> float:
-    """Seconds that a row more takes: by how much steps differ from those before them, for the machine slows down and
-    recovers over many. Least squares, not negative."""
+    """Seconds that a row more takes, not negative: by how much steps differ from those before them, for the machine slows
+    down and recovers over many. Least squares, without the outliers of a first round: between those it did."""
     changes = [(rows - before, seconds - earlier) for (before, earlier), (rows, seconds) in pairwise(times)]
+    slope = _fitted(changes)
+    misses = [abs(seconds - slope * rows) for rows, seconds in changes]
+    most = OUTLIER * median(misses) if misses else 0.0
+    return max(0.0, _fitted([change for change, miss in zip(changes, misses) if miss <= most]))
+
+
+def _fitted(changes: Sequence[Time]) -> float:
+    """The slope of the line through 0 that fits best."""
     spread = sum(rows * rows for rows, _ in changes)
-    return max(0.0, sum(rows * seconds for rows, seconds in changes) / spread) if spread else 0.0
+    return sum(rows * seconds for rows, seconds in changes) / spread if spread else 0.0
 
 
 def _levelled(times: Sequence[Time], slope: float) -> list[Time]:
@@ -180,7 +188,7 @@ class RunningCosts:
         return left[1] + (right[1] - left[1]) * (rows - left[0]) / (right[0] - left[0])
 
     def price(self, verify: float) -> float | None:
-        """Of a step's tree as it was: what verifying it took above what it takes without one; None before that is known.
+        """Of a step's tree as it was: what verifying it took above verifying none; None before that is known.
 
         More than the price of its size where a draft leaves the target's weights further away than no draft does.
         """
@@ -188,6 +196,10 @@ class RunningCosts:
             return None
         least = self._seconds(0)
         return (min(verify, OUTLIER * least) - least) / self.seconds_per_token
+
+    def worth(self, tokens: int, seconds: float) -> float:
+        """Tokens of a step above those that come in its time anyway."""
+        return tokens - min(seconds, OUTLIER * self.seconds_per_step) / self.seconds_per_token
 
     def prices(self, most: int, riders: int = 0) -> Prices | None:
         """Of 0 … `most` nodes, where `riders` more rows are verified anyway; None before they are known."""

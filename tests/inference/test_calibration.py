@@ -84,6 +84,27 @@ def test_times_that_fall_with_size_are_noise():
     assert tokens == sorted(tokens) and tokens[4] == pytest.approx(tokens[0], abs=0.05) and tokens[8] > tokens[4] + 0.3
 
 
+def test_a_machine_that_slows_down_for_a_while_does_not_change_what_a_row_costs():
+    generator = random.Random(2)
+    costs = RunningCosts()
+    for step in range(2 * KEPT):
+        slow = step // 32 % 2  # in slow stretches trees are small
+        rows = generator.randint(0, 4) if slow else generator.randint(4, 8)
+        seconds = 0.010 + 0.010 * slow + 0.0005 * rows + generator.gauss(0, 1e-4)
+        costs.add(Step(rows, seconds, seconds + 0.005, 2))
+    assert costs.seconds_per_node == pytest.approx(0.0005, rel=0.2)
+    assert costs.prices(8).tokens[8] * costs.seconds_per_token == pytest.approx(8 * 0.0005, rel=0.2)
+    usual = costs._seconds(0)
+    assert costs.price(usual + 0.002) == pytest.approx(0.002 / costs.seconds_per_token)
+    assert costs.price(usual + 30.0) < 2.1 * usual / costs.seconds_per_token  # a compilation, say
+
+
+def test_sizes_that_were_not_seen_are_as_steep_as_the_others():
+    costs = measured(lambda rows: 0.010 + 0.0002 * rows, (4, 5, 6))
+    expected = [nodes * 0.0002 / costs.seconds_per_token for nodes in range(9)]
+    assert costs.prices(8).tokens == pytest.approx(expected, rel=0.1, abs=1e-3)
+
+
 def test_nothing_is_priced_before_it_was_measured():
     costs = RunningCosts()
     assert costs.prices(8) is None and costs.node_price == 0.0
@@ -119,6 +140,14 @@ def test_a_part_is_asked_where_that_pays_and_nowhere_else():
     poor = asked(asking, "poor", 0.5, lambda yes: generator.gauss(1.0, 1.0), 400)
     assert 290 <= sum(good[100:]) < 300 and 0 < sum(poor[100:]) <= 10  # now and then the other way
     assert asking.profit(0.5) == pytest.approx(0.25, abs=0.1)  # half of the steps gain a half
+
+
+def test_a_change_is_noticed_where_the_other_way_was_not_gone_for_long():
+    generator = random.Random(1)
+    asking = Asking()
+    asked(asking, None, 0.5, lambda yes: generator.gauss(2.0 - 0.5 * yes, 1.0), 2000)
+    said = asked(asking, None, 0.5, lambda yes: generator.gauss(2.0 + 1.5 * yes, 1.0), 1500)
+    assert sum(said[-500:]) > 400
 
 
 def test_what_is_clear_is_not_tried_for_long():

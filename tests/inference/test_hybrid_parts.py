@@ -1,12 +1,13 @@
 """When the parts of a hybrid are asked, left and switched off, and what they are told then."""
 
+import json
 import random
 
 import pytest
 import torch
 
 from inference.drafters.account import LOOK, TRIAL, VERDICTS, Account
-from inference.drafters.asking import FEW, Asking
+from inference.drafters.asking import FEW, Asking, Prospects
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE
@@ -219,6 +220,7 @@ def test_expectations_are_corrected_by_what_came():
     for _ in range(400):
         account.choose("here", True)
         account.learn(1 if account.asked else 0, 0.25, 2.0)  # one is accepted where two are expected
+        account.conclude(0.0)
     seen = account.asking._situations["here"]
     assert seen.asked.value == pytest.approx(1 - 0.25, abs=0.2) and seen.left.value == pytest.approx(-0.25)
 
@@ -253,10 +255,36 @@ def test_what_others_bring_is_counted_above_the_part_alone_in_every_step():
             for where, value in ((True, asked), (False, left)):
                 asking.pays(situation, 1.0)
                 asking.learn(situation, where, value)
-            if situation != "c":  # of which nobody knows
+            if situation != "c":  # where nobody knows of company
                 for where, value in ((True, beside), (False, alone)):
                     joining.pays(situation, 0.5)
                     joining.learn(situation, where, value)
-    # a: 3 beside others at .5 instead of 1 alone; b: to leave it saves .75 and costs 1 − .5; c: unknown
+    # a: 3 beside others at .5 instead of 1 alone; b: to leave it saves .75 and costs 1 − .5; c: the same, and costs 1
     assert asking.profit_of_company(joining, 0.75, 0.5) == pytest.approx((1.5 + 0.25 + 0) / 3)
+    assert asking.profit_of_company(joining, 1.15, 0.5) == pytest.approx((1.5 + 0.65 + 0.15) / 3)
     assert asking.profit_of_company(joining, 0.25, 2.5) == 0
+
+
+def test_a_step_is_worth_what_follows_it_too():
+    account, prospects = Account(), Prospects()
+    for _ in range(FEW):
+        assert prospects("phrase") == 0  # nobody knows yet
+        prospects.learn("phrase", 2.0)
+        prospects.learn("nothing", -1.0)
+    for _ in range(40):
+        account.choose("here", True)
+        account.learn(1, 0.25, None)
+        account.conclude(prospects("nothing" if account.asked else "phrase"))
+    seen = account.asking._situations["here"]
+    assert (seen.asked.value, seen.left.value) == (pytest.approx(1 - 0.25 - 1), pytest.approx(1 - 0.25 + 2))
+    again = Prospects.from_state(json.loads(json.dumps(prospects.state_dict())))
+    assert (again("phrase"), again("nothing"), again("elsewhere")) == (2, -1, 0)
+
+
+def test_the_last_step_of_an_answer_teaches_nothing():
+    account = Account()
+    account.choose("here", True)
+    account.learn(5, 0.0, None)
+    account.conclude(None)
+    account.conclude(1.0)
+    assert account.asking._situations["here"].weight == 0
