@@ -127,8 +127,8 @@ class Account:
     def learn(self, accepted: int, price: float, expected: float | None) -> None:
         """What the step's tree brought, and what it cost to verify, in tokens; before the step is closed.
 
-        It waits until what follows is known (`conclude`). What was expected of it varies less than what was accepted, so
-        that is learned where it is known, corrected by how much more or less was accepted than expected of late.
+        It waits until what follows is known (`conclude`). What was expected of it varies less than what was accepted,
+        so that is learned where it is known, corrected by how much more or less was accepted than expected of late.
         """
         worth = accepted - price
         if self.asked and expected is not None:

@@ -50,8 +50,8 @@ Time = tuple[int, float]
 
 
 def _slope(times: Sequence[Time]) -> float:
-    """Seconds that a row more takes, not negative: by how much steps differ from those before them, for the machine slows
-    down and recovers over many. Least squares, without the outliers of a first round: between those it did."""
+    """Seconds that a row more takes, not negative: by how much steps differ from those before them, for the machine
+    slows down and recovers over many. Least squares, without the outliers of a first round: between those it did."""
     changes = [(rows - before, seconds - earlier) for (before, earlier), (rows, seconds) in pairwise(times)]
     slope = _fitted(changes)
     misses = [abs(seconds - slope * rows) for rows, seconds in changes]
