@@ -39,6 +39,7 @@ class Account:
         self._when_asked: deque[float] = deque(maxlen=TRIAL)  # drafting, of late
         self._when_left: deque[float] = deque(maxlen=TRIAL)
         self._when_merged: deque[float] = deque(maxlen=TRIAL)
+        self._reading = 0.0  # seconds that prompts took since it was judged
         self.spent = 0.0  # tokens that asking it cost above what it brought, since it was tried again or of late
         self._to_ask = self._to_leave = 0.0  # typical seconds
         self._price = self._merge_price = 0.0  # of asking above leaving, and of merging; in tokens
@@ -87,6 +88,11 @@ class Account:
         """The present step is over."""
         self.drafting = self.merging = self.verifying = 0.0
 
+    def read_prompt(self) -> None:
+        """The present step's time was that of a prompt."""
+        self._reading += self.drafting
+        self.forget_step()
+
     def begin_again(self) -> None:
         """It is given another trial: nothing is owed, and what was learned is doubted."""
         self.spent = 0.0
@@ -98,6 +104,7 @@ class Account:
     def settle(self) -> None:
         """It has been judged: a new trial begins."""
         self._steps.clear()
+        self._reading = 0.0
 
     @property
     def steps(self) -> int:
@@ -146,17 +153,19 @@ class Account:
             self.asking.learn(self.situation, self.asked, worth - self._merge_price * self._merged)
         self._worth = None
 
-    def verdict(self, seconds_per_token: float) -> float:
+    def verdict(self, seconds_per_token: float, overhead: float = 0.0) -> float:
         """Tokens a step that it costs above what it brings, asked where that pays, on average of late.
 
-        What a token costs goes up and down with the text: one stretch of it alone does not decide, and says 0.
+        overhead: seconds of a step that would be saved if it were not there, besides its own. What a token costs goes
+        up and down with the text: one stretch of it alone does not decide, and says 0.
         """
-        return self._averaged(self._to_leave / seconds_per_token - self.asking.profit(self._price))
+        seconds = self._to_leave + overhead + self._reading / max(len(self._steps), 1)
+        return self._averaged(seconds / seconds_per_token - self.asking.profit(self._price))
 
-    def verdict_beside(self, head: Account, seconds_per_token: float) -> float:
+    def verdict_beside(self, head: Account, seconds_per_token: float, overhead: float = 0.0) -> float:
         """The same of n-grams, without which the head would draft every step by itself."""
         brings = head.asking.profit_of_company(head.joining, head._price, head._merge_price)
-        return self._averaged(self._to_ask / seconds_per_token - brings)
+        return self._averaged((self._to_ask + overhead) / seconds_per_token - brings)
 
     def _averaged(self, lacks: float) -> float:
         self._verdicts = min(self._verdicts + 1, VERDICTS)

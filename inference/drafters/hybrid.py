@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ from inference.drafters.learned import Learned, LearnedFile
 from inference.drafters.merged_tree import UNLIKELY, MergedTree, PhraseSource, SilentSource
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.ngram_table import NgramTable
-from inference.drafters.running_costs import Prices, RunningCosts, Step
+from inference.drafters.running_costs import Prices, RunningCosts, Step, typical
 from inference.drafters.text import committed
 from inference.target import Target
 from inference.tree import DraftTree
@@ -93,6 +94,8 @@ class HybridDrafter(Drafter):
         self._trial = False  # whether the present tree has a size that is tried
         self._rows = self._riders = 0  # of the present tree, and those among them that are never accepted
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
+        self._observed = 0.0  # when the step before was observed
+        self._overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
 
     @property
     def on_device(self) -> bool:
@@ -114,6 +117,8 @@ class HybridDrafter(Drafter):
         self._context = 0
         if self._waiting and (not self.target.compiled or all(part.met for part in self.parts)):
             self._go_on(self._waiting)
+        for part in self.parts:
+            part.account.forget_step()  # the last of the answer before, which was not observed
         back = [part for part in self.parts if part.off and part.pause_over(self._steps)]
         for part in self.parts:
             if not part.off:
@@ -142,7 +147,7 @@ class HybridDrafter(Drafter):
         self._step, self._count = step, len(new)
         if self._only is not None and step.tree is not None and self._merged is None:
             return self._observe_only(self._only, new)
-        now = self._clock()
+        self._observed = now = self._clock()
         if step.tree is not None:
             self._steps += 1
             brought = self._credited(new)
@@ -189,7 +194,7 @@ class HybridDrafter(Drafter):
             renewed = costs.add(Step(self._rows, now - self._proposed, now - self._began, len(new)))
         if self._trial:  # of another size than pays
             for part in active:
-                part.account.forget_step()
+                (part.account.read_prompt if self._fresh else part.account.forget_step)()
             return
         price = costs.price(now - self._proposed) if self._chose else None
         if price is not None:
@@ -213,14 +218,15 @@ class HybridDrafter(Drafter):
         """
         costs, over = self._costs, active[0].account.steps >= TRIAL
         heads = [part for part in active if part.may_be_left]
+        overhead = typical(self._overheads) if len(active) == 2 else 0.0  # a part left alone has none
         losing: list[tuple[bool, float, HybridPart]] = []
         for part in sorted(active, key=lambda part: not part.may_be_left):
             if not over and not part.drafter.reads_choices:
                 continue  # it is asked in some steps only, or costs next to nothing
             if part.may_be_left:
-                loss = part.account.verdict(costs.seconds_per_token)
+                loss = part.account.verdict(costs.seconds_per_token, overhead)
             elif part.phrases and len(active) == 2 and heads:
-                loss = part.account.verdict_beside(heads[0].account, costs.seconds_per_token)
+                loss = part.account.verdict_beside(heads[0].account, costs.seconds_per_token, overhead)
             elif part.phrases and any(head.account.unsure for head in heads):
                 continue
             else:
@@ -248,6 +254,8 @@ class HybridDrafter(Drafter):
         asked = self._choose(active, self._step, wait)
         tree = self._alone(asked[0], self._step) if len(asked) == 1 else self._merge(asked, self._step, trial)
         self._rows, self._proposed = len(tree), self._clock()
+        parts = sum(part.account.drafting + part.account.merging for part in active)
+        self._overheads.append(self._proposed - self._observed - parts)
         return tree
 
     def _choose(self, active: list[HybridPart], step: VerifiedStep, wait: bool) -> list[HybridPart]:

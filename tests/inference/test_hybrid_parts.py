@@ -185,6 +185,11 @@ def test_one_stretch_of_text_alone_does_not_decide_about_a_part():
     account.begin_again()
     account.asking.profit = lambda price: 0.0
     assert [account.verdict(1.0) for _ in range(2)] == pytest.approx([0, 0.15])
+    account.drafting = 3.0
+    account.read_prompt()
+    account._steps = [(False, 0.0, 0)] * 10
+    account._verdicts = 0
+    assert [account.verdict(1.0, overhead=0.05) for _ in range(2)] == pytest.approx([0, 0.15 + 0.05 + 0.3])
 
 
 def test_what_was_spent_long_ago_counts_no_more():
@@ -233,6 +238,12 @@ def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, ll
         merged.append(hybrid._steps)
         return MergedTree(*arguments)
 
+    def verifying(*arguments):
+        clock.now += 0.1
+        return forward(*arguments)
+
+    forward = llama.forward_tree
+    monkeypatch.setattr(llama, "forward_tree", verifying)
     monkeypatch.setattr("inference.drafters.hybrid.MergedTree", merging)
     prompt, settings = llama_prompts[0], GenerationSettings(100)
     head = ScriptedDrafter(vanilla_tokens(llama, prompt, settings), 3)
