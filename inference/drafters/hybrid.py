@@ -94,7 +94,7 @@ class HybridDrafter(Drafter):
         self._trial = False  # whether the present tree has a size that is tried
         self._rows = self._riders = 0  # of the present tree, and those among them that are never accepted
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
-        self._observed = 0.0  # when the step before was observed
+        self._observed = self._merging = 0.0  # when the step before was observed; seconds of merging in this one
         self._overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
 
     @property
@@ -248,14 +248,14 @@ class HybridDrafter(Drafter):
             return self._only.draft_alone(self._step, self._count, self._prices_of)
         active = self._active
         trial = self._costs.trial(self.budget) if self.fit else None
-        self._fresh = self._step.tree is None
+        self._fresh, self._merging = self._step.tree is None, 0.0
         wait = self.fit and self.target.compiled and self._fresh
         self._trial = trial is not None or wait
         asked = self._choose(active, self._step, wait)
         tree = self._alone(asked[0], self._step) if len(asked) == 1 else self._merge(asked, self._step, trial)
         self._rows, self._proposed = len(tree), self._clock()
-        parts = sum(part.account.drafting + part.account.merging for part in active)
-        self._overheads.append(self._proposed - self._observed - parts)
+        drafting = sum(part.account.drafting for part in active)
+        self._overheads.append(self._proposed - self._observed - drafting - self._merging)
         return tree
 
     def _choose(self, active: list[HybridPart], step: VerifiedStep, wait: bool) -> list[HybridPart]:
@@ -322,9 +322,9 @@ class HybridDrafter(Drafter):
             merged.cut(size)
         tree = self._with_riders(merged.as_tree(self.target.device))
         others = max(1, len(asked) - 1)  # with one fewer of two there would be nothing to merge
-        share = (self._clock() - start) / others
+        self._merging = self._clock() - start
         for part in asked:
-            part.account.merging += 0.0 if part.phrases else share
+            part.account.merging += 0.0 if part.phrases else self._merging / others
         return tree
 
     def _situation(self) -> int | None:
