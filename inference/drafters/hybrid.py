@@ -224,7 +224,7 @@ class HybridDrafter(Drafter):
             if not over and not part.drafter.reads_choices:
                 continue  # it is asked in some steps only, or costs next to nothing
             if part.may_be_left:
-                loss = part.account.verdict(costs.seconds_per_token, overhead)
+                loss = part.account.verdict(costs.seconds_per_token)
             elif part.phrases and len(active) == 2 and heads:
                 loss = part.account.verdict_beside(heads[0].account, costs.seconds_per_token, overhead)
             elif part.phrases and any(head.account.unsure for head in heads):

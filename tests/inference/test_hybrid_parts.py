@@ -189,7 +189,7 @@ def test_one_stretch_of_text_alone_does_not_decide_about_a_part():
     account.read_prompt()
     account._steps = [(False, 0.0, 0)] * 10
     account._verdicts = 0
-    assert [account.verdict(1.0, overhead=0.05) for _ in range(2)] == pytest.approx([0, 0.15 + 0.05 + 0.3])
+    assert [account.verdict(1.0) for _ in range(2)] == pytest.approx([0, 0.15 + 0.3])
 
 
 def test_what_was_spent_long_ago_counts_no_more():
