@@ -93,8 +93,8 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     part.met = False  # as where it is compiled: what that tries out leaves no trace
     hybrid._judge = lambda active: None
     generator = random.Random(1)
-    monkeypatch.setattr("inference.drafters.hybrid_part.WAITING", 3)
-    part.account.asking.pays = lambda situation, price: generator.random() < 0.3
+    monkeypatch.setattr("inference.drafters.hybrid_part.WAITING", 12)
+    part.account.asking.pays = lambda situation, price: generator.random() < 0.15
     part.account.joining.pays = lambda situation, price: generator.random() < 0.7
     part.account.asking.learn = part.account.joining.learn = lambda *told: None
     begin, observe, propose = hybrid.begin, hybrid.observe, hybrid.propose
