@@ -95,6 +95,7 @@ class HybridDrafter(Drafter):
         self._rows = self._riders = 0  # of the present tree, and those among them that are never accepted
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
         self._observed = self._merging = 0.0  # when the step before was observed; seconds of merging in this one
+        self._mergers: Sequence[HybridPart] = ()  # whose drafts the present tree merges
         self._overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
 
     @property
@@ -151,6 +152,8 @@ class HybridDrafter(Drafter):
         if step.tree is not None:
             self._steps += 1
             brought = self._credited(new)
+            if self._merged is not None:
+                self._share_merging(self._clock() - now)  # what was considered is counted
             if self.fit and len(self._active) > 1:
                 self._learn(new, brought, now)
         self._began = self._clock()
@@ -188,17 +191,15 @@ class HybridDrafter(Drafter):
     def _learn(self, new: list[int], brought: dict[str, int], now: float) -> None:
         """What the step cost, and what each part made of it."""
         active, costs = self._active, self._costs
-        if self._fresh:  # memory is cold behind a prompt
-            renewed = False
-        else:
-            renewed = costs.add(Step(self._rows, now - self._proposed, now - self._began, len(new)))
+        took = Step(self._rows, now - self._proposed, now - self._began, len(new))
+        renewed = not self._fresh and costs.add(took)  # memory is cold behind a prompt
         if self._trial:  # of another size than pays
             for part in active:
                 (part.account.read_prompt if self._fresh else part.account.forget_step)()
             return
-        price = costs.price(now - self._proposed) if self._chose else None
+        price = costs.price(took.verify) if self._chose else None
         if price is not None:
-            self._prospects.learn(self._situation_now, costs.worth(len(new), now - self._began))
+            self._prospects.learn(self._situation_now, costs.worth(len(new), took.seconds))
         for part in active:
             part.account.verifying += len(part.riders) * costs.seconds_per_node
             if part.may_be_left and price is not None:
@@ -321,11 +322,16 @@ class HybridDrafter(Drafter):
             size, self._expected = prices.best(merged.scores)
             merged.cut(size)
         tree = self._with_riders(merged.as_tree(self.target.device))
-        others = max(1, len(asked) - 1)  # with one fewer of two there would be nothing to merge
         self._merging = self._clock() - start
-        for part in asked:
-            part.account.merging += 0.0 if part.phrases else self._merging / others
+        self._mergers = asked
+        self._share_merging(self._merging)
         return tree
+
+    def _share_merging(self, seconds: float) -> None:
+        """Merging took so long, which is shared by those who need not be asked."""
+        others = max(1, len(self._mergers) - 1)  # with one fewer of two there would be nothing to merge
+        for part in self._mergers:
+            part.account.merging += 0.0 if part.phrases else seconds / others
 
     def _situation(self) -> int | None:
         """How likely the best n-gram's word for the next token is right, as a class; None: it has none."""
