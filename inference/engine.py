@@ -251,7 +251,7 @@ class DecodingEngine:
             first = step.tree is None  # a prompt has a length of its own: its step is not compiled
             tree = (self._drafted if first else self._draft)(step)
             clock.lap("draft")
-            cache.reach(1 + max(len(tree), self.drafter.max_depth))  # what is verified, and what is kept
+            cache.reach(1 + len(tree))
             # noise is drawn by 64-bit integers that wrap around, which compiled code on a CPU may not
             verify = self._verify if settings.sampling is None else self._verified
             return verify(step.base, tree, cache, end, settings.sampling, settings.typical)
@@ -259,7 +259,7 @@ class DecodingEngine:
         captured = self._captured
         if step.tree is None or settings.sampling is not None:  # a seed would be part of a graph, and seeds are many
             captured = None
-        # what the drafter may look at follows from how far the target looks: a graph is made for that
+        # what is kept must fit, and what the drafter may look at follows from that: a graph is made for one reach
         reach = cache.reach(1 + (self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)))
         self.drafter.reach(reach)
         with asking_nothing() if self.ahead else nullcontext():
