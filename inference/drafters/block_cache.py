@@ -13,56 +13,54 @@ from heads.block import Attend, grouped_attention
 
 
 class BlockCache:
-    """Two buffers `[C, G, D]` of which the first C' slots are read; what lies behind the rows in use is overwritten.
+    """One buffer `[C, 2·G, D]` of which the first C' slots are read; what lies behind the rows in use is overwritten.
 
     How many rows are in use is a tensor on the device: positions come in as tensors, and masks say who is seen.
     """
 
     def __init__(self, head: DraftHead) -> None:
         config = head.config
-        self._buffers = [next(head.parameters()).new_zeros(0, config.num_key_value_heads, config.head_dim)] * 2
-        self._views: dict[int, list[Tensor]] = {}
-        self._keys, self._values = self._buffers
+        self._heads = config.num_key_value_heads
+        self._store = self._rows = next(head.parameters()).new_zeros(0, 2 * self._heads, config.head_dim)
+        self._views: dict[int, Tensor] = {}
 
     def reserve(self, slots: int) -> None:
         """Room for `slots` rows, rounded up, all within reach; nothing is allocated where there is room already."""
-        size, *shape = self._buffers[0].shape
+        size, *shape = self._store.shape
         if size < slots:
-            self._buffers = [self._keys.new_zeros(-(-slots // 256) * 256, *shape) for _ in range(2)]
+            self._store = self._store.new_zeros(-(-slots // 256) * 256, *shape)
             self._views.clear()
-        self.reach(len(self._buffers[0]))
+        self.reach(len(self._store))
 
     def reach(self, slots: int) -> None:
         """Nothing is read or written beyond the first `slots` rows until more are reached, or a new text begins."""
-        slots = min(slots, len(self._buffers[0]))
+        slots = min(slots, len(self._store))
         if slots not in self._views:
-            self._views[slots] = [buffer[:slots] for buffer in self._buffers]
-            for view in self._views[slots]:  # compiled programs serve any length
-                torch._dynamo.maybe_mark_dynamic(view, 0)
-        self._keys, self._values = self._views[slots]
+            self._views[slots] = self._store[:slots]
+            torch._dynamo.maybe_mark_dynamic(self._views[slots], 0)  # compiled programs serve any length
+        self._rows = self._views[slots]
 
     def memory(self) -> list[Tensor]:
-        """The buffers."""
-        return self._buffers
+        """The buffer."""
+        return [self._store]
 
     @property
     def keys(self) -> Tensor:
         """[1, G, C', D]"""
-        return self._keys.transpose(0, 1)[None]
+        return self._rows[:, : self._heads].transpose(0, 1)[None]
 
     @property
     def values(self) -> Tensor:
         """[1, G, C', D]"""
-        return self._values.transpose(0, 1)[None]
+        return self._rows[:, self._heads :].transpose(0, 1)[None]
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put rows `[1, G, Q, D]` at `slots [Q]`."""
-        self._keys.index_copy_(0, slots, keys[0].transpose(0, 1))
-        self._values.index_copy_(0, slots, values[0].transpose(0, 1))
+        self._rows.index_copy_(0, slots, torch.cat([keys, values], dim=1)[0].transpose(0, 1))
 
     def index(self) -> Tensor:
         """[C'], every slot's number."""
-        return torch.arange(len(self._keys), device=self._keys.device)
+        return torch.arange(len(self._rows), device=self._rows.device)
 
     def entering(self, slots: Tensor, causal: bool) -> Attend:
         """Attention of rows that enter at ascending `slots [Q]` and see all before them; each other, or backwards only.
