@@ -39,7 +39,7 @@ class Account:
         self._when_asked: deque[float] = deque(maxlen=TRIAL)  # drafting, of late
         self._when_left: deque[float] = deque(maxlen=TRIAL)
         self._when_merged: deque[float] = deque(maxlen=TRIAL)
-        self._reading = 0.0  # seconds that prompts took since it was judged
+        self._reading = 0.0  # seconds that text took, which it had to take in before it drafted, since it was judged
         self.spent = 0.0  # tokens that asking it cost above what it brought, since it was tried again or of late
         self._to_ask = self._to_leave = 0.0  # typical seconds
         self._price = self._merge_price = 0.0  # of asking above leaving, and of merging; in tokens
@@ -88,9 +88,13 @@ class Account:
         """The present step is over."""
         self.drafting = self.merging = self.verifying = 0.0
 
+    def read(self, seconds: float) -> None:
+        """It took so long to take in text of steps before."""
+        self._reading += seconds
+
     def read_prompt(self) -> None:
         """The present step's time was that of a prompt."""
-        self._reading += self.drafting
+        self.read(self.drafting)
         self.forget_step()
 
     def begin_again(self) -> None:

@@ -272,12 +272,14 @@ class HybridDrafter(Drafter):
         asked = []
         for part in active:
             part.account.conclude(None if self._fresh else prospect)
+            start = self._clock()
             if not (wait and part.may_be_left) and part.account.choose(situation, choose and part.may_be_left):
                 asked.append(part)
                 if part.may_be_left:
                     situation = situation, part.place  # what the next one brings is less where this one speaks too
+                if part.catch_up(len(step.tokens) - self._count):
+                    part.account.read(self._clock() - start)
             else:
-                start = self._clock()
                 part.leave(step, self._count)
                 part.account.drafting += self._clock() - start
         heads = [part for part in asked if not part.phrases]

@@ -27,8 +27,8 @@ PAUSE, SHARE = 8 * TRIAL, 0.01
 time than this share."""
 
 
-WAITING = 32
-"""Steps that a part on a device need not have taken in while it is not asked."""
+WAITING = 1024
+"""Tokens that a part on a device need not have taken in while it is not asked; of a prompt, all."""
 
 
 class HybridPart:
@@ -47,18 +47,15 @@ class HybridPart:
         elif isinstance(drafter, MedusaDrafter) and drafter.tree == "best":
             self.source = LevelSource(least)
         self.tree = DraftTree.empty(target.device)
-        self._observe: Callable[[VerifiedStep], None] = drafter.observe
         self._draft: Callable[[VerifiedStep], DraftTree] = self._drafted
         self._speak: Callable[[VerifiedStep], Tensor] = self._spoken
         self.met = True  # whether nothing of it is left to compile
         if drafter.on_device and drafter.max_nodes and target.compiled:
             self.met = False
             drafter.prepare()
-            self._observe, self._draft = program(drafter.observe, target.device), program(self._drafted, target.device)
-            self._speak = program(self._spoken, target.device)
-        self._untold: list[
-            tuple[VerifiedStep, int]
-        ] = []  # steps it has not taken in yet, how many tokens of each count
+            self._draft, self._speak = program(self._drafted, target.device), program(self._spoken, target.device)
+        self._untold: list[tuple[VerifiedStep, int]] = []  # steps it has not taken in yet, tokens of each that count
+        self._waiting = 0  # those tokens
         self.accepted = self.alone = 0  # tokens since the beginning: credited to it, and those nobody else had
         self.asked = 0  # target steps since the beginning in which it drafted
         self.switched: list[dict[str, int | None]] = []  # target steps after which it went off and on again
@@ -114,7 +111,7 @@ class HybridPart:
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`."""
-        self._untold.clear()
+        self._forget()
         self.drafter.begin(prompt, capacity)
         self._remembers = bool(self.drafter.memory())  # if not, nothing that it is told outlives the next step
 
@@ -140,20 +137,23 @@ class HybridPart:
         if step.tree is None:  # a prompt has a length of its own and is not compiled for
             return plain(step)
         self._meet(step)
-        return fast(self._with_untold(self._as_seen(step), count))
+        step = self._as_seen(step)
+        self.catch_up(len(step.tokens) - count)
+        if self._untold:
+            self._wait(step, count)
+            step = self._joined(len(step.tokens))
+        return fast(step)
 
     def _meet(self, step: VerifiedStep) -> None:
-        """Compile every way to take a step in before any other is needed, not in the middle of some later answer."""
+        """Compile every way to draft before any other is needed, not in the middle of some later answer."""
         if self.met:
             return
-        kept = [memory.clone() for memory in self.drafter.memory()]
-        if self._remembers:
-            self._observe(step)
         if isinstance(self.source, LevelSource):
+            kept = [memory.clone() for memory in self.drafter.memory()]
             self._draft(step)
             self._speak(step)
-        for memory, value in zip(self.drafter.memory(), kept):
-            memory.copy_(value)
+            for memory, value in zip(self.drafter.memory(), kept):
+                memory.copy_(value)
         self.met = True
 
     def draft_alone(self, step: VerifiedStep, count: int, prices: Callable[[int], Prices | None]) -> DraftTree:
@@ -177,13 +177,45 @@ class HybridPart:
         self.account.own.learn(accepted)
 
     def leave(self, step: VerifiedStep, count: int) -> None:
-        """Do without its drafts. Its part of the work on a device waits until they are wanted, or much is waiting."""
-        if step.tree is None or not self.drafter.on_device:
+        """Do without its drafts. Its part of the work on a device waits until they are wanted, if ever they are."""
+        if not self.drafter.on_device:
             self.drafter.observe(step)
-        elif self._remembers and len(self._untold) < WAITING:
-            self._untold.append((step, count))
         elif self._remembers:
-            self._observe(self._with_untold(step, count))
+            self._wait(step, len(step.tokens) if step.tree is None else count)
+            if self._waiting > WAITING and len(self._untold) > 1:
+                self.catch_up()
+
+    def catch_up(self, room: int = 0) -> bool:
+        """Take in what waits, in one go, where it is more than so many tokens. Returns whether it was."""
+        if not self._untold or self._waiting <= room:
+            return False
+        self.drafter.observe(self._joined(self._waiting))
+        return True
+
+    def _wait(self, step: VerifiedStep, count: int) -> None:
+        self._untold.append((step, count))
+        self._waiting += count
+
+    def _joined(self, size: int) -> VerifiedStep:
+        """What waits as one step of `size` rows, as if it had been one; nothing waits any more."""
+        *before, (last, _) = self._untold
+        left = size - sum(count for _, count in before)
+        steps = [step for step, _ in self._untold]
+
+        def joined(part: Callable[[VerifiedStep], Tensor]) -> Tensor:
+            return torch.cat([*(part(step)[:count] for step, count in before), part(last)[:left]])
+
+        self._forget()
+        return replace(
+            last,
+            tokens=joined(lambda step: step.tokens),
+            next_tokens=joined(lambda step: step.next_tokens),
+            hidden=joined(lambda step: step.hidden),
+            count=torch.stack([step.count for step in steps]).sum(),
+        )
+
+    def _forget(self) -> None:
+        self._untold, self._waiting = [], 0
 
     def _drafted(self, step: VerifiedStep) -> DraftTree:
         self.drafter.observe(step)
@@ -194,18 +226,6 @@ class HybridPart:
         self.drafter.observe(step)
         return self.drafter.propose_levels()
 
-    def _with_untold(self, step: VerifiedStep, count: int) -> VerifiedStep:
-        """The step as one with what waits, as far as both fit its size; what else waits is taken in before."""
-        waiting, self._untold = [*self._untold, (step, count)], []
-        size = len(step.tokens)
-        first = rows = 0
-        for place, (_, more) in enumerate(waiting):
-            if rows + more > size:
-                self._observe(_joined(waiting[first:place], size))
-                first, rows = place, 0
-            rows += more
-        return _joined(waiting[first:], size)
-
     def _as_seen(self, step: VerifiedStep) -> VerifiedStep:
         """A step whose tree is the part's own; −1 is the choice at nodes of it that were not verified."""
         own, self.rows = self.rows, None
@@ -214,23 +234,3 @@ class HybridPart:
         rows = torch.tensor(own, device=step.choices.device)
         choices = torch.where(rows >= 0, step.choices[rows], -1)
         return replace(step, choices=choices, tree=self.tree)
-
-
-def _joined(steps: Sequence[tuple[VerifiedStep, int]], size: int) -> VerifiedStep:
-    """Steps in a row, each with how many of its tokens count, as one step of `size` rows; what is verified is the
-    last one's."""
-    *before, (last, _) = steps
-    if not before:
-        return last
-    left = size - sum(count for _, count in before)
-
-    def joined(part: Callable[[VerifiedStep], Tensor]) -> Tensor:
-        return torch.cat([*(part(step)[:count] for step, count in before), part(last)[:left]])
-
-    return replace(
-        last,
-        tokens=joined(lambda step: step.tokens),
-        next_tokens=joined(lambda step: step.next_tokens),
-        hidden=joined(lambda step: step.hidden),
-        count=torch.stack([step.count for step, _ in steps]).sum(),
-    )
