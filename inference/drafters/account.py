@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from math import sqrt
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from inference.drafters.asking import Asking
 from inference.drafters.own_tree import OwnTree
@@ -22,20 +22,28 @@ FADE, DOUBT = 0.995, 8.0
 """Of the correction of expectations: what a further step leaves of a step's weight, and steps that speak for none."""
 
 
+class Choice(NamedTuple):
+    """About one part in one step.
+
+    asked      for its drafts
+    situation  what the step looks like to it
+    company    whether n-grams speak beside it then; None: there was no choice
+    """
+
+    asked: bool = True
+    situation: Hashable = None
+    company: bool | None = None
+
+
 class Account:
     """What a part cost and what it brought, and whether that pays."""
 
     def __init__(self) -> None:
-        self.asked = True  # for its drafts, in the present step
-        self.company: bool | None = None  # whether n-grams speak beside it then; None: there was no choice
-        self.situation: Hashable = None  # what the present step looks like
+        self.choice = Choice()  # in the step that is learned from
         self.asking, self.joining = Asking(), Asking()  # it, and n-grams beside it
         self.own = OwnTree()
         self._worth: float | None = None  # of the step before, until it is known what follows it
         self._merged = False  # whether it was merged with others
-        self.drafting = 0.0  # seconds of the present step: for its drafts, or for doing without them
-        self.merging = 0.0  # for making one tree of its drafts and others'
-        self.verifying = 0.0  # and for its rows in the target's forward
         self._when_asked: deque[float] = deque(maxlen=TRIAL)  # drafting, of late
         self._when_left: deque[float] = deque(maxlen=TRIAL)
         self._when_merged: deque[float] = deque(maxlen=TRIAL)
@@ -76,26 +84,20 @@ class Account:
         made._verdicts = int(verdicts)
         return made
 
-    def close_step(self, brought: int) -> None:
-        """brought: accepted tokens that nobody else proposed."""
-        (self._when_asked if self.asked else self._when_left).append(self.drafting)
-        if self.merging:
-            self._when_merged.append(self.merging)
-        self._steps.append((self.asked, self.verifying, brought))
-        self.forget_step()
+    def close_step(self, brought: int, drafting: float = 0.0, merging: float = 0.0, verifying: float = 0.0) -> None:
+        """brought: accepted tokens that nobody else proposed.
 
-    def forget_step(self) -> None:
-        """The present step is over."""
-        self.drafting = self.merging = self.verifying = 0.0
+        Seconds: for its drafts, or for doing without them; for making one tree of them and others'; for its rows in the
+        target's forward.
+        """
+        (self._when_asked if self.choice.asked else self._when_left).append(drafting)
+        if merging:
+            self._when_merged.append(merging)
+        self._steps.append((self.choice.asked, verifying, brought))
 
     def read(self, seconds: float) -> None:
-        """It took so long to take in text of steps before."""
+        """It took so long to take in a prompt, or steps before the present one."""
         self._reading += seconds
-
-    def read_prompt(self) -> None:
-        """The present step's time was that of a prompt."""
-        self.read(self.drafting)
-        self.forget_step()
 
     def begin_again(self) -> None:
         """It is given another trial: nothing is owed, and what was learned is doubted."""
@@ -122,39 +124,48 @@ class Account:
         self._price = (self._to_ask - self._to_leave) / seconds_per_token
         self._merge_price = typical(self._when_merged) / seconds_per_token if self._when_merged else 0.0
 
-    def choose(self, situation: Hashable, may_be_left: bool) -> bool:
-        """Decide whether it is asked in this step."""
-        self.situation, self.company = situation, None
-        self.asked = not may_be_left or self.asking.pays(situation, self._price)
-        lost = self._price - self.asking.gain(situation) if self.asked else 0.0
+    def choose(self, situation: Hashable, may_be_left: bool) -> Choice:
+        """Whether to ask it in such a step."""
+        return Choice(not may_be_left or self.asking.pays(situation, self._price), situation)
+
+    def choose_company(self, choice: Choice) -> Choice:
+        """Whether n-grams shall speak in such a step too, of which else only this part is asked."""
+        return choice._replace(company=self.joining.pays(choice.situation, self._merge_price))
+
+    def settled(self, choice: Choice) -> bool:
+        """Whether that is clear, and not being found out."""
+        _, situation, company = choice
+        return self.asking.clear(situation, self._price) and (
+            company is None or self.joining.clear(situation, self._merge_price)
+        )
+
+    def decide(self, choice: Choice) -> None:
+        """It was decided so about the step that is learned from."""
+        self.choice = choice
+        lost = self._price - self.asking.gain(choice.situation) if choice.asked else 0.0
         self.spent = max(0.0, self.spent + lost - self.spent / (VERDICTS * TRIAL))
-        return self.asked
 
-    def choose_company(self) -> bool:
-        """Decide whether n-grams speak in this step too, of which else only this part is asked."""
-        self.company = self.joining.pays(self.situation, self._merge_price)
-        return self.company
-
-    def learn(self, accepted: int, price: float, expected: float | None) -> None:
-        """What the step's tree brought, and what it cost to verify, in tokens; before the step is closed.
+    def learn(self, accepted: int, price: float, expected: float | None, merged: bool = False) -> None:
+        """What the step's tree brought, and what it cost to verify, in tokens; merged: whether of its drafts too.
 
         It waits until what follows is known (`conclude`). What was expected of it varies less than what was accepted,
         so that is learned where it is known, corrected by how much more or less was accepted than expected of late.
         """
         worth = accepted - price
-        if self.asked and expected is not None:
+        if self.choice.asked and expected is not None:
             self._more = FADE * self._more + accepted - expected
             self._weight = FADE * self._weight + 1
             worth = expected + self._more / (self._weight + DOUBT) - price
-        self._worth, self._merged = worth, bool(self.merging)
+        self._worth, self._merged = worth, merged
 
     def conclude(self, prospect: float | None) -> None:
         """What follows the step that was learned from is worth so much; None: nothing does, and it teaches nothing."""
         if self._worth is not None and prospect is not None:
             worth = self._worth + prospect
-            if self.company is not None:
-                self.joining.learn(self.situation, self.company, worth)
-            self.asking.learn(self.situation, self.asked, worth - self._merge_price * self._merged)
+            asked, situation, company = self.choice
+            if company is not None:
+                self.joining.learn(situation, company, worth)
+            self.asking.learn(situation, asked, worth - self._merge_price * self._merged)
         self._worth = None
 
     def verdict(self, seconds_per_token: float) -> float:

@@ -155,6 +155,11 @@ class Asking:
             return seen.asked.count <= seen.left.count
         return seen.gain > price
 
+    def clear(self, situation: Hashable, price: float) -> bool:
+        """Whether that is known, and not being found out."""
+        seen = self._situations.get(situation)
+        return seen is not None and seen.clear(price)
+
     def learn(self, situation: Hashable, asked: bool, worth: float) -> None:
         """What the tree of a step was worth, built with the part's drafts or without."""
         seen = self._situations[situation]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -63,6 +63,7 @@ class HybridPart:
         self.rows: list[int] | None = None  # of the forward, for each row of its own tree, where it asks for choices
         self.riders: list[int] = []  # nodes of its own tree that ride along and are never accepted
         self._remembers = True
+        self._reach: int | None = None  # what it was told of `Drafter.reach` and has not told its drafter
         self.account = Account()
 
     # ---- on and off ----------------------------------------------------------------------------------------
@@ -112,8 +113,20 @@ class HybridPart:
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`."""
         self._forget()
+        self._reach = None
         self.drafter.begin(prompt, capacity)
         self._remembers = bool(self.drafter.memory())  # if not, nothing that it is told outlives the next step
+
+    def reach(self, tokens: int) -> None:
+        """See `Drafter.reach`; its drafter is told when it needs to know."""
+        self._reach = tokens
+
+    def _look(self) -> Drafter:
+        """Its drafter, which knows how far to look."""
+        if self._reach is not None:
+            self.drafter.reach(self._reach)
+            self._reach = None
+        return self.drafter
 
     def speak(self, step: VerifiedStep, count: int) -> None:
         """Take a step of `count` tokens in; its drafts behind it enter the merged tree."""
@@ -134,6 +147,7 @@ class HybridPart:
         fast: Callable[[VerifiedStep], Drafts],
     ) -> Drafts:
         """What one way to draft says behind a step; fast: that way compiled, where it is."""
+        self._look()
         if step.tree is None:  # a prompt has a length of its own and is not compiled for
             return plain(step)
         self._meet(step)
@@ -179,7 +193,7 @@ class HybridPart:
     def leave(self, step: VerifiedStep, count: int) -> None:
         """Do without its drafts. Its part of the work on a device waits until they are wanted, if ever they are."""
         if not self.drafter.on_device:
-            self.drafter.observe(step)
+            self._look().observe(step)
         elif self._remembers:
             self._wait(step, len(step.tokens) if step.tree is None else count)
             if self._waiting > WAITING and len(self._untold) > 1:
@@ -189,7 +203,7 @@ class HybridPart:
         """Take in what waits, in one go, where it is more than so many tokens. Returns whether it was."""
         if not self._untold or self._waiting <= room:
             return False
-        self.drafter.observe(self._joined(self._waiting))
+        self._look().observe(self._joined(self._waiting))
         return True
 
     def _wait(self, step: VerifiedStep, count: int) -> None:

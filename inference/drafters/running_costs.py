@@ -135,6 +135,7 @@ class RunningCosts:
 
     def __init__(self) -> None:
         self.steps = 0
+        self._next_trial = EVERY
         self.seconds_per_node = self.seconds_per_step = self.seconds_per_token = 0.0
         self._latest: deque[Step] = deque(maxlen=KEPT)
         self._curve: list[tuple[float, float]] = []  # rows, seconds; neither falling
@@ -158,6 +159,7 @@ class RunningCosts:
         """What `state_dict` said, and what follows from it."""
         made = cls()
         made.steps = int(state["steps"])
+        made._next_trial = made.steps - made.steps % EVERY + EVERY
         for rows, verify, seconds, tokens in state["latest"]:
             made._latest.append(Step(int(rows), float(verify), float(seconds), int(tokens)))
         if made.steps >= EARLY:
@@ -226,7 +228,8 @@ class RunningCosts:
         """The nodes to draft in this step whatever they cost, to learn that; None where it is not a trial."""
         if self.steps < EARLY:
             return int(most * TRIES[self.steps % len(TRIES)])
-        if self.steps % EVERY:
+        if self.steps < self._next_trial:
             return None
+        self._next_trial = self.steps - self.steps % EVERY + EVERY
         size = int(most * TRIES[self.steps // EVERY % len(TRIES)])
         return None if sum(step.rows == size for step in self._latest) >= ENOUGH else size

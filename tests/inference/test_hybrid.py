@@ -329,7 +329,7 @@ def test_a_window_owes_for_its_rows(llama, llama_prompts):
     engine = DecodingEngine(llama, hybrid)
     engine.generate(llama_prompts[0], GenerationSettings(20))
     assert len(hybrid.parts[1].riders) == 15
-    hybrid._costs.steps, hybrid._costs.seconds_per_node = EARLY + 1, 1.0
+    hybrid._ledger.costs.steps, hybrid._ledger.costs.seconds_per_node = EARLY + 1, 1.0
     hybrid.parts[1].account.settle()
     engine.generate(llama_prompts[0], GenerationSettings(4))
     owed = [verifying for _, verifying, _ in hybrid.parts[1].account._steps]
@@ -345,9 +345,9 @@ def test_a_compiled_target_drafts_its_heads_through_programs(kind):
     llama_prompts = make_prompts(llama, 2)
     parts = [(kind, drafter_for(make_head(llama, kind), llama, 6)), ("ngram", NgramDrafter())]
     drafter = HybridDrafter(parts, llama, 6)
-    drafter.parts[0].account.asking.pays = lambda situation, price: drafter._steps % 3 == 0  # some steps wait
+    drafter.parts[0].account.asking.pays = lambda situation, price: drafter._ledger.steps % 3 == 0  # some steps wait
     drafter.parts[0].account.asking.learn = lambda *told: None
-    drafter._judge = lambda active: None
+    drafter._ledger.judge = lambda: None
     hybrid = DecodingEngine(llama, drafter)
     vanilla = DecodingEngine(plain, build_drafter(DrafterSpec.parse("vanilla"), plain))
     for prompt in llama_prompts:

@@ -64,7 +64,7 @@ def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(llama, llama_p
     assert clock.now - spent < 1.0
     wait = hybrid.parts[0]._until - steps
     assert wait > 10 * PAUSE  # its trial took as long as so many steps
-    hybrid._steps = steps + wait
+    hybrid._ledger.steps = steps + wait
     engine.generate(llama_prompts[1], GenerationSettings(60))
     assert hybrid.findings()["parts"]["slow"]["switched"][0]["on"] == steps + wait
     assert clock.now - spent > 1.0
@@ -91,7 +91,7 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     hybrid = HybridDrafter([("part", drafter()), ("ngram", NgramDrafter())], llama, 6)
     part = hybrid.parts[0]
     part.met = False  # as where it is compiled: what that tries out leaves no trace
-    hybrid._judge = lambda active: None
+    hybrid._ledger.judge = lambda: None
     generator = random.Random(1)
     monkeypatch.setattr("inference.drafters.hybrid_part.WAITING", 12)
     part.account.asking.pays = lambda situation, price: generator.random() < 0.15
@@ -113,7 +113,7 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
         asked = part.asked
         tree = propose()
         if part.asked > asked:
-            by_itself += hybrid._lone is part and hybrid._merged is None
+            by_itself += hybrid._decision.asked == [part]
             if (
                 name == "medusa" and hybrid._merged is not None
             ):  # which says what comes at each depth, and leaves the tree to the hybrid
@@ -145,9 +145,9 @@ def test_the_only_part_that_is_asked_drafts_by_itself(llama, llama_prompts):
     alone = NgramDrafter(max_nodes=6)
     engine = DecodingEngine(llama, hybrid)
     engine.generate(llama_prompts[0], GenerationSettings(60))
-    assert hybrid._costs.seconds_per_token > 0
+    assert hybrid._ledger.costs.seconds_per_token > 0
     result = engine.generate(llama_prompts[0], GenerationSettings(60))
-    assert hybrid._merged is None and hybrid._lone is hybrid.parts[1]
+    assert hybrid._merged is None and hybrid._decision.asked == hybrid.parts[1:]
     assert (
         result.accept_lengths[2:]
         == DecodingEngine(llama, alone).generate(llama_prompts[0], GenerationSettings(60)).accept_lengths[2:]
@@ -158,14 +158,14 @@ def test_the_only_part_that_is_asked_drafts_by_itself(llama, llama_prompts):
 def test_what_two_parts_bring_is_told_apart(llama, llama_prompts):
     parts = [(kind, drafter_for(make_head(llama, kind), llama, 6)) for kind in ("medusa", "hydra")]
     hybrid = HybridDrafter([*parts, ("ngram", NgramDrafter())], llama, 6)
-    hybrid._judge = lambda active: None
+    hybrid._ledger.judge = lambda: None
     together = set()
     propose = hybrid.propose
 
     def proposing():
         tree = propose()
-        if not hybrid._trial and hybrid._costs.seconds_per_token:
-            together.add(tuple(part.account.asked for part in hybrid.parts[:2]))
+        if not hybrid._decision.trial and hybrid._ledger.costs.seconds_per_token:
+            together.add(tuple(part in hybrid._decision.asked for part in hybrid.parts[:2]))
         return tree
 
     hybrid.propose = proposing
@@ -185,8 +185,7 @@ def test_one_stretch_of_text_alone_does_not_decide_about_a_part():
     account.begin_again()
     account.asking.profit = lambda price: 0.0
     assert [account.verdict(1.0) for _ in range(2)] == pytest.approx([0, 0.15])
-    account.drafting = 3.0
-    account.read_prompt()
+    account.read(3.0)
     account._steps = [(False, 0.0, 0)] * 10
     account._verdicts = 0
     assert [account.verdict(1.0) for _ in range(2)] == pytest.approx([0, 0.15 + 0.3])
@@ -196,11 +195,11 @@ def test_what_was_spent_long_ago_counts_no_more():
     account = Account()
     account._price = 0.5
     for _ in range(100):
-        account.choose("here", may_be_left=False)
+        account.decide(account.choose("here", may_be_left=False))
     assert 40 < account.spent < 50
     account.asking.pays = lambda situation, price: False
     for _ in range(2 * VERDICTS * TRIAL):
-        account.choose("here", may_be_left=True)
+        account.decide(account.choose("here", may_be_left=True))
     assert account.spent < 10
     account.begin_again()
     assert account.spent == 0
@@ -212,10 +211,10 @@ def test_all_parts_are_judged_over_as_many_steps_when_one_comes_back(llama):
     lookahead.switch_off(0)
     for _ in range(LOOK - 1):  # at the next step they would be judged, one of them by that step alone
         ngram.account.close_step(0)
-    hybrid._steps = lookahead._until - 1
+    hybrid._ledger.steps = lookahead._until - 1
     hybrid.begin(torch.tensor([1, 2, 3]), 80)
     assert lookahead.off and ngram.account.steps == LOOK - 1
-    hybrid._steps += 1
+    hybrid._ledger.steps += 1
     hybrid.begin(torch.tensor([1, 2, 3]), 80)
     assert not lookahead.off and ngram.account.steps == lookahead.account.steps == 0
 
@@ -223,8 +222,8 @@ def test_all_parts_are_judged_over_as_many_steps_when_one_comes_back(llama):
 def test_expectations_are_corrected_by_what_came():
     account = Account()
     for _ in range(400):
-        account.choose("here", True)
-        account.learn(1 if account.asked else 0, 0.25, 2.0)  # one is accepted where two are expected
+        account.decide(account.choose("here", True))
+        account.learn(1 if account.choice.asked else 0, 0.25, 2.0)  # one is accepted where two are expected
         account.conclude(0.0)
     seen = account.asking._situations["here"]
     assert seen.asked.value == pytest.approx(1 - 0.25, abs=0.2) and seen.left.value == pytest.approx(-0.25)
@@ -235,7 +234,7 @@ def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, ll
 
     def merging(*arguments):
         clock.now += 1.0
-        merged.append(hybrid._steps)
+        merged.append(hybrid._ledger.steps)
         return MergedTree(*arguments)
 
     def verifying(*arguments):
@@ -283,9 +282,9 @@ def test_a_step_is_worth_what_follows_it_too():
         prospects.learn("phrase", 2.0)
         prospects.learn("nothing", -1.0)
     for _ in range(40):
-        account.choose("here", True)
+        account.decide(account.choose("here", True))
         account.learn(1, 0.25, None)
-        account.conclude(prospects("nothing" if account.asked else "phrase"))
+        account.conclude(prospects("nothing" if account.choice.asked else "phrase"))
     seen = account.asking._situations["here"]
     assert (seen.asked.value, seen.left.value) == (pytest.approx(1 - 0.25 - 1), pytest.approx(1 - 0.25 + 2))
     again = Prospects.from_state(json.loads(json.dumps(prospects.state_dict())))
@@ -294,7 +293,7 @@ def test_a_step_is_worth_what_follows_it_too():
 
 def test_the_last_step_of_an_answer_teaches_nothing():
     account = Account()
-    account.choose("here", True)
+    account.decide(account.choose("here", True))
     account.learn(5, 0.0, None)
     account.conclude(None)
     account.conclude(1.0)

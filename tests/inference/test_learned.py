@@ -29,10 +29,10 @@ def taught(llama, prompts, path):
     """A hybrid that has decoded a while, its head, of random weights, switched off whatever the clock says."""
     drafter = hybrid(llama, path)
     engine = DecodingEngine(llama, drafter)
-    drafter._judge = lambda active: None
+    drafter._ledger.judge = lambda: None
     for prompt in prompts * 3:
         engine.generate(prompt, SETTINGS)
-    drafter.parts[0].switch_off(drafter._steps)
+    drafter.parts[0].switch_off(drafter._ledger.steps)
     drafter.close()
     return drafter
 
@@ -56,7 +56,8 @@ def test_the_next_process_goes_on_where_this_one_ended(llama, llama_prompts, wri
     notes = findings_note({"h": found})
     assert notes[0] == f"h began with what {found['learned_before']} earlier target steps had taught it."
     assert notes[-1] == "h: medusa did not pay before and was off from the start."
-    assert PAUSE - 500 < second.parts[0].pause(second._steps) <= first.parts[0].pause(first._steps) - found["steps"]
+    now, then = (one.parts[0].pause(one._ledger.steps) for one in (second, first))
+    assert PAUSE - 500 < now <= then - found["steps"]
 
 
 def test_everything_comes_back(llama, written):
@@ -68,8 +69,11 @@ def test_everything_comes_back(llama, written):
     for old, new in zip(first.parts, second.parts):
         assert json.dumps(new.account.state_dict()) == json.dumps(old.account.state_dict())
     assert first.parts[0].account.state_dict()["asking"]["situations"]
-    assert second._costs.steps == first._costs.steps and second._costs._latest == first._costs._latest
-    assert second._costs.seconds_per_token > 0
+    assert (
+        second._ledger.costs.steps == first._ledger.costs.steps
+        and second._ledger.costs._latest == first._ledger.costs._latest
+    )
+    assert second._ledger.costs.seconds_per_token > 0
     again = second.parts[0].account.asking._situations
     assert again.keys() == first.parts[0].account.asking._situations.keys()
 
@@ -78,9 +82,9 @@ def test_what_this_process_switched_gives_way_to_what_was_learned(llama, written
     drafter = hybrid(llama, written[0])  # medusa is off in the file
     for part in drafter.parts:
         part.switch_off(0)
-    drafter._steps = 50
+    drafter._ledger.steps = 50
     drafter.begin(torch.tensor([1, 2, 3]), 80)
-    assert [part.off for part in drafter.parts] == [True, False] and len(drafter.active) == 1
+    assert [part.off for part in drafter.parts] == [True, False] and len(drafter._ledger.active) == 1
     assert drafter.parts[0].switched == [{"off": 0, "on": 50}, {"off": 50, "on": None}]
 
 
