@@ -49,6 +49,7 @@ class Account:
         self._when_merged: deque[float] = deque(maxlen=TRIAL)
         self._reading = 0.0  # seconds that text took, which it had to take in before it drafted, since it was judged
         self.spent = 0.0  # tokens that asking it cost above what it brought, since it was tried again or of late
+        self.failed = 0  # trials in a row that ended with it switched off
         self._to_ask = self._to_leave = 0.0  # typical seconds
         self._price = self._merge_price = 0.0  # of asking above leaving, and of merging; in tokens
         self._verdicts, self._lacks = 0, 0.0
@@ -65,6 +66,7 @@ class Account:
             "when_left": list(self._when_left),
             "when_merged": list(self._when_merged),
             "spent": self.spent,
+            "failed": self.failed,
             "corrected": [self._more, self._weight],
             "verdicts": [self._verdicts, self._lacks],
         }
@@ -78,7 +80,7 @@ class Account:
         made._when_asked.extend(map(float, state["when_asked"]))
         made._when_left.extend(map(float, state["when_left"]))
         made._when_merged.extend(map(float, state["when_merged"]))
-        made.spent = float(state["spent"])
+        made.spent, made.failed = float(state["spent"]), int(state["failed"])
         made._more, made._weight = map(float, state["corrected"])
         verdicts, made._lacks = map(float, state["verdicts"])
         made._verdicts = int(verdicts)
@@ -168,19 +170,17 @@ class Account:
             self.asking.learn(situation, asked, worth - self._merge_price * self._merged)
         self._worth = None
 
-    def verdict(self, seconds_per_token: float) -> float:
+    def verdict(self, seconds_per_token: float, overhead: float = 0.0) -> float:
         """Tokens a step that it costs above what it brings, asked where that pays, on average of late.
 
         What a token costs goes up and down with the text: one stretch of it alone does not decide, and says 0.
+        overhead: seconds of a step that would be saved without it, besides its own.
         """
-        seconds = self._to_leave + self._reading / max(len(self._steps), 1)
+        seconds = self._to_leave + overhead + self._reading / max(len(self._steps), 1)
         return self._averaged(seconds / seconds_per_token - self.asking.profit(self._price))
 
     def verdict_beside(self, head: Account, seconds_per_token: float, overhead: float = 0.0) -> float:
-        """The same of n-grams, without which the head would draft every step by itself.
-
-        overhead: seconds of a step that would be saved then, besides their own.
-        """
+        """The same of n-grams, without which the head would draft every step by itself."""
         brings = head.asking.profit_of_company(head.joining, head._price, head._merge_price)
         return self._averaged((self._to_ask + overhead) / seconds_per_token - brings)
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
-from inference.drafters.calibration import Calibration
 from inference.drafters.hybrid_part import HybridPart
 from inference.drafters.learned import Learned, LearnedFile
 from inference.drafters.ledger import Decision, Ledger, Written
@@ -72,7 +71,6 @@ class HybridDrafter(Drafter):
         # a part that is left alone drafts by its own measure
         self.max_nodes = max(self.budget + riding, *(part.drafter.max_nodes for part in self.parts))
         self.max_depth = max(self._deepest_node, deepest)
-        self._calibration = Calibration()
         self._file = learned
         self._waiting = learned and learned.load()  # until everything is compiled, for which all parts must draft
         self._before = 0  # target steps of earlier processes that taught this one
@@ -84,7 +82,7 @@ class HybridDrafter(Drafter):
         self._merged: MergedTree | None = None
         self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
         self._step: VerifiedStep | None = None
-        self._count = 0  # tokens of the last step
+        self._new: list[int] = []  # tokens of the last step
         self._rows = self._riders = 0  # of the present tree, and those among them that are never accepted
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
         self._observed = self._merging = 0.0  # when the step before was observed; seconds of merging in this one
@@ -118,8 +116,8 @@ class HybridDrafter(Drafter):
     def _go_on(self, learned: Learned) -> None:
         """As if there had been no end."""
         self._waiting, self._before = None, learned.steps
-        ledger, self._calibration = self._ledger, learned.calibration
-        ledger.costs, ledger.prospects = learned.costs, learned.prospects
+        ledger = self._ledger
+        ledger.calibration, ledger.costs, ledger.prospects = learned.calibration, learned.costs, learned.prospects
         for part, (account, pause) in zip(self.parts, learned.parts):
             part.go_on(account, pause, ledger.steps)
             if ledger.costs.seconds_per_token:
@@ -129,17 +127,19 @@ class HybridDrafter(Drafter):
         """Learn from what was accepted; parts that have to be drafted with take the step in then."""
         new = committed(step)
         ledger = self._ledger
-        self._step, self._count = step, len(new)
+        self._step, self._new = step, new
         if ledger.only is not None and step.tree is not None and self._merged is None:
             return self._observe_only(ledger.only, new)
         self._observed = now = self._clock()
         if step.tree is not None:
             ledger.steps += 1
             if self._merged is None:
-                self._credit_alone(self._decision.asked[0], new)
+                self._decision.asked[0].learn(len(new) - 1)
             took = Step(self._rows, now - self._proposed, now - self._began, len(new))
             ledger.write(
-                Written(self._decision, took, new, self._merged, self._drafting, self._merging, self._expected)
+                Written(
+                    self._decision, took, new, self._merged, self._likely, self._drafting, self._merging, self._expected
+                )
             )
         self._began = self._clock()
         self._drafting = [0.0] * len(self.parts)
@@ -154,15 +154,10 @@ class HybridDrafter(Drafter):
     def _observe_only(self, part: HybridPart, new: list[int]) -> None:
         """For the only part that is left, which drafted the step by itself: as little as can be."""
         self._ledger.steps += 1
-        part.credit_alone(len(new) - 1)
+        part.learn(len(new) - 1)
+        part.credit(len(new) - 1, alone=len(new) - 1)
         if part.phrases:
             part.drafter.read(new)  # type: ignore[attr-defined]
-
-    def _credit_alone(self, part: HybridPart, new: list[int]) -> None:
-        """To the part that drafted the step by itself; n-grams learn what their word was worth."""
-        part.credit_alone(len(new) - 1)
-        for place, token, entry in self._likely:
-            self._calibration.count_alone(place, entry, token == new[0])
 
     def propose(self) -> DraftTree:
         """The merged tree, and behind it the rows that parts want to ride along; of a single part, its own tree."""
@@ -174,7 +169,7 @@ class HybridDrafter(Drafter):
             situation = self._situation() if ledger.weighs else None
             self._decision = ledger.decide(situation, fresh, self.fit and self.target.compiled and fresh)
         if ledger.only is not None:
-            return ledger.only.draft_alone(step, self._count, self._prices_of)
+            return ledger.only.draft_alone(step, len(self._new), self._prices_of)
         asked = self._decision.asked
         for part in ledger.active:
             self._tell(part, step, part in asked)
@@ -187,19 +182,18 @@ class HybridDrafter(Drafter):
         """What a part need know before it drafts, or because it does not."""
         start = self._clock()
         if asked:
-            if part.catch_up(len(step.tokens) - self._count):
+            if part.catch_up(len(step.tokens) - len(self._new)):
                 part.account.read(self._clock() - start)
         elif not part.phrases:
-            part.leave(step, self._count)
+            part.leave(step, self._new)
             self._drafting[part.place] = self._clock() - start
 
     def _alone(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
         """Its own tree, at no cost of others."""
         self._riders = 0
         start = self._clock()
-        tree = part.draft_alone(step, self._count, self._prices_of)
-        if not part.phrases:
-            self._drafting[part.place] = self._clock() - start
+        tree = part.draft_alone(step, len(self._new), self._prices_of)
+        self._drafting[part.place] += self._clock() - start
         return tree
 
     def _prices_of(self, nodes: int) -> Prices | None:
@@ -212,7 +206,7 @@ class HybridDrafter(Drafter):
         for part in asked:
             part.asked += 1
             if not part.phrases:
-                part.speak(step, self._count)
+                part.speak(step, len(self._new))
                 now = self._clock()
                 self._drafting[part.place] = now - start
                 start = now
@@ -220,7 +214,7 @@ class HybridDrafter(Drafter):
         prices = self._ledger.costs.prices(self.budget, self._riders) if self.fit and trial is None else None
         merged = self._merged = MergedTree(
             [part.source if part in asked else _SILENT for part in self.parts],
-            self._calibration,
+            self._ledger.calibration,
             self._context,
             self._contexts,
             self.budget if trial is None else trial,
@@ -240,7 +234,7 @@ class HybridDrafter(Drafter):
         for part in self._ledger.active:
             if isinstance(part.source, PhraseSource) and (found := part.source.first(self._context)):
                 token, entry, guess = found
-                best = max(best, self._calibration.alone(part.place, entry, guess))
+                best = max(best, self._ledger.calibration.alone(part.place, entry, guess))
                 self._likely.append((part.place, token, entry))
         return bisect(CLASSES, best) if best else None
 
@@ -276,7 +270,7 @@ class HybridDrafter(Drafter):
                 ledger.catch_up()
                 parts = [(part.account, part.pause(ledger.steps)) for part in self.parts]
                 steps = self._before + ledger.steps
-                self._file.save(Learned(steps, self._calibration, ledger.costs, ledger.prospects, parts))
+                self._file.save(Learned(steps, self._ledger.calibration, ledger.costs, ledger.prospects, parts))
 
     def findings(self) -> dict[str, Any]:
         """Per part: accepted tokens credited to it, those nobody else had, and when it was switched off and on again.

@@ -22,9 +22,9 @@ from inference.tree import DraftTree
 
 Drafts = TypeVar("Drafts", DraftTree, Tensor)
 
-PAUSE, SHARE = 8 * TRIAL, 0.01
-"""Target steps for which a part that did not pay stays off at least; longer, if trials would else take more of the
-time than this share."""
+PAUSE, MOST, SHARE = 8 * TRIAL, 4, 0.01
+"""Target steps for which a part that did not pay stays off at least, twice as many each time that it did not pay again,
+so many times at most; longer, if trials would else take more of the time than this share."""
 
 
 WAITING = 1024
@@ -78,7 +78,8 @@ class HybridPart:
         self.switched.append({"off": steps, "on": None})
         self.riders = []
         afford = self.account.spent / (SHARE * tokens_per_step) if tokens_per_step else 0.0
-        self._until = steps + max(PAUSE, round(afford))
+        self._until = steps + max(PAUSE << min(self.account.failed, MOST), round(afford))
+        self.account.failed += 1
 
     def pause(self, steps: int) -> int | None:
         """For how many more target steps it stays off; None: it is on."""
@@ -184,18 +185,27 @@ class HybridPart:
                 tree = self.account.own.cut(tree, known)
         return tree if self._marks else replace(tree, source=tree.source + self.place)
 
-    def credit_alone(self, accepted: int) -> None:
-        """So many of its own tree's nodes were accepted."""
-        self.accepted += accepted
-        self.alone += accepted
-        self.account.own.learn(accepted)
+    def learn(self, accepted: int) -> None:
+        """So many nodes of its own tree were accepted."""
+        if not self.phrases:
+            self.account.own.learn(accepted)
 
-    def leave(self, step: VerifiedStep, count: int) -> None:
-        """Do without its drafts. Its part of the work on a device waits until they are wanted, if ever they are."""
-        if not self.drafter.on_device:
+    def credit(self, accepted: int, alone: int) -> None:
+        """So many tokens are its merit, and so many of them nobody else's."""
+        self.accepted += accepted
+        self.alone += alone
+
+    def leave(self, step: VerifiedStep, new: list[int]) -> None:
+        """Do without its drafts. Its part of the work on a device waits until they are wanted, if ever they are.
+
+        new: as `text.committed` says.
+        """
+        if isinstance(self.drafter, TextDrafter):
+            self.drafter.read(new)
+        elif not self.drafter.on_device:
             self._look().observe(step)
         elif self._remembers:
-            self._wait(step, len(step.tokens) if step.tree is None else count)
+            self._wait(step, len(step.tokens) if step.tree is None else len(new))
             if self._waiting > WAITING and len(self._untold) > 1:
                 self.catch_up()
 

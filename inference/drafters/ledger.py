@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from inference.drafters.account import CLEAR, LOOK, TRIAL, Choice
 from inference.drafters.asking import Prospects
+from inference.drafters.calibration import Calibration
 from inference.drafters.hybrid_part import HybridPart
 from inference.drafters.merged_tree import MergedTree
 from inference.drafters.running_costs import RunningCosts, Step, typical
@@ -53,6 +54,7 @@ class Written(NamedTuple):
 
     new       its new tokens
     merged    the tree, where drafts were merged
+    likely    n-grams' word for its first token, where it was asked for: place of the part, token, entry
     drafting  seconds, by the place of a part: for its drafts, or for doing without them
     merging   seconds
     expected  drafts that would be accepted; None: nobody said
@@ -62,6 +64,7 @@ class Written(NamedTuple):
     took: Step
     new: Sequence[int]
     merged: MergedTree | None
+    likely: Sequence[tuple[int, int, Hashable]]
     drafting: Sequence[float]
     merging: float
     expected: float | None
@@ -76,12 +79,16 @@ class Ledger:
     """
 
     def __init__(
-        self, parts: Sequence[HybridPart], budget: int, fit: bool, clock: Callable[[], float] = time.perf_counter
+        self,
+        parts: Sequence[HybridPart],
+        budget: int,
+        fit: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """budget: nodes of a tree at most; fit: whether nodes and parts that do not pay are left out."""
         self.parts, self.budget, self.fit, self._clock = parts, budget, fit, clock
         self.steps = 0
-        self.costs, self.prospects = RunningCosts(), Prospects()
+        self.calibration, self.costs, self.prospects = Calibration(), RunningCosts(), Prospects()
         self.overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
         self._clear: dict[Hashable, Decision] = {}  # by situation, what would be decided again
         self._written: list[Written] = []
@@ -171,12 +178,15 @@ class Ledger:
     def _credited(self, step: Written) -> Mapping[str, int]:
         """Credit the accepted tokens; per part those that nobody else had."""
         if step.merged is None:
-            return {step.decision.asked[0].name: len(step.new) - 1}
+            part, accepted = step.decision.asked[0], len(step.new) - 1
+            part.credit(accepted, alone=accepted)
+            for place, token, entry in step.likely:
+                self.calibration.count_alone(place, entry, token == step.new[0])
+            return {part.name: accepted}
         brought: dict[str, int] = {}
         for node in step.merged.learn(step.new):
             part, alone = self.parts[step.merged.source[node]], step.merged.alone[node]
-            part.accepted += 1
-            part.alone += alone
+            part.credit(1, alone)
             brought[part.name] = brought.get(part.name, 0) + alone
         return brought
 
@@ -228,7 +238,7 @@ class Ledger:
             if not over and not part.drafter.reads_choices:
                 continue  # it is asked in some steps only, or costs next to nothing
             if part.may_be_left:
-                loss = part.account.verdict(costs.seconds_per_token)
+                loss = part.account.verdict(costs.seconds_per_token, overhead)
             elif part.phrases and len(active) == 2 and heads:
                 loss = part.account.verdict_beside(heads[0].account, costs.seconds_per_token, overhead)
             elif part.phrases and any(head.account.unsure for head in heads):
@@ -238,6 +248,8 @@ class Ledger:
                 loss = -balance - (0.0 if over else CLEAR * error)
             if loss > 0:
                 losing.append((part.may_be_left, loss, part))
+            elif loss < 0:
+                part.account.failed = 0
         if losing:
             max(losing, key=lambda one: one[:2])[2].switch_off(self.steps, costs.tokens_per_step)
             self.renew_active()

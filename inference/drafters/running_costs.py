@@ -26,7 +26,7 @@ ENOUGH = 6
 STRETCH = 8
 """Steps in a row during which the machine is taken to be as fast."""
 RENEW = 16
-"""Steps after which the figures are computed anew; four times as many once as many are remembered as will be."""
+"""Steps after which the figures are computed anew; half of those that are remembered, once that is more."""
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -135,7 +135,7 @@ class RunningCosts:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._next_trial = EVERY
+        self._next_trial, self._next_renewal = EVERY, EARLY
         self.seconds_per_node = self.seconds_per_step = self.seconds_per_token = 0.0
         self._latest: deque[Step] = deque(maxlen=KEPT)
         self._curve: list[tuple[float, float]] = []  # rows, seconds; neither falling
@@ -145,7 +145,7 @@ class RunningCosts:
         """One more step; now and then the figures are computed anew. Returns whether they were."""
         self._latest.append(step)
         self.steps += 1
-        if self.steps < EARLY or self.steps % (RENEW if self.steps < KEPT else 4 * RENEW):
+        if self.steps < self._next_renewal:
             return False
         self._compute()
         return True
@@ -167,6 +167,7 @@ class RunningCosts:
         return made
 
     def _compute(self) -> None:
+        self._next_renewal = self.steps + max(RENEW, len(self._latest) // 2)
         self.seconds_per_step = typical([step.seconds for step in self._latest])
         tokens = sum(step.tokens for step in self._latest) / len(self._latest)
         self.seconds_per_token = self.seconds_per_step / tokens

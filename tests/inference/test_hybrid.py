@@ -329,7 +329,8 @@ def test_a_window_owes_for_its_rows(llama, llama_prompts):
     engine = DecodingEngine(llama, hybrid)
     engine.generate(llama_prompts[0], GenerationSettings(20))
     assert len(hybrid.parts[1].riders) == 15
-    hybrid._ledger.costs.steps, hybrid._ledger.costs.seconds_per_node = EARLY + 1, 1.0
+    costs = hybrid._ledger.costs
+    costs.steps, costs.seconds_per_node, costs._next_renewal = EARLY + 1, 1.0, 2 * EARLY
     hybrid.parts[1].account.settle()
     engine.generate(llama_prompts[0], GenerationSettings(4))
     owed = [verifying for _, verifying, _ in hybrid.parts[1].account._steps]

@@ -64,8 +64,8 @@ def test_everything_comes_back(llama, written):
     path, first = written
     second = hybrid(llama, path)
     second.begin(torch.tensor([1, 2, 3]), 80)
-    assert json.dumps(second._calibration.state_dict()) == json.dumps(first._calibration.state_dict())
-    assert len(first._calibration.state_dict()["cells"]) > 5
+    assert json.dumps(second._ledger.calibration.state_dict()) == json.dumps(first._ledger.calibration.state_dict())
+    assert len(first._ledger.calibration.state_dict()["cells"]) > 5
     for old, new in zip(first.parts, second.parts):
         assert json.dumps(new.account.state_dict()) == json.dumps(old.account.state_dict())
     assert first.parts[0].account.state_dict()["asking"]["situations"]
@@ -193,7 +193,7 @@ def test_a_file_cut_short_is_refused(llama, written, tmp_path, keep):
 @pytest.mark.parametrize(
     "change,told",
     [
-        ({"format_version": 1}, "format_version 2; .* has 1"),
+        ({"format_version": 1}, "format_version 3; .* has 1"),
         ({"parts": []}, "cut short or is none"),
         ({"parts": 3}, "cut short or is none"),
         ({"calibration": {"cells": [[["x"], 1]], "alone": []}}, "cut short or is none"),
