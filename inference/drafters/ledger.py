@@ -92,13 +92,16 @@ class Ledger:
         self.overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
         self._clear: dict[Hashable, Decision] = {}  # by situation, what would be decided again
         self._written: list[Written] = []
+        self.active: list[HybridPart] = []
+        self.only: HybridPart | None = None
         self.renew_active()
 
     def renew_active(self) -> None:
-        """Parts were switched off or on."""
-        self.active = [part for part in self.parts if not part.off]
-        self.only = self.active[0] if len(self.active) == 1 else None
-        self._clear.clear()
+        """Parts may have been switched off or on."""
+        active = [part for part in self.parts if not part.off]
+        if active != self.active:
+            self.active, self.only = active, active[0] if len(active) == 1 else None
+            self._clear.clear()
 
     @property
     def weighs(self) -> bool:
@@ -238,7 +241,7 @@ class Ledger:
             if not over and not part.drafter.reads_choices:
                 continue  # it is asked in some steps only, or costs next to nothing
             if part.may_be_left:
-                loss = part.account.verdict(costs.seconds_per_token, overhead)
+                loss = part.account.verdict(costs.seconds_per_token)
             elif part.phrases and len(active) == 2 and heads:
                 loss = part.account.verdict_beside(heads[0].account, costs.seconds_per_token, overhead)
             elif part.phrases and any(head.account.unsure for head in heads):
