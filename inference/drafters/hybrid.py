@@ -78,6 +78,7 @@ class HybridDrafter(Drafter):
         self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
         self._context = 0  # the text, as n-grams code it
         self._decision = Decision()  # about the present step
+        self._reach: int | None = None  # as `reach` was told
         self._expected: float | None = None  # drafts that will be accepted; None: nobody said
         self._merged: MergedTree | None = None
         self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
@@ -110,8 +111,7 @@ class HybridDrafter(Drafter):
 
     def reach(self, tokens: int) -> None:
         """See `Drafter.reach`."""
-        for part in self._ledger.active:
-            part.reach(tokens)
+        self._reach = tokens
 
     def _go_on(self, learned: Learned) -> None:
         """As if there had been no end."""
@@ -130,7 +130,7 @@ class HybridDrafter(Drafter):
         self._step, self._new = step, new
         if ledger.only is not None and step.tree is not None and self._merged is None:
             return self._observe_only(ledger.only, new)
-        self._observed = now = self._clock()
+        now = self._clock()
         if step.tree is not None:
             ledger.steps += 1
             if self._merged is None:
@@ -138,10 +138,18 @@ class HybridDrafter(Drafter):
             took = Step(self._rows, now - self._proposed, now - self._began, len(new))
             ledger.write(
                 Written(
-                    self._decision, took, new, self._merged, self._likely, self._drafting, self._merging, self._expected
+                    self._decision,
+                    took,
+                    new,
+                    self._merged,
+                    self._likely,
+                    self._drafting,
+                    self._merging,
+                    self._proposed - self._observed,
+                    self._expected,
                 )
             )
-        self._began = self._clock()
+        self._observed, self._began = now, self._clock()
         self._drafting = [0.0] * len(self.parts)
         for part in ledger.active:
             if part.phrases:
@@ -155,6 +163,7 @@ class HybridDrafter(Drafter):
         """For the only part that is left, which drafted the step by itself: as little as can be."""
         self._ledger.steps += 1
         part.learn(len(new) - 1)
+        part.asked += 1
         part.credit(len(new) - 1, alone=len(new) - 1)
         if part.phrases:
             part.drafter.read(new)  # type: ignore[attr-defined]
@@ -169,18 +178,18 @@ class HybridDrafter(Drafter):
             situation = self._situation() if ledger.weighs else None
             self._decision = ledger.decide(situation, fresh, self.fit and self.target.compiled and fresh)
         if ledger.only is not None:
-            return ledger.only.draft_alone(step, len(self._new), self._prices_of)
+            ledger.only.reach = self._reach
+            return self._of(ledger.only, step)
         asked = self._decision.asked
         for part in ledger.active:
             self._tell(part, step, part in asked)
         tree = self._alone(asked[0], step) if len(asked) == 1 else self._merge(asked, step, self._decision.size)
         self._rows, self._proposed = len(tree), self._clock()
-        ledger.overheads.append(self._proposed - self._observed - sum(self._drafting) - self._merging)
         return tree
 
     def _tell(self, part: HybridPart, step: VerifiedStep, asked: bool) -> None:
         """What a part need know before it drafts, or because it does not."""
-        start = self._clock()
+        start, part.reach = self._clock(), self._reach
         if asked:
             if part.catch_up(len(step.tokens) - len(self._new)):
                 part.account.read(self._clock() - start)
@@ -192,9 +201,12 @@ class HybridDrafter(Drafter):
         """Its own tree, at no cost of others."""
         self._riders = 0
         start = self._clock()
-        tree = part.draft_alone(step, len(self._new), self._prices_of)
+        tree = self._of(part, step)
         self._drafting[part.place] += self._clock() - start
         return tree
+
+    def _of(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
+        return part.drafter.propose() if part.phrases else part.draft_alone(step, len(self._new), self._prices_of)
 
     def _prices_of(self, nodes: int) -> Prices | None:
         """Of trees of so many nodes and fewer, where they matter and are known."""
@@ -204,7 +216,6 @@ class HybridDrafter(Drafter):
         """One tree of those who were asked."""
         start = self._clock()
         for part in asked:
-            part.asked += 1
             if not part.phrases:
                 part.speak(step, len(self._new))
                 now = self._clock()

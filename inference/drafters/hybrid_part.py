@@ -37,7 +37,8 @@ class HybridPart:
     def __init__(self, place: int, name: str, drafter: Drafter, target: Target, least: float = UNLIKELY) -> None:
         """place: among the hybrid's parts; least: probability below which a head does not speak of a token."""
         self.place, self.name, self.drafter = place, name, drafter
-        self._marks = not place or isinstance(drafter, TextDrafter)  # whether its trees name the place themselves
+        self._reads = isinstance(drafter, TextDrafter)
+        self._marks = not place or self._reads  # whether its trees name the place themselves
         if isinstance(drafter, TextDrafter):
             drafter.stand_at(place)
         self.phrases = isinstance(drafter, NgramDrafter)
@@ -63,7 +64,8 @@ class HybridPart:
         self.rows: list[int] | None = None  # of the forward, for each row of its own tree, where it asks for choices
         self.riders: list[int] = []  # nodes of its own tree that ride along and are never accepted
         self._remembers = True
-        self._reach: int | None = None  # what it was told of `Drafter.reach` and has not told its drafter
+        self.reach: int | None = None  # what its drafter is told of `Drafter.reach` before it is told anything else
+        self._unread: list[int] = []  # text that it has not read yet, where it reads text
         self.account = Account()
 
     # ---- on and off ----------------------------------------------------------------------------------------
@@ -114,19 +116,15 @@ class HybridPart:
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`."""
         self._forget()
-        self._reach = None
+        self.reach = None
         self.drafter.begin(prompt, capacity)
         self._remembers = bool(self.drafter.memory())  # if not, nothing that it is told outlives the next step
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`; its drafter is told when it needs to know."""
-        self._reach = tokens
-
     def _look(self) -> Drafter:
         """Its drafter, which knows how far to look."""
-        if self._reach is not None:
-            self.drafter.reach(self._reach)
-            self._reach = None
+        if self.reach is not None:
+            self.drafter.reach(self.reach)
+            self.reach = None
         return self.drafter
 
     def speak(self, step: VerifiedStep, count: int) -> None:
@@ -176,13 +174,9 @@ class HybridPart:
 
         prices: what trees of so many nodes cost, None where nobody knows.
         """
-        self.asked += 1
-        if self.phrases:
-            tree = self.drafter.propose()
-        else:
-            tree = self.tree = self._behind(step, count, self._drafted, self._draft)
-            if self.may_be_left and (known := prices(len(tree))):
-                tree = self.account.own.cut(tree, known)
+        tree = self.tree = self._behind(step, count, self._drafted, self._draft)
+        if self.may_be_left and (known := prices(len(tree))):
+            tree = self.account.own.cut(tree, known)
         return tree if self._marks else replace(tree, source=tree.source + self.place)
 
     def learn(self, accepted: int) -> None:
@@ -200,8 +194,8 @@ class HybridPart:
 
         new: as `text.committed` says.
         """
-        if isinstance(self.drafter, TextDrafter):
-            self.drafter.read(new)
+        if self._reads:
+            self._unread += new
         elif not self.drafter.on_device:
             self._look().observe(step)
         elif self._remembers:
@@ -211,6 +205,9 @@ class HybridPart:
 
     def catch_up(self, room: int = 0) -> bool:
         """Take in what waits, in one go, where it is more than so many tokens. Returns whether it was."""
+        if self._unread:
+            self.drafter.read(self._unread)  # type: ignore[attr-defined]
+            self._unread = []
         if not self._untold or self._waiting <= room:
             return False
         self._look().observe(self._joined(self._waiting))
@@ -239,7 +236,7 @@ class HybridPart:
         )
 
     def _forget(self) -> None:
-        self._untold, self._waiting = [], 0
+        self._untold, self._unread, self._waiting = [], [], 0
 
     def _drafted(self, step: VerifiedStep) -> DraftTree:
         self.drafter.observe(step)

@@ -57,6 +57,7 @@ class Written(NamedTuple):
     likely    n-grams' word for its first token, where it was asked for: place of the part, token, entry
     drafting  seconds, by the place of a part: for its drafts, or for doing without them
     merging   seconds
+    ready     seconds from when the step before was known until the tree was
     expected  drafts that would be accepted; None: nobody said
     """
 
@@ -67,6 +68,7 @@ class Written(NamedTuple):
     likely: Sequence[tuple[int, int, Hashable]]
     drafting: Sequence[float]
     merging: float
+    ready: float
     expected: float | None
 
 
@@ -89,7 +91,7 @@ class Ledger:
         self.parts, self.budget, self.fit, self._clock = parts, budget, fit, clock
         self.steps = 0
         self.calibration, self.costs, self.prospects = Calibration(), RunningCosts(), Prospects()
-        self.overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
+        self._overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
         self._clear: dict[Hashable, Decision] = {}  # by situation, what would be decided again
         self._written: list[Written] = []
         self.active: list[HybridPart] = []
@@ -172,6 +174,7 @@ class Ledger:
         written, self._written = self._written, []
         for step in written:
             start = self._clock()
+            self._overheads.append(step.ready - sum(step.drafting) - step.merging)
             brought = self._credited(step)
             spent = step.merging + (0.0 if step.merged is None else self._clock() - start)
             if self.fit and self.only is None:
@@ -180,6 +183,8 @@ class Ledger:
 
     def _credited(self, step: Written) -> Mapping[str, int]:
         """Credit the accepted tokens; per part those that nobody else had."""
+        for part in step.decision.asked:
+            part.asked += 1
         if step.merged is None:
             part, accepted = step.decision.asked[0], len(step.new) - 1
             part.credit(accepted, alone=accepted)
@@ -235,7 +240,7 @@ class Ledger:
         active, costs = self.active, self.costs
         over = active[0].account.steps >= TRIAL
         heads = [part for part in active if part.may_be_left]
-        overhead = typical(self.overheads) if len(active) == 2 else 0.0  # a part left alone has none
+        overhead = typical(self._overheads) if len(active) == 2 else 0.0  # a part left alone has none
         losing: list[tuple[bool, float, HybridPart]] = []
         for part in sorted(active, key=lambda part: not part.may_be_left):
             if not over and not part.drafter.reads_choices:
