@@ -174,7 +174,8 @@ class Ledger:
         written, self._written = self._written, []
         for step in written:
             start = self._clock()
-            self._overheads.append(step.ready - sum(step.drafting) - step.merging)
+            if step.decision.settled:  # others take longer, but there will be fewer of them
+                self._overheads.append(step.ready - sum(step.drafting) - step.merging)
             brought = self._credited(step)
             spent = step.merging + (0.0 if step.merged is None else self._clock() - start)
             if self.fit and self.only is None:
@@ -240,7 +241,7 @@ class Ledger:
         active, costs = self.active, self.costs
         over = active[0].account.steps >= TRIAL
         heads = [part for part in active if part.may_be_left]
-        overhead = typical(self._overheads) if len(active) == 2 else 0.0  # a part left alone has none
+        overhead = typical(self._overheads) if self._overheads and len(active) == 2 else 0.0  # one alone has none
         losing: list[tuple[bool, float, HybridPart]] = []
         for part in sorted(active, key=lambda part: not part.may_be_left):
             if not over and not part.drafter.reads_choices:
