@@ -102,9 +102,9 @@ class Account:
         self._reading += seconds
 
     def begin_again(self) -> None:
-        """It is given another trial: nothing is owed, and what was learned is doubted."""
+        """It is given another trial: nothing is owed, what was learned is doubted, and the verdict counts for one."""
         self.spent = 0.0
-        self._verdicts = 0
+        self._verdicts = min(self._verdicts, 1)
         self.settle()
         self.asking.doubt()
         self.joining.doubt()
