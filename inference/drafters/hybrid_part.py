@@ -219,16 +219,15 @@ class HybridPart:
 
     def _joined(self, size: int) -> VerifiedStep:
         """What waits as one step of `size` rows, as if it had been one; nothing waits any more."""
-        *before, (last, _) = self._untold
-        left = size - sum(count for _, count in before)
-        steps = [step for step, _ in self._untold]
+        steps, counts = zip(*self._untold)
+        rows = [*counts[:-1], size - sum(counts[:-1])]
+        self._forget()
 
         def joined(part: Callable[[VerifiedStep], Tensor]) -> Tensor:
-            return torch.cat([*(part(step)[:count] for step, count in before), part(last)[:left]])
+            return torch.cat([part(step)[:count] for step, count in zip(steps, rows)])
 
-        self._forget()
         return replace(
-            last,
+            steps[-1],
             tokens=joined(lambda step: step.tokens),
             next_tokens=joined(lambda step: step.next_tokens),
             hidden=joined(lambda step: step.hidden),

@@ -80,7 +80,8 @@ def test_the_same_is_decided_for_a_while_without_thinking(llama, llama_prompts, 
     monkeypatch.setattr(Account, "choose", lambda account, *seen: thought.append(seen) or choose(account, *seen))
     hybrid, _ = decoded(llama, llama_prompts, monkeypatch, True, asks=(), joins=())
     steps = hybrid.findings()["steps"]
-    assert len(thought) / 2 < EARLY + 3 * (steps / BATCH + 3) + 3 * len(llama_prompts) < steps
+    often = EARLY + steps / BATCH
+    assert often <= len(thought) / 2 < often + 2 * steps / BATCH + 3 * len(llama_prompts) + 9 < steps
 
 
 def test_parts_that_fail_again_and_again_are_tried_less_and_less_often(llama):
