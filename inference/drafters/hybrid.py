@@ -79,6 +79,8 @@ class HybridDrafter(Drafter):
         self._context = 0  # the text, as n-grams code it
         self._decision = Decision()  # about the present step
         self._reach: int | None = None  # as `reach` was told
+        self._sole: NgramDrafter | None = None  # n-grams, where they draft the rest of the answer by themselves …
+        self._sole_steps = self._sole_accepted = 0  # … so many steps, and accepted drafts, so far
         self._expected: float | None = None  # drafts that will be accepted; None: nobody said
         self._merged: MergedTree | None = None
         self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
@@ -96,8 +98,8 @@ class HybridDrafter(Drafter):
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""
-        self._ledger.catch_up()
-        self._merged = self._step = None
+        self._catch_up()
+        self._merged = self._step = self._sole = None
         self._context = 0
         if self._waiting and (not self.target.compiled or all(part.met for part in self.parts)):
             self._go_on(self._waiting)
@@ -126,6 +128,11 @@ class HybridDrafter(Drafter):
     def observe(self, step: VerifiedStep) -> None:
         """Learn from what was accepted; parts that have to be drafted with take the step in then."""
         new = committed(step)
+        if self._sole is not None:  # as little as can be
+            self._sole.read(new)
+            self._sole_steps += 1
+            self._sole_accepted += len(new) - 1
+            return
         ledger = self._ledger
         self._step, self._new = step, new
         if ledger.only is not None and step.tree is not None and self._merged is None:
@@ -160,16 +167,26 @@ class HybridDrafter(Drafter):
             self._context = self._contexts.after(self._context, token)
 
     def _observe_only(self, part: HybridPart, new: list[int]) -> None:
-        """For the only part that is left, which drafted the step by itself: as little as can be."""
-        self._ledger.steps += 1
+        """For the only part that is left, which drafted the step by itself."""
         part.learn(len(new) - 1)
-        part.asked += 1
-        part.credit(len(new) - 1, alone=len(new) - 1)
-        if part.phrases:
-            part.drafter.read(new)  # type: ignore[attr-defined]
+        self._credit_only(part, 1, len(new) - 1)
+
+    def _credit_only(self, part: HybridPart, steps: int, accepted: int) -> None:
+        self._ledger.steps += steps
+        part.asked += steps
+        part.credit(accepted, alone=accepted)
+
+    def _catch_up(self) -> None:
+        """Learn from what was only counted or written down."""
+        if self._ledger.only is not None:
+            self._credit_only(self._ledger.only, self._sole_steps, self._sole_accepted)
+            self._sole_steps = self._sole_accepted = 0
+        self._ledger.catch_up()
 
     def propose(self) -> DraftTree:
         """The merged tree, and behind it the rows that parts want to ride along; of a single part, its own tree."""
+        if self._sole is not None:
+            return self._sole.propose()
         assert self._step is not None, "observe the prefill before proposing"
         step, ledger = self._step, self._ledger
         self._likely, self._merged, self._merging, self._expected = [], None, 0.0, None
@@ -179,6 +196,8 @@ class HybridDrafter(Drafter):
             self._decision = ledger.decide(situation, fresh, self.fit and self.target.compiled and fresh)
         if ledger.only is not None:
             ledger.only.reach = self._reach
+            if isinstance(ledger.only.drafter, NgramDrafter):
+                self._sole = ledger.only.drafter
             return self._of(ledger.only, step)
         asked = self._decision.asked
         for part in ledger.active:
@@ -278,7 +297,7 @@ class HybridDrafter(Drafter):
                 all_of_them.callback(part.drafter.close)
             if self._file and not self._waiting:
                 ledger = self._ledger
-                ledger.catch_up()
+                self._catch_up()
                 parts = [(part.account, part.pause(ledger.steps)) for part in self.parts]
                 steps = self._before + ledger.steps
                 self._file.save(Learned(steps, self._ledger.calibration, ledger.costs, ledger.prospects, parts))
@@ -290,7 +309,7 @@ class HybridDrafter(Drafter):
         many of earlier processes it began with; `node_price` is what a node costs at present on average, in tokens that
         would come in that time anyway.
         """
-        self._ledger.catch_up()
+        self._catch_up()
         return {
             "steps": self._ledger.steps,
             "learned_before": self._before,
