@@ -49,7 +49,7 @@ class Account:
         self._when_merged: deque[float] = deque(maxlen=TRIAL)
         self._reading = 0.0  # seconds that text took, which it had to take in before it drafted, since it was judged
         self.spent = 0.0  # tokens that asking it cost above what it brought, since it was tried again or of late
-        self.failed = 0  # trials in a row that ended with it switched off
+        self.failed = False  # whether it was switched off and has not paid since
         self._to_ask = self._to_leave = 0.0  # typical seconds
         self._price = self._merge_price = 0.0  # of asking above leaving, and of merging; in tokens
         self._verdicts, self._lacks = 0, 0.0
@@ -80,7 +80,7 @@ class Account:
         made._when_asked.extend(map(float, state["when_asked"]))
         made._when_left.extend(map(float, state["when_left"]))
         made._when_merged.extend(map(float, state["when_merged"]))
-        made.spent, made.failed = float(state["spent"]), int(state["failed"])
+        made.spent, made.failed = float(state["spent"]), bool(state["failed"])
         made._more, made._weight = map(float, state["corrected"])
         verdicts, made._lacks = map(float, state["verdicts"])
         made._verdicts = int(verdicts)
@@ -102,9 +102,9 @@ class Account:
         self._reading += seconds
 
     def begin_again(self) -> None:
-        """It is given another trial: nothing is owed, what was learned is doubted, and the verdict counts for one."""
+        """It is given another trial: nothing is owed, and what was learned is doubted."""
         self.spent = 0.0
-        self._verdicts = min(self._verdicts, 1)
+        self._verdicts = 0
         self.settle()
         self.asking.doubt()
         self.joining.doubt()

@@ -22,9 +22,9 @@ from inference.tree import DraftTree
 
 Drafts = TypeVar("Drafts", DraftTree, Tensor)
 
-PAUSE, MOST, SHARE = 8 * TRIAL, 4, 0.01
-"""Target steps for which a part that did not pay stays off at least, twice as many each time that it did not pay again,
-so many times at most; longer, if trials would else take more of the time than this share."""
+PAUSE, SHARE = 8 * TRIAL, 0.01
+"""Target steps for which a part that did not pay stays off at least, twice as many if it did not the time before
+either; longer, if trials would else take more of the time than this share."""
 
 
 WAITING = 1024
@@ -80,8 +80,8 @@ class HybridPart:
         self.switched.append({"off": steps, "on": None})
         self.riders = []
         afford = self.account.spent / (SHARE * tokens_per_step) if tokens_per_step else 0.0
-        self._until = steps + max(PAUSE << min(self.account.failed, MOST), round(afford))
-        self.account.failed += 1
+        self._until = steps + max(PAUSE << self.account.failed, round(afford))
+        self.account.failed = True
 
     def pause(self, steps: int) -> int | None:
         """For how many more target steps it stays off; None: it is on."""

@@ -258,7 +258,7 @@ class Ledger:
             if loss > 0:
                 losing.append((part.may_be_left, loss, part))
             elif loss < 0:
-                part.account.failed = 0
+                part.account.failed = False
         if losing:
             max(losing, key=lambda one: one[:2])[2].switch_off(self.steps, costs.tokens_per_step)
             self.renew_active()

@@ -6,7 +6,7 @@ import pytest
 
 from inference.drafters.account import LOOK, Account, Choice
 from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.hybrid_part import MOST, PAUSE, HybridPart
+from inference.drafters.hybrid_part import PAUSE, HybridPart
 from inference.drafters.ledger import BATCH
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
@@ -84,17 +84,16 @@ def test_the_same_is_decided_for_a_while_without_thinking(llama, llama_prompts, 
     assert often <= len(thought) / 2 < often + 2 * steps / BATCH + 3 * len(llama_prompts) + 9 < steps
 
 
-def test_parts_that_fail_again_and_again_are_tried_less_and_less_often(llama):
+def test_a_part_that_fails_again_is_off_for_longer(llama):
     part = HybridPart(0, "ngram", NgramDrafter(), llama)
     pauses, steps = [], 0
-    for _ in range(MOST + 3):
+    for _ in range(3):
         part.switch_off(steps)
         pauses.append(part.pause(steps))
         steps = part._until
         assert part.pause_over(steps)
-    assert pauses == [PAUSE << min(fails, MOST) for fails in range(MOST + 3)]
-    again = Account.from_state(json.loads(json.dumps(part.account.state_dict())))
-    assert again.failed == MOST + 3
+    assert pauses == [PAUSE, 2 * PAUSE, 2 * PAUSE]
+    assert Account.from_state(json.loads(json.dumps(part.account.state_dict()))).failed
 
 
 def test_a_part_that_paid_once_more_has_failed_for_the_first_time_afterwards(llama, monkeypatch):
@@ -102,12 +101,12 @@ def test_a_part_that_paid_once_more_has_failed_for_the_first_time_afterwards(lla
     ledger = hybrid._ledger
     ledger.costs.seconds_per_token = 1.0
     for part, brought in zip(hybrid.parts, (2, 1)):
-        part.account.failed = 2
+        part.account.failed = True
         for _ in range(4 * LOOK):
             part.account.decide(Choice())
             part.account.close_step(brought, verifying=1.5)
     ledger.judge()
     paid, failed = hybrid.parts
-    assert not paid.off and paid.account.failed == 0
-    assert failed.off and failed.account.failed == 3 and failed.pause(0) == PAUSE << 2
+    assert not paid.off and not paid.account.failed
+    assert failed.off and failed.account.failed and failed.pause(0) == 2 * PAUSE
     assert ledger.only is paid
