@@ -16,7 +16,7 @@ the keys up to the last of them only, which gives the same numbers at a fraction
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -211,17 +211,32 @@ def chain_attention(context: KeysValues, visible: Tensor) -> Attend:
     return attend
 
 
+class Memory(Protocol):
+    """Keys and values `[1, G, C, D]`, and how rows `[1, G, Q, D]` are put at `slots [Q]` of them.
+
+    Whoever keeps both in one buffer writes there: for a write through a view, a compiled program would copy all of it.
+    """
+
+    @property
+    def keys(self) -> Tensor: ...
+
+    @property
+    def values(self) -> Tensor: ...
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
+
+
 class TreeAttention:
     """Attention of a draft tree grown level by level over a cached context that every node sees.
 
-    keys, values [1, G, C, D]: buffers whose first `length` slots ([] int64, on the device) are the context; the drafted
-    nodes' own are written behind it, so C must leave room for them. Call `enter` with each level's parents, then use
-    the object as `Attend`.
+    The first `length` slots of the memory ([] int64, on the device) are the context; the drafted nodes' own keys and
+    values are written behind it, so it must have room for them. Call `enter` with each level's parents, then use the
+    object as `Attend`.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, length: Tensor) -> None:
-        self.keys, self.values, self.length = keys, values, length
-        self.sees = torch.zeros(0, 0, dtype=torch.bool, device=keys.device)  # [drafted, drafted]
+    def __init__(self, memory: Memory, length: Tensor) -> None:
+        self.memory, self.length = memory, length
+        self.sees = torch.zeros(0, 0, dtype=torch.bool, device=length.device)  # [drafted, drafted]
         self.level = slice(0, 0)
 
     def enter(self, parents: Tensor) -> None:
@@ -239,9 +254,9 @@ class TreeAttention:
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         start, end = self.level.start, self.level.stop
         slots = self.length + torch.arange(start, end, device=queries.device)
-        self.keys.index_copy_(2, slots, keys)
-        self.values.index_copy_(2, slots, values)
-        index = torch.arange(self.keys.shape[2], device=queries.device)
+        self.memory.write(slots, keys, values)
+        keys, values = self.memory.keys, self.memory.values
+        index = torch.arange(keys.shape[2], device=queries.device)
         drafted = (index - self.length).clamp(0, end - 1)
         mask = (index < self.length) | (self.sees[self.level][:, drafted] & (index < self.length + end))
-        return grouped_attention(queries, self.keys, self.values, mask)
+        return grouped_attention(queries, keys, values, mask)

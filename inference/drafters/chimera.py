@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from heads.attention import TreeAttention
+from heads.attention import Memory, TreeAttention
 from heads.base import Rows, TargetView
 from heads.block import DecoderBlock
 from heads.chimera import ChimeraHead, KGramEncoder
@@ -26,7 +26,17 @@ from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
 
-KeysValues = tuple[Tensor, Tensor]
+
+class GivenMemory:
+    """Keys and values [1, G, C, D] in buffers of their own; see `Memory`."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `Memory`."""
+        self.keys.index_copy_(2, slots, keys)
+        self.values.index_copy_(2, slots, values)
 
 
 class ChimeraContext:
@@ -39,9 +49,7 @@ class ChimeraContext:
     recent   [k−1] int64, the last committed tokens, oldest first; −1 where there is none
     """
 
-    def __init__(
-        self, fusion: KeysValues, encoder: KeysValues | None, length: Tensor, last: Tensor, recent: Tensor
-    ) -> None:
+    def __init__(self, fusion: Memory, encoder: Memory | None, length: Tensor, last: Tensor, recent: Tensor) -> None:
         self.fusion, self.encoder, self.length, self.last, self.recent = fusion, encoder, length, last, recent
 
 
@@ -55,8 +63,8 @@ def draft_tree(
 ) -> DraftTree:
     """The best tree behind base token `base []`."""
     length = context.length
-    fusion = TreeAttention(*context.fusion, 2 * length)
-    encoder = TreeAttention(*context.encoder, length) if context.encoder is not None else None
+    fusion = TreeAttention(context.fusion, 2 * length)
+    encoder = TreeAttention(context.encoder, length) if context.encoder is not None else None
     grams = context.recent[None]  # [W, k−1], the tokens before a node's own
 
     def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -102,9 +110,8 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
         encoder = head.encoder.context_keys_values(states, rows.position_ids)
     ids = torch.nn.functional.pad(rows.input_ids[0], (head.config.order - 1, 0), value=-1)
 
-    def upto(pair: Any, count: int) -> KeysValues:
-        keys, values = (torch.nn.functional.pad(x[:, :, :count], (0, 0, 0, room)) for x in pair)
-        return keys, values
+    def upto(pair: Any, count: int) -> GivenMemory:
+        return GivenMemory(*(torch.nn.functional.pad(x[:, :, :count], (0, 0, 0, room)) for x in pair))
 
     def at_anchor(anchor: int) -> ChimeraContext:
         length = anchor + 1
@@ -186,8 +193,8 @@ class ChimeraDrafter(Drafter):
         recent = text[step.count + torch.arange(len(self._recent), device=text.device)]
         self._recent.copy_(recent)
         self._context = ChimeraContext(
-            (self._fusion.keys, self._fusion.values),
-            None if self._encoder is None else (self._encoder.keys, self._encoder.values),
+            self._fusion,
+            self._encoder,
             self._length.clone(),
             hidden[-1],
             recent,
