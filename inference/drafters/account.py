@@ -170,17 +170,19 @@ class Account:
             self.asking.learn(situation, asked, worth - self._merge_price * self._merged)
         self._worth = None
 
-    def verdict(self, seconds_per_token: float, overhead: float = 0.0) -> float:
+    def verdict(self, seconds_per_token: float) -> float:
         """Tokens a step that it costs above what it brings, asked where that pays, on average of late.
 
         What a token costs goes up and down with the text: one stretch of it alone does not decide, and says 0.
-        overhead: seconds of a step that would be saved without it, besides its own.
         """
-        seconds = self._to_leave + overhead + self._reading / max(len(self._steps), 1)
+        seconds = self._to_leave + self._reading / max(len(self._steps), 1)
         return self._averaged(seconds / seconds_per_token - self.asking.profit(self._price))
 
     def verdict_beside(self, head: Account, seconds_per_token: float, overhead: float = 0.0) -> float:
-        """The same of n-grams, without which the head would draft every step by itself."""
+        """The same of n-grams, without which the head would draft every step by itself.
+
+        overhead: seconds of a step that would be saved then, besides their own.
+        """
         brings = head.asking.profit_of_company(head.joining, head._price, head._merge_price)
         return self._averaged((self._to_ask + overhead) / seconds_per_token - brings)
 

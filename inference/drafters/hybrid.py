@@ -86,7 +86,7 @@ class HybridDrafter(Drafter):
         self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
         self._step: VerifiedStep | None = None
         self._new: list[int] = []  # tokens of the last step
-        self._rows = self._riders = 0  # of the present tree, and those among them that are never accepted
+        self._rows = 0  # of the present tree
         self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
         self._observed = self._merging = 0.0  # when the step before was observed; seconds of merging in this one
         self._drafting = [0.0] * len(self.parts)  # seconds in it: for a part's drafts, or for doing without them
@@ -102,7 +102,9 @@ class HybridDrafter(Drafter):
         self._merged = self._step = self._sole = None
         self._context = 0
         if self._waiting and (not self.target.compiled or all(part.met for part in self.parts)):
-            self._go_on(self._waiting)
+            self._ledger.go_on(self._waiting)
+            self._before = self._waiting.steps
+            self._waiting = None
         back = [part for part in self.parts if part.off and part.pause_over(self._ledger.steps)]
         for part in self.parts:
             if not part.off:
@@ -114,16 +116,6 @@ class HybridDrafter(Drafter):
     def reach(self, tokens: int) -> None:
         """See `Drafter.reach`."""
         self._reach = tokens
-
-    def _go_on(self, learned: Learned) -> None:
-        """As if there had been no end."""
-        self._waiting, self._before = None, learned.steps
-        ledger = self._ledger
-        ledger.calibration, ledger.costs, ledger.prospects = learned.calibration, learned.costs, learned.prospects
-        for part, (account, pause) in zip(self.parts, learned.parts):
-            part.go_on(account, pause, ledger.steps)
-            if ledger.costs.seconds_per_token:
-                account.renew(ledger.costs.seconds_per_token)
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from what was accepted; parts that have to be drafted with take the step in then."""
@@ -218,7 +210,6 @@ class HybridDrafter(Drafter):
 
     def _alone(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
         """Its own tree, at no cost of others."""
-        self._riders = 0
         start = self._clock()
         tree = self._of(part, step)
         self._drafting[part.place] += self._clock() - start
@@ -240,8 +231,8 @@ class HybridDrafter(Drafter):
                 now = self._clock()
                 self._drafting[part.place] = now - start
                 start = now
-        self._riders = sum(len(part.riders) for part in asked)
-        prices = self._ledger.costs.prices(self.budget, self._riders) if self.fit and trial is None else None
+        riders = sum(len(part.riders) for part in asked)
+        prices = self._ledger.costs.prices(self.budget, riders) if self.fit and trial is None else None
         merged = self._merged = MergedTree(
             [part.source if part in asked else _SILENT for part in self.parts],
             self._ledger.calibration,

@@ -25,8 +25,6 @@ Drafts = TypeVar("Drafts", DraftTree, Tensor)
 PAUSE, SHARE = 8 * TRIAL, 0.01
 """Target steps for which a part that did not pay stays off at least, twice as many if it did not the time before
 either; longer, if trials would else take more of the time than this share."""
-
-
 WAITING = 1024
 """Tokens that a part on a device need not have taken in while it is not asked; of a prompt, all."""
 
@@ -79,6 +77,7 @@ class HybridPart:
         """It does not pay."""
         self.switched.append({"off": steps, "on": None})
         self.riders = []
+        self._forget()  # it will begin with another text
         afford = self.account.spent / (SHARE * tokens_per_step) if tokens_per_step else 0.0
         self._until = steps + max(PAUSE << self.account.failed, round(afford))
         self.account.failed = True

@@ -6,7 +6,6 @@ caches, than from many steps in a row. So where it is clear what to decide, step
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from inference.drafters.account import CLEAR, LOOK, TRIAL, Choice
 from inference.drafters.asking import Prospects
 from inference.drafters.calibration import Calibration
 from inference.drafters.hybrid_part import HybridPart
+from inference.drafters.learned import Learned
 from inference.drafters.merged_tree import MergedTree
 from inference.drafters.running_costs import RunningCosts, Step, typical
 
@@ -85,7 +85,7 @@ class Ledger:
         parts: Sequence[HybridPart],
         budget: int,
         fit: bool,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         """budget: nodes of a tree at most; fit: whether nodes and parts that do not pay are left out."""
         self.parts, self.budget, self.fit, self._clock = parts, budget, fit, clock
@@ -104,6 +104,15 @@ class Ledger:
         if active != self.active:
             self.active, self.only = active, active[0] if len(active) == 1 else None
             self._clear.clear()
+
+    def go_on(self, learned: Learned) -> None:
+        """Take up what another process learned, as if there had been no end."""
+        self.calibration, self.costs, self.prospects = learned.calibration, learned.costs, learned.prospects
+        self._clear.clear()
+        for part, (account, pause) in zip(self.parts, learned.parts):
+            part.go_on(account, pause, self.steps)
+            if self.costs.seconds_per_token:
+                account.renew(self.costs.seconds_per_token)
 
     @property
     def weighs(self) -> bool:
@@ -218,9 +227,10 @@ class Ledger:
             self.prospects.learn(decision.situation, costs.worth(took.tokens, took.seconds))
         others = max(1, len(decision.asked) - 1)
         for part in active:
-            account, merges = part.account, part in decision.asked and not part.phrases
+            account = part.account
+            merges = step.merged is not None and part in decision.asked and not part.phrases
             if part.may_be_left and price is not None:
-                account.learn(took.tokens - 1, price, step.expected, bool(merging and merges))
+                account.learn(took.tokens - 1, price, step.expected, merges)
             account.close_step(
                 brought.get(part.name, 0),
                 drafting=step.drafting[part.place],

@@ -7,7 +7,8 @@ import pytest
 from inference.drafters.account import LOOK, Account, Choice
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE, HybridPart
-from inference.drafters.ledger import BATCH
+from inference.drafters.learned import Learned
+from inference.drafters.ledger import BATCH, Decision
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY
@@ -84,11 +85,22 @@ def test_the_same_is_decided_for_a_while_without_thinking(llama, llama_prompts, 
     assert often <= len(thought) / 2 < often + 2 * steps / BATCH + 3 * len(llama_prompts) + 9 < steps
 
 
+def test_what_was_clear_is_not_to_who_learned_otherwise(llama):
+    first, second = (HybridDrafter([("ngram", NgramDrafter()), ("other", NgramDrafter())], llama, 6) for _ in range(2))
+    ledger, taught = first._ledger, second._ledger
+    ledger._clear[0] = Decision()
+    parts = [(part.account, None) for part in second.parts]
+    ledger.go_on(Learned(5, taught.calibration, taught.costs, taught.prospects, parts))
+    assert not ledger._clear and ledger.costs is taught.costs and first.parts[0].account is second.parts[0].account
+
+
 def test_a_part_that_fails_again_is_off_for_longer(llama):
     part = HybridPart(0, "ngram", NgramDrafter(), llama)
     pauses, steps = [], 0
     for _ in range(3):
+        part._wait(None, 3)
         part.switch_off(steps)
+        assert not part._untold and not part._waiting  # of this text it needs nothing any more
         pauses.append(part.pause(steps))
         steps = part._until
         assert part.pause_over(steps)
@@ -96,7 +108,7 @@ def test_a_part_that_fails_again_is_off_for_longer(llama):
     assert Account.from_state(json.loads(json.dumps(part.account.state_dict()))).failed
 
 
-def test_a_part_that_paid_once_more_has_failed_for_the_first_time_afterwards(llama, monkeypatch):
+def test_a_part_that_paid_once_more_has_failed_for_the_first_time_afterwards(llama):
     hybrid = HybridDrafter([("ngram", NgramDrafter()), ("other", NgramDrafter())], llama, 6)
     ledger = hybrid._ledger
     ledger.costs.seconds_per_token = 1.0
