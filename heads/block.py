@@ -130,3 +130,13 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
     return F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1]
     )
+
+
+def folded_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """The same for a few queries `[B, N, Q, D]`, whose heads all see the `[Q, C]` of `mask`; no key is copied.
+
+    The queries of the N/G heads that share a key head are taken as rows of one head.
+    """
+    heads, shared = queries.shape[1], keys.shape[1]
+    folded = queries.unflatten(1, (shared, -1)).flatten(2, 3)
+    return grouped_attention(folded, keys, values, mask.repeat(heads // shared, 1)).view(queries.shape)

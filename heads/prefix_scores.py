@@ -36,11 +36,10 @@ class PrefixState:
     repeated: Tensor
 
 
-def empty_prefix(blank: Tensor) -> PrefixState:
-    """The empty prefix, from the blank's probability at each frame (`[T]`, or `[M, T]` for M sets of frames)."""
-    blank = blank.reshape(-1, blank.shape[-1])
-    before = torch.cat([torch.ones_like(blank[:, :1]), blank[:, :-1]], dim=1).cumprod(1)
-    last = torch.full((len(before),), -1, dtype=torch.long, device=blank.device)
+def empty_prefix(blank_runs: Tensor) -> PrefixState:
+    """The empty prefix, from the `runs` of the blank (`[T, T]`, or `[M, T, T]` for M sets of frames)."""
+    before = blank_runs[..., 0, :].reshape(-1, blank_runs.shape[-1])
+    last = torch.full((len(before),), -1, dtype=torch.long, device=before.device)
     return PrefixState(torch.zeros_like(before), before, last, torch.zeros_like(before[:, 0]))
 
 
@@ -51,7 +50,10 @@ def child_scores(state: PrefixState, probs: Tensor, labels: Tensor) -> Tensor:
     One product for all labels, then the correction where c repeats the prefix's last label.
     """
     before = state.in_label + state.in_blank
-    scores = before @ probs if probs.dim() == 2 else (before[:, None] @ probs)[:, 0]
+    if torch.compiler.is_compiling():
+        scores = (before[..., None] * probs).sum(-2)  # one loop with what is around it, which a product is not
+    else:
+        scores = (before[:, None] @ probs).squeeze(1)
     return torch.where(labels == state.last[:, None], scores - state.repeated[:, None], scores).clamp_(min=0)
 
 
@@ -66,17 +68,37 @@ def runs(probs: Tensor) -> Tensor:
     return torch.nn.functional.pad(products[..., :-1], (1, 0), value=1.0).triu()
 
 
-def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, blank_runs: Tensor) -> PrefixState:
+@dataclass(frozen=True)
+class Spells:
+    """What becomes of a label that begins at frame s, for L labels.
+
+    in_label  [..., T, T] at (s, j): the probability that all frames behind s and before j say the label
+    in_blank  [..., T, T] at (s, j): that they say it a while and are blank from then on, at frame j−1 at least
+    """
+
+    in_label: Tensor
+    in_blank: Tensor
+
+    @classmethod
+    def of(cls, label_runs: Tensor, blank_runs: Tensor) -> Spells:
+        """From the `runs` of every label `[..., T, T]` and of the blank, `[T, T]` or of each label's own frames."""
+        in_label = torch.nn.functional.pad(label_runs[..., 1:, :], (0, 0, 0, 1))
+        return cls(in_label, in_label @ blank_runs.triu(1))
+
+    def __getitem__(self, chosen: Tensor) -> Spells:
+        return Spells(self.in_label[chosen], self.in_blank[chosen])
+
+
+def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, spells: Spells) -> PrefixState:
     """The state of prefixes p·c: parent [M'] indexes `state`, label [M'] is c, label_probs [M', T] is p_t(c).
 
-    blank_runs: `runs` of the blank's probabilities, `[T, T]`, or `[M', T, T]` where each prefix has its own frames.
-    The recursions over frames are written out as sums over the frame s at which c, or the blank behind it, begins:
-    γⁿ_j = Σ_{s<j} gain_s·Π_{s<r<j} p_r(c) and γᵇ_j = Σ_{s<j} γⁿ_s·Π_{s≤r<j} p_r(blank).
+    spells: of these labels, `[M', T, T]`. The recursions over frames are written out as sums over the frame s at which
+    c begins: γⁿ_j = Σ_{s<j} gain_s·in_label_sj and γᵇ_j = Σ_{s<j} gain_s·in_blank_sj, gain_s = φ_s(p, c)·p_s(c).
     """
     same = (label == state.last[parent])[:, None]
     gain = (state.in_blank[parent] + torch.where(same, 0.0, state.in_label[parent])) * label_probs
-    in_label = (gain[:, None, :-1] @ runs(label_probs)[:, 1:])[:, 0]
-    in_blank = (in_label[..., None] * blank_runs.triu(1)).sum(-2)
+    in_label = (gain[..., None] * spells.in_label).sum(-2)
+    in_blank = (gain[..., None] * spells.in_blank).sum(-2)
     return PrefixState(in_label, in_blank, label, (in_label * label_probs).sum(-1))
 
 
@@ -112,11 +134,12 @@ def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
     blank = probs[:, :, -1]
     vocabulary = torch.arange(probs.shape[2] - 1, device=probs.device)
     everyone = torch.arange(count, device=probs.device)
-    state, blank_runs = empty_prefix(blank), runs(blank)
+    blank_runs = runs(blank)
+    state = empty_prefix(blank_runs)
     hits = []
     for offset in range(labels.shape[1]):
         label = labels[:, offset]
         hits.append(top_hits(child_scores(state, probs[:, :, :-1], vocabulary), label, lengths > offset))
         own = probs.gather(2, label[:, None, None].expand(-1, frames, 1))[:, :, 0]
-        state = extend(state, everyone, label, own, blank_runs)
+        state = extend(state, everyone, label, own, Spells.of(runs(own), blank_runs))
     return torch.stack(hits)

@@ -18,8 +18,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from heads.prefix_scores import child_scores, empty_prefix, extend, runs
+from heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
 from inference.host import may_ask
+from inference.level_tree import best_indices
 from inference.tree import DraftTree
 
 TREE_MODES = ("prefix", "raw", "plain")
@@ -62,16 +63,17 @@ def prefix_tree(
     """
     frames, classes = log_probs.shape
     vocabulary = classes - 1
-    probs = log_probs.exp()
-    blank, probs = probs[:, -1], probs[:, :-1]
+    probs, blank = log_probs.exp().split([vocabulary, 1], dim=1)
     considered = min(vocabulary, labels_considered or 4 * max_nodes + 32)
     if considered < vocabulary:
-        labels = probs.sum(0).topk(considered).indices
+        labels = probs.sum(0).topk(considered, sorted=False).indices
         probs = probs[:, labels]
     else:
         labels = torch.arange(vocabulary, device=probs.device)
 
-    state, blank_runs = empty_prefix(blank), runs(blank)
+    by_label = torch.cat([probs, blank], dim=1).T  # [C + 1, T]
+    every_run = runs(by_label)
+    state, spells = empty_prefix(every_run[-1]), Spells.of(every_run[:-1], every_run[-1])
     beam_index = torch.full((1,), -1, dtype=torch.long, device=probs.device)  # node number of each beam entry
     scores: list[Tensor] = []
     tokens: list[Tensor] = []
@@ -90,14 +92,13 @@ def prefix_tree(
         parents.append(beam_index[parent])
         if depth + 1 == deepest:
             break
-        state = extend(state, parent, labels[column], probs[:, column].T, blank_runs)
+        state = extend(state, parent, labels[column], by_label[column], spells[column])
         beam_index = torch.arange(offset, offset + width, device=probs.device)
         offset += width
 
     all_scores = torch.cat(scores)
-    order = all_scores.argsort(descending=True, stable=True)[:max_nodes]  # stable: the shorter prefix first
     tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), all_scores.clamp(min=1e-37).log())
-    return tree.take(order.sort().values)  # level by level again: parents before children
+    return tree.take(best_indices(all_scores, max_nodes))  # of equals the shorter prefix; parents before children
 
 
 def best_alignments(log_probs: Tensor, count: int, top_k: int) -> tuple[Tensor, Tensor]:

@@ -74,5 +74,13 @@ def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tenso
 
 
 def best_indices(scores: Tensor, count: int) -> Tensor:
-    """Ascending indices of the `count` highest scores; of equals the earlier, so a parent goes before its child."""
-    return scores.argsort(descending=True, stable=True)[:count].sort().values
+    """Ascending indices of the `count` highest scores; of equals the earlier, so a parent goes before its child.
+
+    Scores are compared as float32. No sorting of all of them, which for the few of a small tree costs a CPU ten times
+    as much: number and index are put into one integer, whose highest are unique.
+    """
+    count = min(count, len(scores))
+    bits = scores.float().view(torch.int32).long()
+    ranks = torch.where(bits < 0, -(bits + 2**31), bits)  # integers in the order of the numbers, both zeros alike
+    highest = (ranks << 32) - torch.arange(len(scores), device=scores.device)
+    return highest.topk(count, sorted=False).indices.topk(count, largest=False).values

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.block import Attend, grouped_attention
+from heads.block import Attend, folded_attention
 
 
 class BlockCache:
@@ -34,7 +34,7 @@ class BlockCache:
 
     def reach(self, slots: int) -> None:
         """Nothing is read or written beyond the first `slots` rows until more are reached, or a new text begins."""
-        slots = min(slots, len(self._store))
+        slots = min(-(-slots // 16) * 16, len(self._store))  # attention is slower over odd numbers of keys
         if slots not in self._views:
             self._views[slots] = self._store[:slots]
             torch._dynamo.maybe_mark_dynamic(self._views[slots], 0)  # compiled programs serve any length
@@ -71,6 +71,6 @@ class BlockCache:
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             self.write(slots, keys, values)
-            return grouped_attention(queries, self.keys, self.values, visible.expand(queries.shape[2], -1))
+            return folded_attention(queries, self.keys, self.values, visible.expand(queries.shape[2], -1))
 
         return attend

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heads.prefix_scores import child_scores, empty_prefix, extend, runs
+from heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
 
 
 def test_the_worked_example_of_runs():
@@ -13,9 +13,10 @@ def test_the_worked_example_of_runs():
 
 def test_the_worked_example_of_the_prefix_scores():
     probs, blank = torch.tensor([[0.6, 0.0], [0.5, 0.5]]), torch.tensor([0.4, 0.0])
-    empty = empty_prefix(blank)
+    empty = empty_prefix(runs(blank))
     assert child_scores(empty, probs, torch.tensor([0, 1])).tolist()[0] == pytest.approx([0.8, 0.2])
-    state = extend(empty, torch.tensor([0]), torch.tensor([0]), probs[None, :, 0], runs(blank))
+    own = probs[None, :, 0]
+    state = extend(empty, torch.tensor([0]), torch.tensor([0]), own, Spells.of(runs(own), runs(blank)))
     assert child_scores(state, probs, torch.tensor([0, 1])).tolist()[0] == pytest.approx([0.0, 0.3])
 
 
@@ -27,7 +28,7 @@ def test_extending_equals_the_recursion_frame_by_frame(zeros):
     if zeros:
         table[2, 1] = table[4, -1] = 0.0
     probs, blank = table[:, :-1], table[:, -1]
-    state = empty_prefix(blank)
+    state = empty_prefix(runs(blank))
     for label in (1, 1, 2):
         last = int(state.last[0])
         in_label, in_blank = [torch.zeros(()).double()], [torch.zeros(()).double()]
@@ -35,6 +36,7 @@ def test_extending_equals_the_recursion_frame_by_frame(zeros):
             enter = state.in_blank[0, t] + (0.0 if label == last else state.in_label[0, t])
             in_blank.append((in_blank[-1] + in_label[-1]) * blank[t])
             in_label.append((in_label[-1] + enter) * probs[t, label])
-        state = extend(state, torch.tensor([0]), torch.tensor([label]), probs[None, :, label], runs(blank))
+        own = probs[None, :, label]
+        state = extend(state, torch.tensor([0]), torch.tensor([label]), own, Spells.of(runs(own), runs(blank)))
         assert torch.allclose(state.in_label[0], torch.stack(in_label))
         assert torch.allclose(state.in_blank[0], torch.stack(in_blank))

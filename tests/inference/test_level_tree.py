@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.drafters.kgram_cache import KGramCache
-from inference.level_tree import grow_tree
+from inference.level_tree import best_indices, grow_tree
 from inference.tree import check_tree
 
 V, K = 4, 3
@@ -55,6 +55,19 @@ def test_it_is_the_best_tree_of_its_size(max_nodes):
         assert all(
             every[path] == pytest.approx(float(lp), abs=1e-5) for path, lp in zip(paths_of(tree), tree.log_probs)
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_highest_scores_are_those_of_a_stable_sort(dtype):
+    torch.manual_seed(0)
+    for size in (1, 2, 7, 40):
+        for _ in range(20):
+            scores = torch.randn(size, dtype=dtype).mul(2).round() / 2  # many are equal
+            for value in (-0.0, -torch.inf, torch.inf):
+                scores[torch.rand(size) < 0.1] = value
+            for count in (1, 3, 50):
+                expected = scores.argsort(descending=True, stable=True)[:count].sort().values
+                assert torch.equal(best_indices(scores, count), expected)
 
 
 def test_certain_children_come_behind_their_parents():
