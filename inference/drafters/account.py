@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -48,13 +48,15 @@ class Account:
         self._when_left: deque[float] = deque(maxlen=TRIAL)
         self._when_merged: deque[float] = deque(maxlen=TRIAL)
         self._reading = 0.0  # seconds that text took, which it had to take in before it drafted, since it was judged
-        self.spent = 0.0  # tokens that asking it cost above what it brought, since it was tried again or of late
+        self.spent = 0.0  # seconds that asking it cost above what it brought, since it was tried again or of late
         self.failed = False  # whether it was switched off and has not paid since
         self._to_ask = self._to_leave = 0.0  # typical seconds
-        self._price = self._merge_price = 0.0  # of asking above leaving, and of merging; in tokens
+        self._price = self._merge_price = 0.0  # of asking above leaving, and of merging; in tokens …
+        self._seconds_per_token = 0.0  # … of so many seconds
         self._verdicts, self._lacks = 0, 0.0
         self._more = self._weight = 0.0  # accepted beyond what was expected, and of so many steps
         self._steps: list[tuple[bool, float, int]] = []  # asked, verifying, brought; since it was judged
+        self._passed = 0  # other steps since then
 
     def state_dict(self) -> dict[str, Any]:
         """What outlives the process, as JSON can say it."""
@@ -112,17 +114,25 @@ class Account:
     def settle(self) -> None:
         """It has been judged: a new trial begins."""
         self._steps.clear()
+        self._passed = 0
         self._reading = 0.0
 
     @property
     def steps(self) -> int:
         """Since it was judged."""
-        return len(self._steps)
+        return len(self._steps) + self._passed
+
+    def pass_over(self, situations: Mapping[Hashable, int]) -> None:
+        """There were so many steps of these situations more, of which nothing else is told."""
+        for situation, times in situations.items():
+            self._passed += times
+            self.asking.pass_over(situation, times)
 
     def renew(self, seconds_per_token: float) -> None:
         """Reckon anew what asking it takes."""
         self._to_ask = typical(self._when_asked) if self._when_asked else 0.0
         self._to_leave = typical(self._when_left) if self._when_left else 0.0
+        self._seconds_per_token = seconds_per_token
         self._price = (self._to_ask - self._to_leave) / seconds_per_token
         self._merge_price = typical(self._when_merged) / seconds_per_token if self._when_merged else 0.0
 
@@ -145,7 +155,7 @@ class Account:
         """It was decided so about the step that is learned from."""
         self.choice = choice
         lost = self._price - self.asking.gain(choice.situation) if choice.asked else 0.0
-        self.spent = max(0.0, self.spent + lost - self.spent / (VERDICTS * TRIAL))
+        self.spent = max(0.0, self.spent + lost * self._seconds_per_token - self.spent / (VERDICTS * TRIAL))
 
     def learn(self, accepted: int, price: float, expected: float | None, merged: bool = False) -> None:
         """What the step's tree brought, and what it cost to verify, in tokens; merged: whether of its drafts too.
@@ -175,7 +185,7 @@ class Account:
 
         What a token costs goes up and down with the text: one stretch of it alone does not decide, and says 0.
         """
-        seconds = self._to_leave + self._reading / max(len(self._steps), 1)
+        seconds = self._to_leave + self._reading / max(self.steps, 1)
         return self._averaged(seconds / seconds_per_token - self.asking.profit(self._price))
 
     def verdict_beside(self, head: Account, seconds_per_token: float, overhead: float = 0.0) -> float:
@@ -202,4 +212,5 @@ class Account:
         asked = sum(asked for asked, _, _ in self._steps)
         seconds = asked * self._to_ask + (count - asked) * self._to_leave + sum(rows for _, rows, _ in self._steps)
         brought = [float(tokens) for _, _, tokens in self._steps]
-        return fmean(brought) - seconds / count / seconds_per_token, stdev(brought) / sqrt(count)
+        error = stdev(brought) / sqrt(count) if count > 1 else inf
+        return fmean(brought) - seconds / count / seconds_per_token, error

@@ -18,7 +18,8 @@ CLEAR = 1.5
 LUCK = 0.5
 """Standard errors by which a gain is believed to be less where it is decided whether the part pays at all."""
 MEMORY = 128
-"""Steps in which a way was gone, after which the older half of their weight is forgotten."""
+"""Steps in which a way was gone, after which the older half of their weight is forgotten; four times as many of all
+situations together, whose weight says how often each of them comes."""
 FADE = 1 - 1 / 512
 """What a step of a situation leaves of the weight of those before it: what has not been tried for long is not clear
 any more, all the sooner the less there is between the two ways."""
@@ -62,15 +63,11 @@ class _Mean:
 class _Situation:
     """Steps that looked alike, those in which the part was asked and those in which it was left."""
 
-    __slots__ = ("asked", "left")
+    __slots__ = ("asked", "left", "weight")
 
-    def __init__(self, asked: Sequence[float] = (), left: Sequence[float] = ()) -> None:
-        self.asked, self.left = _Mean(*asked), _Mean(*left)
-
-    @property
-    def weight(self) -> float:
-        """How often it was seen, of late."""
-        return self.left.count + self.asked.count
+    def __init__(self, asked: Sequence[float] = (), left: Sequence[float] = (), weight: float = 0.0) -> None:
+        """weight: how often it was seen, of late."""
+        self.asked, self.left, self.weight = _Mean(*asked), _Mean(*left), weight
 
     @property
     def known(self) -> bool:
@@ -135,17 +132,20 @@ class Asking:
 
     def __init__(self) -> None:
         self._situations: dict[Hashable, _Situation] = {}
+        self._weight = 0.0  # of all
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as JSON can say it."""
-        return {"situations": [[key, way.asked.state(), way.left.state()] for key, way in self._situations.items()]}
+        situations = self._situations.items()
+        return {"situations": [[key, way.asked.state(), way.left.state(), way.weight] for key, way in situations]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Asking:
         """What `state_dict` said."""
         made = cls()
-        for key, asked, left in state["situations"]:
-            made._situations[_key(key)] = _Situation([*map(float, asked)], [*map(float, left)])
+        for key, asked, left, weight in state["situations"]:
+            made._situations[_key(key)] = _Situation([*map(float, asked)], [*map(float, left)], float(weight))
+        made._weight = sum(seen.weight for seen in made._situations.values())
         return made
 
     def pays(self, situation: Hashable, price: float) -> bool:
@@ -166,6 +166,16 @@ class Asking:
         for way in (seen.asked, seen.left):
             way.fade(FADE * way.count)
         (seen.asked if asked else seen.left).add(worth)
+        self.pass_over(situation, 1)
+
+    def pass_over(self, situation: Hashable, times: int) -> None:
+        """A situation was seen so many times more."""
+        self._situations.setdefault(situation, _Situation()).weight += times
+        self._weight += times
+        if self._weight >= 4 * MEMORY:
+            for seen in self._situations.values():
+                seen.weight /= 2
+            self._weight /= 2
 
     def gain(self, situation: Hashable) -> float:
         """Tokens that asking brings, 0 where nobody knows."""
@@ -205,5 +215,5 @@ class Asking:
 
     def _average(self, gains: Mapping[Hashable, float]) -> float:
         """Of all steps, those in which one situation is not known or nothing is gained counting for none."""
-        weight = sum(seen.weight for seen in self._situations.values())
-        return sum(self._situations[key].weight * max(0.0, gain) for key, gain in gains.items()) / max(weight, 1.0)
+        brought = sum(self._situations[key].weight * max(0.0, gain) for key, gain in gains.items())
+        return brought / max(self._weight, 1.0)

@@ -78,6 +78,7 @@ class HybridDrafter(Drafter):
         self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
         self._context = 0  # the text, as n-grams code it
         self._decision = Decision()  # about the present step
+        self._noted = True  # whether that will be written down
         self._reach: int | None = None  # as `reach` was told
         self._sole: NgramDrafter | None = None  # n-grams, where they draft the rest of the answer by themselves …
         self._sole_steps = self._sole_accepted = 0  # … so many steps, and accepted drafts, so far
@@ -131,23 +132,29 @@ class HybridDrafter(Drafter):
             return self._observe_only(ledger.only, new)
         now = self._clock()
         if step.tree is not None:
+            decision = self._decision
             ledger.steps += 1
-            if self._merged is None:
-                self._decision.asked[0].learn(len(new) - 1)
-            took = Step(self._rows, now - self._proposed, now - self._began, len(new))
-            ledger.write(
-                Written(
-                    self._decision,
-                    took,
-                    new,
-                    self._merged,
-                    self._likely,
-                    self._drafting,
-                    self._merging,
-                    self._proposed - self._observed,
-                    self._expected,
+            if self._noted:
+                if self._merged is None:
+                    decision.asked[0].learn(len(new) - 1)
+                took = Step(self._rows, now - self._proposed, now - self._began, len(new))
+                ledger.write(
+                    Written(
+                        decision,
+                        took,
+                        new,
+                        self._merged,
+                        self._likely,
+                        self._drafting,
+                        self._merging,
+                        self._proposed - self._observed,
+                        self._expected,
+                        ledger.counted(),
+                    )
                 )
-            )
+            else:
+                decision.counted += 1
+                decision.accepted += len(new) - 1
         self._observed, self._began = now, self._clock()
         self._drafting = [0.0] * len(self.parts)
         for part in ledger.active:
@@ -191,22 +198,27 @@ class HybridDrafter(Drafter):
             if isinstance(ledger.only.drafter, NgramDrafter):
                 self._sole = ledger.only.drafter
             return self._of(ledger.only, step)
-        asked = self._decision.asked
-        for part in ledger.active:
-            self._tell(part, step, part in asked)
-        tree = self._alone(asked[0], step) if len(asked) == 1 else self._merge(asked, step, self._decision.size)
+        decision = self._decision
+        self._noted, asked = ledger.notes(decision), decision.asked
+        for part in decision.heads:
+            self._ask(part, step)
+        for part in decision.left:
+            self._leave(part, step)
+        tree = self._alone(asked[0], step) if len(asked) == 1 else self._merge(asked, step, decision.size)
         self._rows, self._proposed = len(tree), self._clock()
         return tree
 
-    def _tell(self, part: HybridPart, step: VerifiedStep, asked: bool) -> None:
-        """What a part need know before it drafts, or because it does not."""
+    def _ask(self, part: HybridPart, step: VerifiedStep) -> None:
+        """What a part need know before it drafts."""
         start, part.reach = self._clock(), self._reach
-        if asked:
-            if part.catch_up(len(step.tokens) - len(self._new)):
-                part.account.read(self._clock() - start)
-        elif not part.phrases:
-            part.leave(step, self._new)
-            self._drafting[part.place] = self._clock() - start
+        if part.catch_up(len(step.tokens) - len(self._new)):
+            part.account.read(self._clock() - start)
+
+    def _leave(self, part: HybridPart, step: VerifiedStep) -> None:
+        """What it need know because it does not."""
+        start, part.reach = self._clock(), self._reach
+        part.leave(step, self._new)
+        self._drafting[part.place] = self._clock() - start
 
     def _alone(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
         """Its own tree, at no cost of others."""
@@ -216,7 +228,7 @@ class HybridDrafter(Drafter):
         return tree
 
     def _of(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
-        return part.drafter.propose() if part.phrases else part.draft_alone(step, len(self._new), self._prices_of)
+        return part.drafter.propose() if part.phrases else part.draft_alone(step, self._new, self._prices_of)
 
     def _prices_of(self, nodes: int) -> Prices | None:
         """Of trees of so many nodes and fewer, where they matter and are known."""
@@ -227,7 +239,7 @@ class HybridDrafter(Drafter):
         start = self._clock()
         for part in asked:
             if not part.phrases:
-                part.speak(step, len(self._new))
+                part.speak(step, self._new)
                 now = self._clock()
                 self._drafting[part.place] = now - start
                 start = now

@@ -16,6 +16,7 @@ from inference.drafters.merged_tree import UNLIKELY, LevelSource, PhraseSource, 
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.running_costs import Prices
 from inference.drafters.text import TextDrafter
+from inference.drafters.untold import Untold
 from inference.program import program
 from inference.target import Target
 from inference.tree import DraftTree
@@ -26,7 +27,7 @@ PAUSE, SHARE = 8 * TRIAL, 0.01
 """Target steps for which a part that did not pay stays off at least, twice as many if it did not the time before
 either; longer, if trials would else take more of the time than this share."""
 WAITING = 1024
-"""Tokens that a part on a device need not have taken in while it is not asked; of a prompt, all."""
+"""Tokens behind a prompt that a part on a device need not have taken in while it is not asked."""
 
 
 class HybridPart:
@@ -53,17 +54,16 @@ class HybridPart:
             self.met = False
             drafter.prepare()
             self._draft, self._speak = program(self._drafted, target.device), program(self._spoken, target.device)
-        self._untold: list[tuple[VerifiedStep, int]] = []  # steps it has not taken in yet, tokens of each that count
-        self._waiting = 0  # those tokens
+        self._untold = Untold()  # what it has not taken in yet …
+        self._unread: list[int] = []  # … or read, where it reads text
         self.accepted = self.alone = 0  # tokens since the beginning: credited to it, and those nobody else had
         self.asked = 0  # target steps since the beginning in which it drafted
         self.switched: list[dict[str, int | None]] = []  # target steps after which it went off and on again
         self._until = 0  # target steps after which it is tried again
         self.rows: list[int] | None = None  # of the forward, for each row of its own tree, where it asks for choices
         self.riders: list[int] = []  # nodes of its own tree that ride along and are never accepted
-        self._remembers = True
+        self._may_wait = True
         self.reach: int | None = None  # what its drafter is told of `Drafter.reach` before it is told anything else
-        self._unread: list[int] = []  # text that it has not read yet, where it reads text
         self.account = Account()
 
     # ---- on and off ----------------------------------------------------------------------------------------
@@ -73,12 +73,12 @@ class HybridPart:
         """Whether it has been switched off."""
         return bool(self.switched) and self.switched[-1]["on"] is None
 
-    def switch_off(self, steps: int, tokens_per_step: float = 0.0) -> None:
+    def switch_off(self, steps: int, seconds_per_step: float = 0.0) -> None:
         """It does not pay."""
         self.switched.append({"off": steps, "on": None})
         self.riders = []
         self._forget()  # it will begin with another text
-        afford = self.account.spent / (SHARE * tokens_per_step) if tokens_per_step else 0.0
+        afford = self.account.spent / (SHARE * seconds_per_step) if seconds_per_step else 0.0
         self._until = steps + max(PAUSE << self.account.failed, round(afford))
         self.account.failed = True
 
@@ -117,7 +117,8 @@ class HybridPart:
         self._forget()
         self.reach = None
         self.drafter.begin(prompt, capacity)
-        self._remembers = bool(self.drafter.memory())  # if not, nothing that it is told outlives the next step
+        # a part without memory need not be told: nothing of it outlives the next step
+        self._may_wait = self.drafter.on_device and bool(self.drafter.memory())
 
     def _look(self) -> Drafter:
         """Its drafter, which knows how far to look."""
@@ -126,13 +127,13 @@ class HybridPart:
             self.reach = None
         return self.drafter
 
-    def speak(self, step: VerifiedStep, count: int) -> None:
-        """Take a step of `count` tokens in; its drafts behind it enter the merged tree."""
+    def speak(self, step: VerifiedStep, new: list[int]) -> None:
+        """Take a step in; its drafts behind it enter the merged tree. new: as `text.committed` says."""
         if isinstance(self.source, LevelSource):
-            self.source.take(self._behind(step, count, self._spoken, self._speak))
+            self.source.take(self._behind(step, new, self._spoken, self._speak))
             return
         assert isinstance(self.source, TreeSource)
-        self.tree = self._behind(step, count, self._drafted, self._draft)
+        self.tree = self._behind(step, new, self._drafted, self._draft)
         self.source.take(self.tree)
         if self.drafter.reads_choices:
             self.riders = [node for node, candidate in enumerate(self.tree.candidate.tolist()) if not candidate]
@@ -140,7 +141,7 @@ class HybridPart:
     def _behind(
         self,
         step: VerifiedStep,
-        count: int,
+        new: list[int],
         plain: Callable[[VerifiedStep], Drafts],
         fast: Callable[[VerifiedStep], Drafts],
     ) -> Drafts:
@@ -150,10 +151,10 @@ class HybridPart:
             return plain(step)
         self._meet(step)
         step = self._as_seen(step)
-        self.catch_up(len(step.tokens) - count)
+        self.catch_up(len(step.tokens) - len(new))
         if self._untold:
-            self._wait(step, count)
-            step = self._joined(len(step.tokens))
+            self._untold.add(step, new)
+            step = replace(self._untold.take(len(step.tokens)), choices=step.choices, tree=step.tree)
         return fast(step)
 
     def _meet(self, step: VerifiedStep) -> None:
@@ -168,12 +169,13 @@ class HybridPart:
                 memory.copy_(value)
         self.met = True
 
-    def draft_alone(self, step: VerifiedStep, count: int, prices: Callable[[int], Prices | None]) -> DraftTree:
+    def draft_alone(self, step: VerifiedStep, new: list[int], prices: Callable[[int], Prices | None]) -> DraftTree:
         """Its own tree as the hybrid's: with its place among the sources, as far as it pays.
 
+        new: as `text.committed` says.
         prices: what trees of so many nodes cost, None where nobody knows.
         """
-        tree = self.tree = self._behind(step, count, self._drafted, self._draft)
+        tree = self.tree = self._behind(step, new, self._drafted, self._draft)
         if self.may_be_left and (known := prices(len(tree))):
             tree = self.account.own.cut(tree, known)
         return tree if self._marks else replace(tree, source=tree.source + self.place)
@@ -195,46 +197,26 @@ class HybridPart:
         """
         if self._reads:
             self._unread += new
+        elif self._may_wait:
+            self._untold.add(step, new)
+            if self._untold.behind > WAITING:
+                self.catch_up()
         elif not self.drafter.on_device:
             self._look().observe(step)
-        elif self._remembers:
-            self._wait(step, len(step.tokens) if step.tree is None else len(new))
-            if self._waiting > WAITING and len(self._untold) > 1:
-                self.catch_up()
 
     def catch_up(self, room: int = 0) -> bool:
         """Take in what waits, in one go, where it is more than so many tokens. Returns whether it was."""
         if self._unread:
             self.drafter.read(self._unread)  # type: ignore[attr-defined]
             self._unread = []
-        if not self._untold or self._waiting <= room:
+        if not self._untold or len(self._untold) <= room:
             return False
-        self._look().observe(self._joined(self._waiting))
+        self._look().observe(self._untold.take())
         return True
 
-    def _wait(self, step: VerifiedStep, count: int) -> None:
-        self._untold.append((step, count))
-        self._waiting += count
-
-    def _joined(self, size: int) -> VerifiedStep:
-        """What waits as one step of `size` rows, as if it had been one; nothing waits any more."""
-        steps, counts = zip(*self._untold)
-        rows = [*counts[:-1], size - sum(counts[:-1])]
-        self._forget()
-
-        def joined(part: Callable[[VerifiedStep], Tensor]) -> Tensor:
-            return torch.cat([part(step)[:count] for step, count in zip(steps, rows)])
-
-        return replace(
-            steps[-1],
-            tokens=joined(lambda step: step.tokens),
-            next_tokens=joined(lambda step: step.next_tokens),
-            hidden=joined(lambda step: step.hidden),
-            count=torch.stack([step.count for step in steps]).sum(),
-        )
-
     def _forget(self) -> None:
-        self._untold, self._unread, self._waiting = [], [], 0
+        self._untold.clear()
+        self._unread = []
 
     def _drafted(self, step: VerifiedStep) -> DraftTree:
         self.drafter.observe(step)

@@ -1,6 +1,6 @@
 """What a hybrid has learned, kept in a file: the next process begins where this one ended, without its trials.
 
-    {"format_version": 3, "of": …, "steps": N, "calibration": …, "costs": …, "prospects": …,
+    {"format_version": 4, "of": …, "steps": N, "calibration": …, "costs": …, "prospects": …,
      "parts": [{"account": …, "pause": …}]}
 
 `of` says which hybrid learned it for which target on which machine: prices and what pays are no other's.
@@ -24,7 +24,7 @@ from inference.drafters.calibration import Calibration
 from inference.drafters.running_costs import RunningCosts
 from inference.target import Target
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass

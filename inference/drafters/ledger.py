@@ -21,6 +21,8 @@ from inference.drafters.running_costs import RunningCosts, Step, typical
 
 BATCH = 32
 """Steps that are written down before they are learned from, and as often is the same decided without thinking."""
+NOTED = 8
+"""Of so many steps those that are written down where n-grams alone speak and that is clear; others are counted."""
 
 
 @dataclass
@@ -34,8 +36,13 @@ class Decision:
     trial      whether that, or that it is no usual step, says nothing of what asking brings
     asked      the parts
     choices    of every active part
+    heads      those that are asked and draft with a model or a datastore
+    left       those that are not asked and must be told so
     settled    whether the same would be decided again: nothing is being found out
+    quiet      whether n-grams speak alone then
     uses       how often it has been
+    counted    steps of which only their number is known, to be credited …
+    accepted   … and drafts that were accepted in them
     """
 
     situation: Hashable = None
@@ -45,8 +52,13 @@ class Decision:
     trial: bool = False
     asked: Sequence[HybridPart] = ()
     choices: Mapping[HybridPart, Choice] = field(default_factory=dict)
+    heads: Sequence[HybridPart] = ()
+    left: Sequence[HybridPart] = ()
     settled: bool = False
+    quiet: bool = False
     uses: int = 0
+    counted: int = 0
+    accepted: int = 0
 
 
 class Written(NamedTuple):
@@ -59,6 +71,7 @@ class Written(NamedTuple):
     merging   seconds
     ready     seconds from when the step before was known until the tree was
     expected  drafts that would be accepted; None: nobody said
+    counted   how often each situation was in steps since the one that was written down before
     """
 
     decision: Decision
@@ -70,6 +83,7 @@ class Written(NamedTuple):
     merging: float
     ready: float
     expected: float | None
+    counted: Mapping[Hashable, int]
 
 
 class Ledger:
@@ -94,6 +108,8 @@ class Ledger:
         self._overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
         self._clear: dict[Hashable, Decision] = {}  # by situation, what would be decided again
         self._written: list[Written] = []
+        self._counted: dict[Hashable, int] = {}  # situations of steps since the last one that was written down
+        self._looks = 0  # how often there was a look at the accounts since they were settled
         self.active: list[HybridPart] = []
         self.only: HybridPart | None = None
         self.renew_active()
@@ -133,17 +149,18 @@ class Ledger:
         self.catch_up()
         decision = Decision(situation, fresh, self.weighs)
         if self.only is None:
+            self._conclude(decision, bool(self._counted))
             decision.size = self.costs.trial(self.budget) if self.fit else None
             decision.trial = decision.size is not None or wait
-            self._conclude(decision)
             self._choose(decision, wait)
             if decision.settled:
                 self._clear[situation] = decision
         return decision
 
-    def _conclude(self, decision: Decision) -> None:
-        """The step behind the one that was learned from last begins so."""
-        prospect = self.prospects(decision.situation) if decision.weighed and not decision.fresh else None
+    def _conclude(self, decision: Decision, apart: bool) -> None:
+        """The step behind the one that was learned from last begins so, unless others were between them."""
+        follows = decision.weighed and not decision.fresh and not apart
+        prospect = self.prospects(decision.situation) if follows else None
         for part in self.active:
             part.account.conclude(prospect)
 
@@ -164,13 +181,35 @@ class Ledger:
             if not choices[heads[0]].company:
                 asked = heads
         decision.asked, decision.choices = asked, choices
+        decision.heads = heads
+        decision.left = [part for part in self.active if part not in asked and not part.phrases]
         decision.settled = (
             weighs
             and not decision.fresh
             and all(part.phrases or part.account.settled(choice) for part, choice in choices.items())
         )
+        decision.quiet = decision.settled and not heads and len(asked) == 1
 
     # ---- learning ------------------------------------------------------------------------------------------
+
+    def notes(self, decision: Decision) -> bool:
+        """Whether to write a step down that is decided so."""
+        return not decision.quiet or self.steps % BATCH < NOTED
+
+    def counted(self) -> Mapping[Hashable, int]:
+        """How often each situation was since the last step was written down, which now another is."""
+        self._credit_counted()
+        counted, self._counted = self._counted, {}
+        return counted
+
+    def _credit_counted(self) -> None:
+        for situation, decision in self._clear.items():
+            if decision.counted:
+                self._counted[situation] = self._counted.get(situation, 0) + decision.counted
+                part = decision.asked[0]
+                part.asked += decision.counted
+                part.credit(decision.accepted, alone=decision.accepted)
+                decision.counted = decision.accepted = 0
 
     def write(self, step: Written) -> None:
         """One more step, which is learned from at once where something is being found out."""
@@ -180,6 +219,7 @@ class Ledger:
 
     def catch_up(self) -> None:
         """Learn from all steps that were written down."""
+        self._credit_counted()
         written, self._written = self._written, []
         for step in written:
             start = self._clock()
@@ -188,7 +228,9 @@ class Ledger:
             brought = self._credited(step)
             spent = step.merging + (0.0 if step.merged is None else self._clock() - start)
             if self.fit and self.only is None:
-                self._conclude(step.decision)
+                self._conclude(step.decision, bool(step.counted))
+                for part in self.active:
+                    part.account.pass_over(step.counted)
                 self._learn(step, brought, spent)
 
     def _credited(self, step: Written) -> Mapping[str, int]:
@@ -239,8 +281,9 @@ class Ledger:
             )
             if renewed:
                 account.renew(costs.seconds_per_token)
-        if active[0].account.steps % LOOK == 0 and costs.seconds_per_token:
+        if active[0].account.steps // LOOK > self._looks and costs.seconds_per_token:
             self.judge()
+        self._looks = active[0].account.steps // LOOK
 
     def judge(self) -> None:
         """Switch off a part that costs more than it brings; clearly so, or after a trial (`Account.verdict`: two).
@@ -270,7 +313,7 @@ class Ledger:
             elif loss < 0:
                 part.account.failed = False
         if losing:
-            max(losing, key=lambda one: one[:2])[2].switch_off(self.steps, costs.tokens_per_step)
+            max(losing, key=lambda one: one[:2])[2].switch_off(self.steps, costs.seconds_per_step)
             self.renew_active()
         if losing or over:
             for part in active:

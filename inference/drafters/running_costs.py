@@ -216,11 +216,6 @@ class RunningCosts:
         return found
 
     @property
-    def tokens_per_step(self) -> float:
-        """Of late."""
-        return self.seconds_per_step / self.seconds_per_token if self.seconds_per_token else 0.0
-
-    @property
     def node_price(self) -> float:
         """Tokens that would come in the time that one more node takes, on average."""
         return self.seconds_per_node / self.seconds_per_token if self.seconds_per_token else 0.0

@@ -193,7 +193,7 @@ def test_one_stretch_of_text_alone_does_not_decide_about_a_part():
 
 def test_what_was_spent_long_ago_counts_no_more():
     account = Account()
-    account._price = 0.5
+    account._price, account._seconds_per_token = 0.5, 1.0
     for _ in range(100):
         account.decide(account.choose("here", may_be_left=False))
     assert 40 < account.spent < 50

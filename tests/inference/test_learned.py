@@ -193,7 +193,7 @@ def test_a_file_cut_short_is_refused(llama, written, tmp_path, keep):
 @pytest.mark.parametrize(
     "change,told",
     [
-        ({"format_version": 1}, "format_version 3; .* has 1"),
+        ({"format_version": 1}, "format_version 4; .* has 1"),
         ({"parts": []}, "cut short or is none"),
         ({"parts": 3}, "cut short or is none"),
         ({"calibration": {"cells": [[["x"], 1]], "alone": []}}, "cut short or is none"),

@@ -3,12 +3,15 @@
 import json
 
 import pytest
+import torch
 
+from inference.drafters import ledger as ledgers
 from inference.drafters.account import LOOK, Account, Choice
+from inference.drafters.base import VerifiedStep
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE, HybridPart
 from inference.drafters.learned import Learned
-from inference.drafters.ledger import BATCH, Decision
+from inference.drafters.ledger import BATCH, NOTED, Decision
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY
@@ -49,6 +52,7 @@ def decoded(llama, llama_prompts, monkeypatch, settled, asks, joins):
 
 
 def test_steps_that_are_written_down_teach_what_they_would_have_taught_at_once(llama, llama_prompts, monkeypatch):
+    monkeypatch.setattr(ledgers, "NOTED", BATCH)
     told = []
     for settled in (False, True):
         hybrid, brought = decoded(llama, llama_prompts, monkeypatch, settled, asks=(1,), joins=())
@@ -66,6 +70,25 @@ def test_steps_that_are_written_down_teach_what_they_would_have_taught_at_once(l
     assert json.dumps(at_once) == json.dumps(later)
     for key, sums in gained.items():  # what follows the last step of an answer is not known to those written down
         assert gained_later[key] == pytest.approx(sums, abs=2 * len(llama_prompts))
+
+
+def test_of_what_is_clear_most_is_only_counted(llama, llama_prompts, monkeypatch):
+    followed = []
+    conclude = Account.conclude
+    monkeypatch.setattr(Account, "conclude", lambda account, worth: followed.append(worth) or conclude(account, worth))
+    runs = []
+    for noted in (BATCH, NOTED):
+        monkeypatch.setattr(ledgers, "NOTED", noted)
+        followed.clear()
+        hybrid, brought = decoded(llama, llama_prompts, monkeypatch, True, asks=(), joins=())
+        found = hybrid.findings()
+        assert sum(part["accepted"] for part in found["parts"].values()) == brought
+        ledger, account = hybrid._ledger, hybrid.parts[0].account
+        behind_others = followed.count(None)
+        runs.append((found, account.steps + sum(ledger._counted.values()), ledger.costs.steps, behind_others))
+    (all_told, every_step, learned, ends), (told, steps, noted, gaps) = runs
+    assert told == all_told and steps == every_step
+    assert noted < 0.6 * learned and gaps > ends  # what follows a gap says nothing of the step before it
 
 
 def test_merged_trees_that_are_written_down_are_credited(llama, llama_prompts, monkeypatch):
@@ -98,9 +121,10 @@ def test_a_part_that_fails_again_is_off_for_longer(llama):
     part = HybridPart(0, "ngram", NgramDrafter(), llama)
     pauses, steps = [], 0
     for _ in range(3):
-        part._wait(None, 3)
+        part._untold.add(VerifiedStep(*map(torch.zeros, (3, 3, (3, 1), ()))), [1, 2, 3, 4])
+        part._unread = [1]
         part.switch_off(steps)
-        assert not part._untold and not part._waiting  # of this text it needs nothing any more
+        assert not part._untold and not part._unread  # of this text it needs nothing any more
         pauses.append(part.pause(steps))
         steps = part._until
         assert part.pause_over(steps)
