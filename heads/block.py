@@ -139,4 +139,5 @@ def folded_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     """
     heads, shared = queries.shape[1], keys.shape[1]
     folded = queries.unflatten(1, (shared, -1)).flatten(2, 3)
-    return grouped_attention(folded, keys, values, mask.repeat(heads // shared, 1)).view(queries.shape)
+    attended = grouped_attention(folded, keys, values, mask.repeat(heads // shared, 1))
+    return attended.unflatten(2, (heads // shared, -1)).flatten(1, 2)
