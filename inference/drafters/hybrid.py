@@ -132,29 +132,12 @@ class HybridDrafter(Drafter):
             return self._observe_only(ledger.only, new)
         now = self._clock()
         if step.tree is not None:
-            decision = self._decision
             ledger.steps += 1
             if self._noted:
-                if self._merged is None:
-                    decision.asked[0].learn(len(new) - 1)
-                took = Step(self._rows, now - self._proposed, now - self._began, len(new))
-                ledger.write(
-                    Written(
-                        decision,
-                        took,
-                        new,
-                        self._merged,
-                        self._likely,
-                        self._drafting,
-                        self._merging,
-                        self._proposed - self._observed,
-                        self._expected,
-                        ledger.counted(),
-                    )
-                )
+                self._note(now)
             else:
-                decision.counted += 1
-                decision.accepted += len(new) - 1
+                self._decision.counted += 1
+                self._decision.accepted += len(new) - 1
         self._observed, self._began = now, self._clock()
         self._drafting = [0.0] * len(self.parts)
         for part in ledger.active:
@@ -164,6 +147,26 @@ class HybridDrafter(Drafter):
                 self._drafting[part.place] = self._clock() - start
         for token in new[-self._contexts.n :]:
             self._context = self._contexts.after(self._context, token)
+
+    def _note(self, now: float) -> None:
+        """Write the step down that was observed just now."""
+        ledger, new = self._ledger, self._new
+        if self._merged is None:
+            self._decision.asked[0].learn(len(new) - 1)
+        ledger.write(
+            Written(
+                self._decision,
+                Step(self._rows, now - self._proposed, now - self._began, len(new)),
+                new,
+                self._merged,
+                self._likely,
+                self._drafting,
+                self._merging,
+                self._proposed - self._observed,
+                self._expected,
+                ledger.counted(),
+            )
+        )
 
     def _observe_only(self, part: HybridPart, new: list[int]) -> None:
         """For the only part that is left, which drafted the step by itself."""
