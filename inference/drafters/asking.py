@@ -132,7 +132,6 @@ class Asking:
 
     def __init__(self) -> None:
         self._situations: dict[Hashable, _Situation] = {}
-        self._weight = 0.0  # of all
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as JSON can say it."""
@@ -145,7 +144,6 @@ class Asking:
         made = cls()
         for key, asked, left, weight in state["situations"]:
             made._situations[_key(key)] = _Situation([*map(float, asked)], [*map(float, left)], float(weight))
-        made._weight = sum(seen.weight for seen in made._situations.values())
         return made
 
     def pays(self, situation: Hashable, price: float) -> bool:
@@ -171,11 +169,13 @@ class Asking:
     def pass_over(self, situation: Hashable, times: int) -> None:
         """A situation was seen so many times more."""
         self._situations.setdefault(situation, _Situation()).weight += times
-        self._weight += times
         if self._weight >= 4 * MEMORY:
             for seen in self._situations.values():
                 seen.weight /= 2
-            self._weight /= 2
+
+    @property
+    def _weight(self) -> float:
+        return sum(seen.weight for seen in self._situations.values())
 
     def gain(self, situation: Hashable) -> float:
         """Tokens that asking brings, 0 where nobody knows."""
