@@ -21,6 +21,7 @@ from torch import Tensor
 from heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
 from inference.host import may_ask
 from inference.level_tree import best_indices
+from inference.native import library
 from inference.tree import DraftTree
 
 TREE_MODES = ("prefix", "raw", "plain")
@@ -42,7 +43,10 @@ def build_tree(
         raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {mode!r}")
     if max_nodes < 1:
         raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
-    if mode == "prefix":
+    if mode == "prefix" and library.loaded() and log_probs.device.type == "cpu" and log_probs.dtype == torch.float32:
+        deepest = min(max_depth or len(log_probs), max_nodes)
+        tree = DraftTree.build(*library.prefix_tree(log_probs.exp(), max_nodes, deepest))
+    elif mode == "prefix":
         tree = prefix_tree(log_probs, max_nodes, max_depth)
     else:
         tree = alignment_tree(log_probs, max_nodes, collapse=mode == "raw")

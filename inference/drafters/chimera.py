@@ -21,7 +21,7 @@ from heads.chimera import ChimeraHead, KGramEncoder
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.drafters.block_cache import BlockCache
 from inference.drafters.kgram_cache import KGramCache
-from inference.layout import for_drafting
+from inference.int8_weights import DraftingHead
 from inference.level_tree import grow_tree
 from inference.target import Target
 from inference.tree import DraftTree
@@ -130,16 +130,18 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
 class ChimeraDrafter(Drafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
-    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0}
+    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0, "int8": 1}
 
-    def __init__(self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0) -> None:
-        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew."""
+    def __init__(
+        self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0, int8: int = 1
+    ) -> None:
+        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew;
+        int8: 1 drafts with weights of eight bits where that is faster, in compiled programs on a CPU."""
         if kgram_cache and not isinstance(head.encoder, KGramEncoder):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
-        self.head = for_drafting(head)
-        self.view = head.draft_view(target.decoding_view())
+        self._drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
@@ -155,6 +157,10 @@ class ChimeraDrafter(Drafter):
     def on_device(self) -> bool:
         """The table of k-grams is kept by the host."""
         return self.cache is None
+
+    def prepare(self) -> None:
+        """See `Drafter.prepare`: the weights in eight bits."""
+        self._drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -181,12 +187,13 @@ class ChimeraDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""
-        hidden = step.hidden.to(self.head.dtype)
+        head = self._drafting.head
+        hidden = step.hidden.to(head.dtype)
         text = torch.cat([self._recent, step.tokens])
         slots = self._length + torch.arange(len(hidden), device=hidden.device)
         encoded = self._encode(text, step.tokens, slots)
-        grams = self.head.block.context_keys_values(encoded[None], slots[None])
-        past = self.head.block.context_keys_values(hidden[None], slots[None])
+        grams = head.block.context_keys_values(encoded[None], slots[None])
+        past = head.block.context_keys_values(hidden[None], slots[None])
         keys, values = (torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past))
         self._fusion.write(torch.stack([2 * slots, 2 * slots + 1], dim=1).flatten(), keys, values)
         self._length += step.count
@@ -203,12 +210,20 @@ class ChimeraDrafter(Drafter):
 
     def _encode(self, text: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """g [A, H] of the newly committed tokens, which enter at `slots [A]`."""
+        head, view = self._drafting.head, self._drafting.view
         if self._encoder is None:
-            return encode_grams(self.head, self.view, text.unfold(0, self.head.config.order, 1), self.cache)
-        states = self.view.embed(tokens).to(self.head.dtype)
-        return self.head.encoder(states[None], slots[None], self._encoder.entering(slots, causal=True))[0]
+            return encode_grams(
+                self._drafting.head,
+                self._drafting.view,
+                text.unfold(0, self._drafting.head.config.order, 1),
+                self.cache,
+            )
+        states = view.embed(tokens).to(head.dtype)
+        return head.encoder(states[None], slots[None], self._encoder.entering(slots, causal=True))[0]
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._context is not None and self._base is not None, "observe the prefill before proposing"
-        return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache)
+        return draft_tree(
+            self._drafting.head, self._drafting.view, self._context, self._base, self.max_nodes, self.cache
+        )

@@ -17,7 +17,8 @@ from heads.ctc import CTCHead
 from inference.ctc_search import TREE_MODES, build_tree
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from inference.drafters.block_cache import BlockCache
-from inference.layout import for_drafting
+from inference.int8_weights import DraftingHead
+from inference.native import library
 from inference.target import Target
 from inference.tree import DraftTree
 
@@ -34,13 +35,16 @@ class CTCDrafter(Drafter):
     `c_i` needs the token after i, which is known for every committed i: the next committed token, or the base token.
     """
 
-    options: ClassVar[dict[str, Any]] = {"tree": "prefix"}
+    options: ClassVar[dict[str, Any]] = {"tree": "prefix", "int8": 1}
 
-    def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix") -> None:
+    def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix", int8: int = 1) -> None:
+        """tree: one of `TREE_MODES`; int8: 1 drafts with weights of eight bits where that is faster, in compiled
+        programs on a CPU."""
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
-        self.head = for_drafting(head)
-        self.view = head.draft_view(target.decoding_view())
+        self._drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
+        if tree == "prefix" and target.device.type == "cpu":
+            library.load()
         self.tree = tree
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.frames, self.max_nodes)
@@ -53,6 +57,10 @@ class CTCDrafter(Drafter):
     def on_device(self) -> bool:
         """The trees of the published code are built on the host."""
         return self.tree == "prefix"
+
+    def prepare(self) -> None:
+        """See `Drafter.prepare`: the weights in eight bits."""
+        self._drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -72,10 +80,11 @@ class CTCDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""
-        hidden = step.hidden.to(self.head.dtype)
-        states = self.head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
+        head = self._drafting.head
+        hidden = step.hidden.to(head.dtype)
+        states = head.context_states(hidden, step.next_tokens, self._drafting.view)[None]  # [1, A, H]
         slots = self.length + torch.arange(len(hidden), device=states.device)
-        for block, cache in zip(self.head.blocks, self._cache):
+        for block, cache in zip(head.blocks, self._cache):
             assert isinstance(block, DecoderBlock)
             cache.write(slots, *block.context_keys_values(states, slots[None] + 1))
         self.length += step.count
@@ -84,17 +93,18 @@ class CTCDrafter(Drafter):
     def frames(self) -> Tensor:
         """[T, H], what the LM head reads for each frame at the present anchor."""
         assert self._state is not None, "observe the prefill before proposing"
-        base_position = self.length.expand(1, 1)
-        if self.head.config.chained:
+        head, base_position = self._drafting.head, self.length.expand(1, 1)
+        if head.config.chained:
             # c_n itself opens the chain, so the context ends before it
             sees = (self._cache[0].index() < self.length - 1)[None, None]
             attend_chain = chain_attention((self._cache[0].keys, self._cache[0].values), sees)
-            return self.head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
+            state = self._state[None, None]
+            return head.chain_frames(state, base_position, attend_chain, self._drafting.view)[0, 0]
         # frames see the whole context and each other; they lie behind the context, overwritten each step
-        slots = self.length + torch.arange(self.head.config.frames, device=self.length.device)
+        slots = self.length + torch.arange(head.config.frames, device=self.length.device)
         attend = [cache.entering(slots, causal=False) for cache in self._cache]
-        return self.head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
+        return head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` collapsed candidates."""
-        return draft_tree(self.head, self.view, self.frames(), self.max_nodes, self.tree)
+        return draft_tree(self._drafting.head, self._drafting.view, self.frames(), self.max_nodes, self.tree)

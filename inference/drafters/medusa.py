@@ -10,7 +10,7 @@ from torch import Tensor
 from heads.medusa import MedusaHead
 from inference.ctc_search import build_tree
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
-from inference.int8_rows import Int8Offsets
+from inference.int8_weights import DraftingHead
 from inference.rank_paths import RankPaths
 from inference.target import Target
 from inference.tree import DraftTree
@@ -46,16 +46,12 @@ class MedusaDrafter(Drafter):
             raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
-        if int8 not in (0, 1):
-            raise ValueError(f"int8 is 0 or 1; got {int8}")
         self.tree = tree
-        self.head = head.eval()
+        self._drafting = DraftingHead(head, int8)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(heads or head.config.heads, self.max_nodes)
         self._paths = rank_paths(head, self.max_nodes, heads)
         self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
-        self._rounds = bool(int8) and target.device.type == "cpu"
-        self._int8: Int8Offsets | None = None
         self._last: Tensor | None = None  # h_n, [H]
 
     @property
@@ -65,8 +61,7 @@ class MedusaDrafter(Drafter):
 
     def prepare(self) -> None:
         """See `Drafter.prepare`: the weights in eight bits."""
-        if self._rounds and self._int8 is None:
-            self._int8 = Int8Offsets(self.head.each[: self._used])
+        self._drafting.prepare()
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Nothing is kept from prompt to prompt."""
@@ -74,11 +69,11 @@ class MedusaDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Take the last committed token's hidden state."""
-        self._last = step.hidden[-1].to(self.head.dtype)
+        self._last = step.hidden[-1].to(self._drafting.head.dtype)
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
-        log_probs, vocabulary = self._log_probs(), self.head.draft_vocab
+        log_probs, vocabulary = self._log_probs(), self._drafting.head.draft_vocab
         if self.tree == "best":
             return self._paths.best_tree(log_probs, vocabulary)
         never_blank = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
@@ -89,14 +84,11 @@ class MedusaDrafter(Drafter):
 
         What a tree is made from, for whoever makes one of several drafters.
         """
-        tokens, log_probs = self._paths.likeliest(self._log_probs(), self.head.draft_vocab)
+        tokens, log_probs = self._paths.likeliest(self._log_probs(), self._drafting.head.draft_vocab)
         return torch.stack([tokens.double(), log_probs.double()])
 
     def _log_probs(self) -> Tensor:
         """[K, V] of the heads that are used."""
         assert self._last is not None, "observe the prefill before proposing"
-        if self._int8 is not None and torch.compiler.is_compiling():
-            log_probs = self._int8.log_probs(self._last)
-        else:
-            log_probs = self.head.draft_log_probs(self._last, self._used)
-        return tempered(log_probs, self.head.config.tree_temperature)
+        head = self._drafting.head
+        return tempered(head.draft_log_probs(self._last, self._used), head.config.tree_temperature)

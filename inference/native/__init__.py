@@ -1,0 +1,1 @@
+"""Two loops of drafting on a CPU in C++, compiled where they are first needed."""
