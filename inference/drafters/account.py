@@ -8,7 +8,7 @@ from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from inference.drafters.asking import Asking
+from inference.drafters.asking import Asking, Company
 from inference.drafters.own_tree import OwnTree
 from inference.drafters.running_costs import typical
 
@@ -40,7 +40,7 @@ class Account:
 
     def __init__(self) -> None:
         self.choice = Choice()  # in the step that is learned from
-        self.asking, self.joining = Asking(), Asking()  # it, and n-grams beside it
+        self.asking, self.joining = Asking(), Company()  # it, and n-grams beside it
         self.own = OwnTree()
         self._worth: float | None = None  # of the step before, until it is known what follows it
         self._merged = False  # whether it was merged with others
@@ -77,7 +77,7 @@ class Account:
     def from_state(cls, state: Mapping[str, Any]) -> Account:
         """What `state_dict` said; `renew` it before it is asked."""
         made = cls()
-        made.asking, made.joining = Asking.from_state(state["asking"]), Asking.from_state(state["joining"])
+        made.asking, made.joining = Asking.from_state(state["asking"]), Company.from_state(state["joining"])
         made.own = OwnTree([*map(float, state["own"])])
         made._when_asked.extend(map(float, state["when_asked"]))
         made._when_left.extend(map(float, state["when_left"]))

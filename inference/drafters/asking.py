@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from math import sqrt
-from typing import Any
+from typing import Any, Self
 
 FEW, MANY = 6, 16
 """Steps of a situation in which it is asked and others in which it is not, at least and at most, until it is clear …"""
@@ -139,7 +139,7 @@ class Asking:
         return {"situations": [[key, way.asked.state(), way.left.state(), way.weight] for key, way in situations]}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Asking:
+    def from_state(cls, state: Mapping[str, Any]) -> Self:
         """What `state_dict` said."""
         made = cls()
         for key, asked, left, weight in state["situations"]:
@@ -210,6 +210,10 @@ class Asking:
                 gains[key] = price - seen.gain
         return self._average(gains)
 
+    def _usual(self, price: float) -> bool:
+        """Whether it pays on average of all situations of which something is known."""
+        return sum(seen.weight * (seen.gain - price) for _, seen in self._known()) > 0
+
     def _known(self) -> list[tuple[Hashable, _Situation]]:
         return [(key, seen) for key, seen in self._situations.items() if seen.known]
 
@@ -217,3 +221,24 @@ class Asking:
         """Of all steps, those in which one situation is not known or nothing is gained counting for none."""
         brought = sum(self._situations[key].weight * max(0.0, gain) for key, gain in gains.items())
         return brought / max(self._weight, 1.0)
+
+
+class Company(Asking):
+    """What others bring beside a part that drafts anyway: much the same in most situations.
+
+    So no more is tried of one than what makes it known, and where it is not clear by itself, what pays on average is
+    done there too.
+    """
+
+    def pays(self, situation: Hashable, price: float) -> bool:
+        """See `Asking.pays`."""
+        seen = self._situations.setdefault(situation, _Situation())
+        if not seen.known:
+            return seen.asked.count <= seen.left.count
+        clear = abs(seen.gain - price) > CLEAR * seen.doubt
+        return seen.gain > price if clear else self._usual(price)
+
+    def clear(self, situation: Hashable, price: float) -> bool:
+        """See `Asking.clear`."""
+        seen = self._situations.get(situation)
+        return seen is not None and seen.known

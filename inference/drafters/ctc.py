@@ -93,7 +93,8 @@ class CTCDrafter(Drafter):
     def frames(self) -> Tensor:
         """[T, H], what the LM head reads for each frame at the present anchor."""
         assert self._state is not None, "observe the prefill before proposing"
-        head, base_position = self._drafting.head, self.length.expand(1, 1)
+        head = self._drafting.head
+        base_position = self.length.expand(1, 1)
         if head.config.chained:
             # c_n itself opens the chain, so the context ends before it
             sees = (self._cache[0].index() < self.length - 1)[None, None]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from inference.drafters.account import LOOK, TRIAL, VERDICTS, Account
-from inference.drafters.asking import FEW, Asking, Prospects
+from inference.drafters.asking import FEW, Asking, Company, Prospects
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE
@@ -273,6 +273,28 @@ def test_what_others_bring_is_counted_above_the_part_alone_in_every_step():
     assert asking.profit_of_company(joining, 0.75, 0.5) == pytest.approx((1.5 + 0.25 + 0) / 3)
     assert asking.profit_of_company(joining, 1.15, 0.5) == pytest.approx((1.5 + 0.65 + 0.15) / 3)
     assert asking.profit_of_company(joining, 0.25, 2.5) == 0
+
+
+def test_company_that_is_not_clear_by_itself_follows_what_pays_on_average():
+    company = Company()
+
+    def learn(situation, beside, alone, times=8):
+        """Values that scatter by 2 around these."""
+        for turn in range(times):
+            company.pays(situation, 0.5)
+            for where, value in ((True, beside), (False, alone)):
+                company.learn(situation, where, value + (2 if turn % 2 else -2))
+
+    learn("pays", 6.0, 1.0)
+    assert company.pays("new", 0.5) and not company.clear("new", 0.5)  # to be tried
+    company.learn("new", True, 1.0)
+    assert not company.pays("new", 0.5)  # and the other way
+    learn("doubtful", 1.2, 1.0)
+    assert company.clear("doubtful", 0.5) and company.pays("doubtful", 0.5)
+    learn("harms", 1.0, 6.0)
+    assert not company.pays("harms", 0.5) and company.pays("pays", 0.5)
+    learn("harms as well", 1.0, 6.0)
+    assert not company.pays("doubtful", 0.5)  # on average it does not pay any more
 
 
 def test_a_step_is_worth_what_follows_it_too():
