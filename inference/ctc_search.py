@@ -43,7 +43,7 @@ def build_tree(
         raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {mode!r}")
     if max_nodes < 1:
         raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
-    if mode == "prefix" and library.loaded() and log_probs.device.type == "cpu" and log_probs.dtype == torch.float32:
+    if mode == "prefix" and _native(log_probs):
         deepest = min(max_depth or len(log_probs), max_nodes)
         tree = DraftTree.build(*library.prefix_tree(log_probs.exp(), max_nodes, deepest))
     elif mode == "prefix":
@@ -53,10 +53,19 @@ def build_tree(
     return tree if vocabulary is None else replace(tree, tokens=vocabulary[tree.tokens])
 
 
+def _native(log_probs: Tensor) -> bool:
+    """Whether the search in C++ is there and takes these."""
+    if log_probs.device.type != "cpu" or log_probs.dtype != torch.float32:
+        return False
+    return library.loaded() if torch.compiler.is_compiling() else library.load()
+
+
 def prefix_tree(
     log_probs: Tensor, max_nodes: int, max_depth: int | None = None, labels_considered: int | None = None
 ) -> DraftTree:
     """The `max_nodes` prefixes of highest Ψ over all depths; equal scores: the shorter prefix first.
+
+    In torch operations, for devices and types that `native/prefix_tree.cpp` is not for.
 
     Level by level: the children of the level's nodes are one [M, T]×[T, C] product, the M best of them are the next
     level, and at the end the M best of all levels are kept. No node of the answer is lost, because its ancestors

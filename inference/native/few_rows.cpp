@@ -24,19 +24,20 @@ namespace {
 
 constexpr int64_t LANES = 16;       // outputs of a block
 constexpr int64_t PAIR = 2 * LANES;  // weights of a block for two neighbouring inputs
+constexpr int64_t AHEAD = 1024;     // bytes of weights that are fetched before they are needed
 constexpr int64_t AT_ONCE = 8;      // rows that share the reading of a block
 
 // Two neighbouring inputs of a row as one integer, the first in the lower half.
 using Pair = int32_t;
 
-// Sums [R, 16] of a block for `rows` of at most AT_ONCE rows [R, pairs].
+// Sums [R, 16] of a block for `rows` of at most AT_ONCE rows, whose inputs lie side by side: [pairs, AT_ONCE].
 using Kernel = void (*)(const Pair* inputs, int64_t rows, const int8_t* block, int64_t pairs, int32_t* sums);
 
 void sum_plainly(const Pair* inputs, int64_t rows, const int8_t* block, int64_t pairs, int32_t* sums) {
     std::fill(sums, sums + rows * LANES, 0);
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t pair = 0; pair < pairs; ++pair) {
-            const Pair both = inputs[row * pairs + pair];
+            const Pair both = inputs[pair * AT_ONCE + row];
             const int32_t first = static_cast<int16_t>(both & 0xffff), second = both >> 16;
             for (int64_t lane = 0; lane < LANES; ++lane) {
                 const int8_t* weights = block + pair * PAIR + 2 * lane;
@@ -56,19 +57,26 @@ __attribute__((target("avx512f,avx512bw,avx512vnni"))) void sum_rows_avx512(
     for (int row = 0; row < ROWS; ++row) {
         for (int chain = 0; chain < CHAINS; ++chain) sum[row][chain] = _mm512_setzero_si512();
     }
-    const auto add = [&](int64_t pair, int chain) __attribute__((target("avx512f,avx512bw,avx512vnni"))) {
-        const auto* eight = reinterpret_cast<const __m256i*>(block + pair * PAIR);
-        const __m512i weights = _mm512_cvtepi8_epi16(_mm256_loadu_si256(eight));
-        for (int row = 0; row < ROWS; ++row) {
-            const __m512i both = _mm512_set1_epi32(inputs[row * pairs + pair]);
-            sum[row][chain] = _mm512_dpwssd_epi32(sum[row][chain], weights, both);
-        }
-    };
     int64_t pair = 0;
     for (; pair + CHAINS <= pairs; pair += CHAINS) {
-        for (int chain = 0; chain < CHAINS; ++chain) add(pair + chain, chain);
+        for (int chain = 0; chain < CHAINS; ++chain) {
+            const int8_t* from = block + (pair + chain) * PAIR;
+            __builtin_prefetch(from + AHEAD);
+            const __m512i weights = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+            for (int row = 0; row < ROWS; ++row) {
+                const __m512i both = _mm512_set1_epi32(inputs[(pair + chain) * AT_ONCE + row]);
+                sum[row][chain] = _mm512_dpwssd_epi32(sum[row][chain], weights, both);
+            }
+        }
     }
-    for (; pair < pairs; ++pair) add(pair, 0);
+    for (; pair < pairs; ++pair) {
+        const auto* from = reinterpret_cast<const __m256i*>(block + pair * PAIR);
+        const __m512i weights = _mm512_cvtepi8_epi16(_mm256_loadu_si256(from));
+        for (int row = 0; row < ROWS; ++row) {
+            const __m512i both = _mm512_set1_epi32(inputs[pair * AT_ONCE + row]);
+            sum[row][0] = _mm512_dpwssd_epi32(sum[row][0], weights, both);
+        }
+    }
     for (int row = 0; row < ROWS; ++row) {
         for (int chain = 1; chain < CHAINS; ++chain) sum[row][0] = _mm512_add_epi32(sum[row][0], sum[row][chain]);
         _mm512_storeu_si512(sums + row * LANES, sum[row][0]);
@@ -95,10 +103,11 @@ __attribute__((target("avx2"))) void sum_rows_avx2(
     for (int row = 0; row < ROWS; ++row) sum[row][0] = sum[row][1] = _mm256_setzero_si256();
     for (int64_t pair = 0; pair < pairs; ++pair) {
         const auto* eight = reinterpret_cast<const __m128i*>(block + pair * PAIR);
+        __builtin_prefetch(block + pair * PAIR + AHEAD);
         const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(eight));
         const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(eight + 1));
         for (int row = 0; row < ROWS; ++row) {
-            const __m256i both = _mm256_set1_epi32(inputs[row * pairs + pair]);
+            const __m256i both = _mm256_set1_epi32(inputs[pair * AT_ONCE + row]);
             sum[row][0] = _mm256_add_epi32(sum[row][0], _mm256_madd_epi16(low, both));
             sum[row][1] = _mm256_add_epi32(sum[row][1], _mm256_madd_epi16(high, both));
         }
@@ -114,7 +123,7 @@ __attribute__((target("avx2"))) void sum_rows_avx2(
 void sum_avx2(const Pair* inputs, int64_t rows, const int8_t* block, int64_t pairs, int32_t* sums) {
     constexpr int64_t most = 4;  // as many rows' sums as there are registers for
     for (int64_t row = 0; row < rows; row += most) {
-        const Pair* from = inputs + row * pairs;
+        const Pair* from = inputs + row;
         int32_t* to = sums + row * LANES;
         switch (std::min(most, rows - row)) {
             case 1: sum_rows_avx2<1>(from, block, pairs, to); break;
@@ -140,12 +149,15 @@ Kernel kernel_of(int64_t instructions) {
 
 // Rows rounded to integers: row ≈ integers · step.
 struct Rounded {
-    std::vector<Pair> pairs;   // [R, K/2]
+    std::vector<Pair> pairs;   // [R/8, K/2, 8]
     std::vector<float> steps;  // [R]
 };
 
-// A number so large that what is added to it loses its fraction; unlike calls of rounding functions, that is vectorised.
-constexpr float NO_FRACTION = 1.5f * (1 << 23);
+// The nearest integer, in 16 bits: beside so large a number a fraction is lost, which takes no call of a function.
+uint16_t whole(float value) {
+    constexpr float large = 1.5f * (1 << 23);
+    return static_cast<uint16_t>(static_cast<int32_t>((value + large) - large));
+}
 
 // The largest absolute value, at least the smallest that is not zero.
 float largest_of(const float* values, int64_t count) {
@@ -166,16 +178,17 @@ Rounded rounded(const float* rows, int64_t count, int64_t inputs, int64_t pairs)
     constexpr int64_t most_weight = 127, short_limit = std::numeric_limits<int16_t>::max();
     const int64_t sum_limit = std::numeric_limits<int32_t>::max() / (most_weight * std::max<int64_t>(inputs, 1));
     const auto most = static_cast<float>(std::min(short_limit, sum_limit));
-    Rounded result{std::vector<Pair>(count * pairs), std::vector<float>(count)};
-    std::vector<int16_t> shorts(2 * pairs, 0);
+    const int64_t groups = (count + AT_ONCE - 1) / AT_ONCE;
+    Rounded result{std::vector<Pair>(groups * pairs * AT_ONCE), std::vector<float>(count)};
     for (int64_t row = 0; row < count; ++row) {
         const float* from = rows + row * inputs;
         const float largest = largest_of(from, inputs), scale = most / largest;
-        for (int64_t k = 0; k < inputs; ++k) {
-            const float whole = (from[k] * scale + NO_FRACTION) - NO_FRACTION;
-            shorts[k] = static_cast<int16_t>(static_cast<int32_t>(whole));
+        Pair* to = result.pairs.data() + row / AT_ONCE * pairs * AT_ONCE + row % AT_ONCE;
+        for (int64_t pair = 0; pair < pairs; ++pair) {
+            const uint16_t first = whole(from[2 * pair] * scale);
+            const uint16_t second = 2 * pair + 1 < inputs ? whole(from[2 * pair + 1] * scale) : 0;
+            to[pair * AT_ONCE] = static_cast<Pair>(first | static_cast<uint32_t>(second) << 16);
         }
-        std::memcpy(result.pairs.data() + row * pairs, shorts.data(), pairs * sizeof(Pair));
         result.steps[row] = largest / most;
     }
     return result;

@@ -127,6 +127,13 @@ def test_products_are_exact_but_for_the_rounding_of_the_rows(outputs, inputs):
         assert ((found[0] - exact).abs() <= off + 1e-5 * exact.abs()).all()
 
 
+def test_the_longest_sums_do_not_overflow():
+    for inputs in (600, 11008):
+        weights, scale = torch.full((3, inputs), 127, dtype=torch.int8), torch.ones(3)
+        found = library.few_rows(torch.ones(1, inputs), library.side_by_side(weights), scale)
+        assert found.flatten().tolist() == pytest.approx([127 * inputs] * 3, rel=1e-3)
+
+
 def test_rows_of_zeros_and_no_rows():
     weights, scale = library.side_by_side(torch.ones(20, 6, dtype=torch.int8)), torch.ones(20)
     assert library.few_rows(torch.zeros(2, 6), weights, scale).eq(0).all()
@@ -155,7 +162,7 @@ def test_without_a_compiler_it_says_so_and_does_without(monkeypatch, tmp_path):
     with pytest.warns(UserWarning, match="false did not make"):
         assert not library.load.__wrapped__()
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    monkeypatch.setattr(library, "_present", False)
+    monkeypatch.setattr(library, "load", lambda: False)
     log_probs = random_frames(7, 100, 0)
     assert paths(build_tree(log_probs, 7)) == paths(prefix_tree(log_probs, 7))
 
