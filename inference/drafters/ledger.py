@@ -183,11 +183,11 @@ class Ledger:
         decision.asked, decision.choices = asked, choices
         decision.heads = heads
         decision.left = [part for part in self.active if part not in asked and not part.phrases]
-        decision.settled = (
-            weighs
-            and not decision.fresh
-            and all(part.phrases or part.account.settled(choice) for part, choice in choices.items())
-        )
+        if weighs:
+            settled = all(part.phrases or part.account.settled(choice) for part, choice in choices.items())
+        else:
+            settled = not self.fit  # all are asked, now and always
+        decision.settled = settled and not decision.fresh
         decision.quiet = decision.settled and not heads and len(asked) == 1
 
     # ---- learning ------------------------------------------------------------------------------------------

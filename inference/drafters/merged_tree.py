@@ -238,10 +238,7 @@ class MergedTree:
 
     def as_tree(self, device: torch.device) -> DraftTree:
         """The nodes as tensors."""
-        whole = torch.tensor([self.tokens, self.parents, self.source], dtype=torch.long, device=device)
-        tokens, parents, source = whole.unbind()
-        scores = torch.tensor(self.scores, dtype=torch.float32, device=device)
-        return DraftTree(tokens, parents, scores, source, torch.ones_like(source, dtype=torch.bool))
+        return DraftTree.of_lists(self.tokens, self.parents, self.scores, self.source, device)
 
     def cut(self, nodes: int) -> None:
         """Keep the first nodes only, which are the best; those after them are still learned from."""

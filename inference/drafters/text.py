@@ -78,13 +78,7 @@ class TextDrafter(Drafter):
 
     def tree(self, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> DraftTree:
         """Nodes from lists, parents before children."""
-        device = self.device
-        tree = DraftTree.build(
-            torch.tensor(tokens, dtype=torch.long, device=device),
-            torch.tensor(parents, dtype=torch.long, device=device),
-            torch.tensor(log_probs, dtype=torch.float32, device=device),
-        )
-        return replace(tree, source=tree.source + self._place) if self._place else tree
+        return DraftTree.of_lists(tokens, parents, log_probs, [self._place] * len(tokens), self.device)
 
 
 def committed(step: VerifiedStep) -> list[int]:
