@@ -212,12 +212,7 @@ class ChimeraDrafter(Drafter):
         """g [A, H] of the newly committed tokens, which enter at `slots [A]`."""
         head, view = self._drafting.head, self._drafting.view
         if self._encoder is None:
-            return encode_grams(
-                self._drafting.head,
-                self._drafting.view,
-                text.unfold(0, self._drafting.head.config.order, 1),
-                self.cache,
-            )
+            return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
         states = view.embed(tokens).to(head.dtype)
         return head.encoder(states[None], slots[None], self._encoder.entering(slots, causal=True))[0]
 
