@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -22,10 +21,10 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;       // outputs of a block
+constexpr int64_t LANES = 16;        // outputs of a block
 constexpr int64_t PAIR = 2 * LANES;  // weights of a block for two neighbouring inputs
-constexpr int64_t AHEAD = 1024;     // bytes of weights that are fetched before they are needed
-constexpr int64_t AT_ONCE = 8;      // rows that share the reading of a block
+constexpr int64_t AHEAD = 1024;      // bytes of weights that are fetched before they are needed
+constexpr int64_t AT_ONCE = 8;       // rows that share the reading of a block
 
 // Two neighbouring inputs of a row as one integer, the first in the lower half.
 using Pair = int32_t;
