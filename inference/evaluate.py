@@ -10,8 +10,10 @@ files.
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -102,10 +104,43 @@ def evaluate(
     """
     if VANILLA not in engines:
         raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with, got {list(engines)}")
+    warm_up(engines.values(), oracle.settings, benchmarks, render)
+    with _older_objects_set_apart():
+        records = _answers(engines, oracle, benchmarks, render, progress, on_answer)
+    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
+    return Evaluation(
+        benchmarks,
+        tuple(engines),
+        judge_records(oracle, records, progress),
+        oracle.measured_noise,
+        {name: drafter.sources for name, drafter in drafters.items()},
+        findings_of(drafters),
+    )
+
+
+@contextmanager
+def _older_objects_set_apart() -> Iterator[None]:
+    """The garbage collector does not walk through what is there already, libraries and programs: that takes it a second
+    or more, always in the answer of a drafter that happens to make many objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _answers(
+    engines: Mapping[str, Engine],
+    oracle: Oracle,
+    benchmarks: Sequence[Benchmark],
+    render: Callable[[Messages], list[int]],
+    progress: Progress,
+    on_answer: Callable[[list[TurnRecord]], None],
+) -> list[TurnRecord]:
+    """Every drafter's answer to every question, in turn."""
     names = tuple(engines)
     decode = oracle.target.tokenizer.decode
-    warm_up(engines.values(), oracle.settings, benchmarks, render)
-
     records: list[TurnRecord] = []
     total = sum(len(benchmark.questions) for benchmark in benchmarks) * len(names)
     done = 0
@@ -133,15 +168,7 @@ def evaluate(
                 on_answer(answered)
                 done += 1
     progress("decoded", total, total)
-    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
-    return Evaluation(
-        benchmarks,
-        names,
-        judge_records(oracle, records, progress),
-        oracle.measured_noise,
-        {name: drafter.sources for name, drafter in drafters.items()},
-        findings_of(drafters),
-    )
+    return records
 
 
 def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Who answers what, in which order, and the rows of a report, on an engine that costs a fixed time."""
 
+import gc
 import itertools
 from dataclasses import replace
 
@@ -50,6 +51,19 @@ def test_the_warm_up_is_short_and_leaves_no_record():
     assert engine.prompts[0] == ("abcd", 16)
     assert {most for _, most in engine.prompts[1:]} == {64}
     assert len(evaluation.records) == 4
+
+
+def test_old_objects_are_not_walked_through_while_answers_are_timed():
+    before, frozen = gc.get_freeze_count(), []
+    run({"vanilla": StubEngine()}, on_answer=lambda records: frozen.append(gc.get_freeze_count()))
+    assert frozen and min(frozen) > before and gc.get_freeze_count() == 0
+
+    def stop(records):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run({"vanilla": StubEngine()}, on_answer=stop)
+    assert gc.get_freeze_count() == 0
 
 
 def test_vanilla_must_run():
