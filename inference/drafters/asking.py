@@ -15,6 +15,8 @@ FEW, MANY = 6, 16
 """Steps of a situation in which it is asked and others in which it is not, at least and at most, until it is clear …"""
 CLEAR = 1.5
 """… by so many standard errors, which is better."""
+HOPE = 0.5
+"""Standard errors by which a gain is believed to be more where it is decided whether to ask: in doubt, more tokens."""
 LUCK = 0.5
 """Standard errors by which a gain is believed to be less where it is decided whether the part pays at all."""
 MEMORY = 128
@@ -151,7 +153,7 @@ class Asking:
         seen = self._situations.setdefault(situation, _Situation())
         if not seen.clear(price):
             return seen.asked.count <= seen.left.count
-        return seen.gain > price
+        return seen.gain + HOPE * seen.doubt > price
 
     def clear(self, situation: Hashable, price: float) -> bool:
         """Whether that is known, and not being found out."""
