@@ -135,7 +135,7 @@ void sum_avx2(const Pair* inputs, int64_t rows, const int8_t* block, int64_t pai
 
 #endif
 
-// The kernel for a set of instructions: 0 the fastest of this processor's, 1 none in particular, 2 AVX2, 3 AVX-512 VNNI.
+// The kernel for a set of instructions: 0 the fastest of this processor's, 1 none special, 2 AVX2, 3 AVX-512 VNNI.
 Kernel kernel_of(int64_t instructions) {
 #if defined(__x86_64__)
     const bool avx512 = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw");

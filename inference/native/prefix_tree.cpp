@@ -83,7 +83,8 @@ public:
             states_.push_back(entered(best_[next]));
             expand(best_[next]);
         }
-        std::stable_sort(best_.begin(), best_.end(), [](const Prefix& a, const Prefix& b) { return a.depth < b.depth; });
+        const auto shorter = [](const Prefix& a, const Prefix& b) { return a.depth < b.depth; };
+        std::stable_sort(best_.begin(), best_.end(), shorter);
         return best_;
     }
 
@@ -104,6 +105,7 @@ private:
         for (size_t c = 0; c < vocabulary; ++c) {
             if (sums[c] >= least) labels_.push_back(static_cast<int64_t>(c));
         }
+        STD_TORCH_CHECK(!labels_.empty(), "probs must be probabilities; got nan; look at the head's weights");
         std::sort(labels_.begin(), labels_.end(), [&](int64_t a, int64_t b) { return sums[a] > sums[b]; });
         for (const int64_t c : labels_) sums_.push_back(sums[c]);
         for (size_t t = 0; t < frames_; ++t) {
@@ -112,14 +114,14 @@ private:
         scores_.resize(labels_.size());
     }
 
-    // How many labels, from the first, may follow the prefix of a state among the best: Ψ(p·c) ≤ max_t φ_t · Σ_t p_t(c).
+    // How many labels, from the first, may follow a prefix among the best: Ψ(p·c) ≤ max_t φ_t · Σ_t p_t(c).
     size_t promising(const State& state) const {
         if (best_.size() < max_nodes_) return labels_.size();
         float most = 0.0f;
         for (size_t t = 0; t < frames_; ++t) most = std::max(most, state.in_label[t] + state.in_blank[t]);
         const float least = best_.back().score;
-        const auto end = std::partition_point(sums_.begin(), sums_.end(), [&](float sum) { return sum * most >= least; });
-        return end - sums_.begin();
+        const auto may = [&](float sum) { return sum * most >= least; };
+        return std::partition_point(sums_.begin(), sums_.end(), may) - sums_.begin();
     }
 
     // p_t of the labels considered.
@@ -178,7 +180,8 @@ using torch::stable::Tensor;
 
 // Labels, parents and log Ψ [M] of the best prefixes of probs [T, V + 1].
 std::tuple<Tensor, Tensor, Tensor> prefix_tree(Tensor probs, int64_t max_nodes, int64_t max_depth) {
-    STD_TORCH_CHECK(probs.dim() == 2 && probs.scalar_type() == ScalarType::Float, "probs must be [T, V + 1] in float32");
+    const bool fits = probs.dim() == 2 && probs.scalar_type() == ScalarType::Float;
+    STD_TORCH_CHECK(fits, "probs must be [T, V + 1] in float32");
     if (!probs.is_contiguous()) probs = torch::stable::contiguous(probs);
     const auto* values = static_cast<const float*>(probs.const_data_ptr());
     Search search(values, probs.size(0), probs.size(1) - 1, max_nodes);

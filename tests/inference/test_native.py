@@ -77,6 +77,11 @@ def test_certain_frames_leave_the_rest_of_the_budget_to_the_impossible():
     assert likely == {(2,), (2, 2)} and len(tree) == 4
 
 
+def test_a_head_that_says_nan_is_refused():
+    with pytest.raises(RuntimeError, match="probs must be probabilities; got nan"):
+        library.prefix_tree(torch.full((3, 9), torch.nan), 4, 3)
+
+
 @pytest.mark.parametrize("frames,vocabulary,max_nodes", [(7, 50, 7), (3, 2, 20), (1, 3, 9), (4, 1, 9)])
 def test_shapes_are_known_before(frames, vocabulary, max_nodes):
     probs = random_frames(frames, vocabulary, 0).exp()
