@@ -141,7 +141,7 @@ class ChimeraDrafter(Drafter):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
-        self._drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
+        self.drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
@@ -160,7 +160,7 @@ class ChimeraDrafter(Drafter):
 
     def prepare(self) -> None:
         """See `Drafter.prepare`: the weights in eight bits."""
-        self._drafting.prepare()
+        self.drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -187,7 +187,7 @@ class ChimeraDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""
-        head = self._drafting.head
+        head = self.drafting.head
         hidden = step.hidden.to(head.dtype)
         text = torch.cat([self._recent, step.tokens])
         slots = self._length + torch.arange(len(hidden), device=hidden.device)
@@ -210,7 +210,7 @@ class ChimeraDrafter(Drafter):
 
     def _encode(self, text: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """g [A, H] of the newly committed tokens, which enter at `slots [A]`."""
-        head, view = self._drafting.head, self._drafting.view
+        head, view = self.drafting.head, self.drafting.view
         if self._encoder is None:
             return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
         states = view.embed(tokens).to(head.dtype)
@@ -219,6 +219,4 @@ class ChimeraDrafter(Drafter):
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._context is not None and self._base is not None, "observe the prefill before proposing"
-        return draft_tree(
-            self._drafting.head, self._drafting.view, self._context, self._base, self.max_nodes, self.cache
-        )
+        return draft_tree(self.drafting.head, self.drafting.view, self._context, self._base, self.max_nodes, self.cache)

@@ -42,7 +42,7 @@ class CTCDrafter(Drafter):
         programs on a CPU."""
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
-        self._drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
+        self.drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
         if tree == "prefix" and target.device.type == "cpu":
             library.load()
         self.tree = tree
@@ -60,7 +60,7 @@ class CTCDrafter(Drafter):
 
     def prepare(self) -> None:
         """See `Drafter.prepare`: the weights in eight bits."""
-        self._drafting.prepare()
+        self.drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -80,9 +80,9 @@ class CTCDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""
-        head = self._drafting.head
+        head = self.drafting.head
         hidden = step.hidden.to(head.dtype)
-        states = head.context_states(hidden, step.next_tokens, self._drafting.view)[None]  # [1, A, H]
+        states = head.context_states(hidden, step.next_tokens, self.drafting.view)[None]  # [1, A, H]
         slots = self.length + torch.arange(len(hidden), device=states.device)
         for block, cache in zip(head.blocks, self._cache):
             assert isinstance(block, DecoderBlock)
@@ -93,14 +93,14 @@ class CTCDrafter(Drafter):
     def frames(self) -> Tensor:
         """[T, H], what the LM head reads for each frame at the present anchor."""
         assert self._state is not None, "observe the prefill before proposing"
-        head = self._drafting.head
+        head = self.drafting.head
         base_position = self.length.expand(1, 1)
         if head.config.chained:
             # c_n itself opens the chain, so the context ends before it
             sees = (self._cache[0].index() < self.length - 1)[None, None]
             attend_chain = chain_attention((self._cache[0].keys, self._cache[0].values), sees)
             state = self._state[None, None]
-            return head.chain_frames(state, base_position, attend_chain, self._drafting.view)[0, 0]
+            return head.chain_frames(state, base_position, attend_chain, self.drafting.view)[0, 0]
         # frames see the whole context and each other; they lie behind the context, overwritten each step
         slots = self.length + torch.arange(head.config.frames, device=self.length.device)
         attend = [cache.entering(slots, causal=False) for cache in self._cache]
@@ -108,4 +108,4 @@ class CTCDrafter(Drafter):
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` collapsed candidates."""
-        return draft_tree(self._drafting.head, self._drafting.view, self.frames(), self.max_nodes, self.tree)
+        return draft_tree(self.drafting.head, self.drafting.view, self.frames(), self.max_nodes, self.tree)

@@ -43,7 +43,7 @@ class HydraDrafter(Drafter):
 
     def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32, int8: int = 1) -> None:
         """int8: 1 drafts with weights of eight bits where that is faster, in compiled programs on a CPU."""
-        self._drafting = DraftingHead(head, int8)
+        self.drafting = DraftingHead(head, int8)
         self.view = target.decoding_view()
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
@@ -54,7 +54,7 @@ class HydraDrafter(Drafter):
 
     def prepare(self) -> None:
         """See `Drafter.prepare`: the weights in eight bits."""
-        self._drafting.prepare()
+        self.drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -74,7 +74,7 @@ class HydraDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Take in the committed tokens' hidden states."""
-        head = self._drafting.head
+        head = self.drafting.head
         hidden = step.hidden.to(head.dtype)
         if self._cache is not None:
             slots = self.length + torch.arange(len(hidden), device=hidden.device)
@@ -87,4 +87,4 @@ class HydraDrafter(Drafter):
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._state is not None and self._base is not None, "observe the prefill before proposing"
-        return draft_tree(self._drafting.head, self.view, self._state, self._base, self.max_nodes)
+        return draft_tree(self.drafting.head, self.view, self._state, self._base, self.max_nodes)

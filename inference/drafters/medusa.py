@@ -47,7 +47,7 @@ class MedusaDrafter(Drafter):
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
         self.tree = tree
-        self._drafting = DraftingHead(head, int8)
+        self.drafting = DraftingHead(head, int8)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(heads or head.config.heads, self.max_nodes)
         self._paths = rank_paths(head, self.max_nodes, heads)
@@ -61,7 +61,7 @@ class MedusaDrafter(Drafter):
 
     def prepare(self) -> None:
         """See `Drafter.prepare`: the weights in eight bits."""
-        self._drafting.prepare()
+        self.drafting.prepare()
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Nothing is kept from prompt to prompt."""
@@ -69,11 +69,11 @@ class MedusaDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Take the last committed token's hidden state."""
-        self._last = step.hidden[-1].to(self._drafting.head.dtype)
+        self._last = step.hidden[-1].to(self.drafting.head.dtype)
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
-        log_probs, vocabulary = self._log_probs(), self._drafting.head.draft_vocab
+        log_probs, vocabulary = self._log_probs(), self.drafting.head.draft_vocab
         if self.tree == "best":
             return self._paths.best_tree(log_probs, vocabulary)
         never_blank = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
@@ -84,11 +84,11 @@ class MedusaDrafter(Drafter):
 
         What a tree is made from, for whoever makes one of several drafters.
         """
-        tokens, log_probs = self._paths.likeliest(self._log_probs(), self._drafting.head.draft_vocab)
+        tokens, log_probs = self._paths.likeliest(self._log_probs(), self.drafting.head.draft_vocab)
         return torch.stack([tokens.double(), log_probs.double()])
 
     def _log_probs(self) -> Tensor:
         """[K, V] of the heads that are used."""
         assert self._last is not None, "observe the prefill before proposing"
-        head = self._drafting.head
+        head = self.drafting.head
         return tempered(head.draft_log_probs(self._last, self._used), head.config.tree_temperature)

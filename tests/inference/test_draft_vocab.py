@@ -50,8 +50,8 @@ def never_saying(head, target, ids):
     """A head of the whole vocabulary that gives all but `ids` no probability."""
     never = torch.full((211,), -torch.inf, dtype=target.dtype).index_fill(0, ids, 0.0)
     if head.config.kind == "chimera" and head.config.projection == "full":
-        read_out = head.read_out
-        head.read_out = lambda *given: (*read_out(*given)[:2], never)
+        head_logits = head.head_logits
+        head.head_logits = lambda *given: head_logits(*given) + never
     elif hasattr(head, "heads") and head.config.kind != "chimera":
         for each in head.each:
             each.vocabulary.bias = nn.Parameter(never)

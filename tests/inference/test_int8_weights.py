@@ -94,17 +94,17 @@ def test_they_draft_where_programs_do_and_the_text_stays_the_targets(kind, monke
     for target, own in ((plain, 1), (llama, 0)):
         drafter = drafter_for(head, target, 6, int8=own)
         DecodingEngine(target, drafter)
-        assert drafter._drafting._rounded is None
+        assert drafter.drafting._rounded is None
     drafter = drafter_for(head, llama, 6)
-    assert drafter._drafting._rounded is None  # until steps are compiled: a batch's are not
+    assert drafter.drafting._rounded is None  # until steps are compiled: a batch's are not
     engine, settings = DecodingEngine(llama, drafter), GenerationSettings(30)
-    assert drafter._drafting._rounded is not None
+    assert drafter.drafting._rounded is not None
     calls, product = [], library.few_rows
     monkeypatch.setattr(library, "few_rows", lambda *given: (calls.append(1), product(*given))[1])
     for prompt in make_prompts(llama, 2):
         assert engine.generate(prompt, settings).tokens == vanilla_tokens(plain, prompt, settings)
     assert calls  # while the program was made
-    assert drafter._drafting.head is drafter._drafting._exact[0]  # prompts are read by the head as it is
+    assert drafter.drafting.head is drafter.drafting._exact[0]  # prompts are read by the head as it is
 
 
 def test_without_a_compiler_programs_draft_with_the_heads_own_weights(monkeypatch):
