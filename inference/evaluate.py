@@ -120,8 +120,8 @@ def evaluate(
 
 @contextmanager
 def _older_objects_set_apart() -> Iterator[None]:
-    """The garbage collector does not walk through what is there already, libraries and programs: that takes it a second
-    or more, always in the answer of a drafter that happens to make many objects."""
+    """The garbage collector does not walk through what is there already, libraries and programs: that takes it a
+    quarter of a second or more, in the answer of a drafter that happens to make many objects."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,7 +1,7 @@
 """Heads in eight bits, for drafts on a CPU, which take as long as reading the weights takes.
 
 Only drafts are made with them; what is written is the target's own. A weight is rounded to 1/127 of the largest that
-the same output has; the states it meets are not.
+the same output has, the states it meets to 16 bits, or as many as sums of long rows leave room for.
 """
 
 from __future__ import annotations

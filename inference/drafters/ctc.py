@@ -44,7 +44,7 @@ class CTCDrafter(Drafter):
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
         self.drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
         if tree == "prefix" and target.device.type == "cpu":
-            library.load()
+            library.load()  # no answer shall wait for its compiler
         self.tree = tree
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.frames, self.max_nodes)

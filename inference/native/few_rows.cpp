@@ -158,10 +158,10 @@ uint16_t whole(float value) {
     return static_cast<uint16_t>(static_cast<int32_t>((value + large) - large));
 }
 
-// The largest absolute value, at least the smallest that is not zero.
+// The largest absolute value, at least one so small that nothing is lost and by which can still be divided.
 float largest_of(const float* values, int64_t count) {
     float largest[LANES];
-    std::fill(largest, largest + LANES, std::numeric_limits<float>::min());
+    std::fill(largest, largest + LANES, 1e-30f);
     int64_t k = 0;
     for (; k + LANES <= count; k += LANES) {
         for (int64_t lane = 0; lane < LANES; ++lane) {
