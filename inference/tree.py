@@ -69,7 +69,7 @@ class DraftTree:
         whole = (torch.frombuffer(array("q", values), dtype=torch.long) for values in (tokens, parents, source))
         own_tokens, own_parents, own_source = whole
         scores = torch.frombuffer(array("f", log_probs), dtype=torch.float32)
-        tree = cls(own_tokens, own_parents, scores, own_source, _all_of(len(tokens)))
+        tree = cls(own_tokens, own_parents, scores, own_source, all_of(len(tokens)))
         return tree if device.type == "cpu" else tree.map(lambda x: x.to(device))
 
     @classmethod
@@ -116,8 +116,8 @@ class DraftTree:
 
 
 @cache
-def _all_of(nodes: int) -> Tensor:
-    """[M] true."""
+def all_of(nodes: int) -> Tensor:
+    """[M] true, `candidate` of a tree that the host made."""
     with torch.inference_mode():
         return torch.ones(nodes, dtype=torch.bool)
 

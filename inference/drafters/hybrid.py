@@ -20,9 +20,9 @@ from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
 from inference.drafters.hybrid_part import HybridPart
 from inference.drafters.learned import Learned, LearnedFile
 from inference.drafters.ledger import Decision, Ledger, Written
-from inference.drafters.merged_tree import UNLIKELY, MergedTree, PhraseSource, SilentSource
+from inference.drafters.merged_tree import UNLIKELY, Merged, PhraseSource, SilentSource
+from inference.drafters.merging import merge
 from inference.drafters.ngram import NgramDrafter
-from inference.drafters.ngram_table import NgramTable
 from inference.drafters.running_costs import Prices, Step
 from inference.drafters.text import committed
 from inference.target import Target
@@ -74,16 +74,13 @@ class HybridDrafter(Drafter):
         self._file = learned
         self._waiting = learned and learned.load()  # until everything is compiled, for which all parts must draft
         self._before = 0  # target steps of earlier processes that taught this one
-        tables = [part.drafter.table for part in self.parts if isinstance(part.drafter, NgramDrafter)]
-        self._contexts = max(tables, key=lambda table: table.n, default=NgramTable(2))
-        self._context = 0  # the text, as n-grams code it
         self._decision = Decision()  # about the present step
         self._noted = True  # whether that will be written down
         self._reach: int | None = None  # as `reach` was told
         self._sole: NgramDrafter | None = None  # n-grams, where they draft the rest of the answer by themselves …
         self._sole_steps = self._sole_accepted = 0  # … so many steps, and accepted drafts, so far
         self._expected: float | None = None  # drafts that will be accepted; None: nobody said
-        self._merged: MergedTree | None = None
+        self._merged: Merged | None = None
         self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
         self._step: VerifiedStep | None = None
         self._new: list[int] = []  # tokens of the last step
@@ -101,7 +98,6 @@ class HybridDrafter(Drafter):
         """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""
         self._catch_up()
         self._merged = self._step = self._sole = None
-        self._context = 0
         if self._waiting and (not self.target.compiled or all(part.met for part in self.parts)):
             self._ledger.go_on(self._waiting)
             self._before = self._waiting.steps
@@ -145,8 +141,6 @@ class HybridDrafter(Drafter):
                 start = self._clock()
                 part.drafter.read(new)  # type: ignore[attr-defined]
                 self._drafting[part.place] = self._clock() - start
-        for token in new[-self._contexts.n :]:
-            self._context = self._contexts.after(self._context, token)
 
     def _note(self, now: float) -> None:
         """Write the step down that was observed just now."""
@@ -248,11 +242,9 @@ class HybridDrafter(Drafter):
                 start = now
         riders = sum(len(part.riders) for part in asked)
         prices = self._ledger.costs.prices(self.budget, riders) if self.fit and trial is None else None
-        merged = self._merged = MergedTree(
+        merged = self._merged = merge(
             [part.source if part in asked else _SILENT for part in self.parts],
             self._ledger.calibration,
-            self._context,
-            self._contexts,
             self.budget if trial is None else trial,
             self._deepest_node,
             prices and prices.bounds,
@@ -268,7 +260,7 @@ class HybridDrafter(Drafter):
         """How likely the best n-gram's word for the next token is right, as a class; None: it has none."""
         best = 0.0
         for part in self._ledger.active:
-            if isinstance(part.source, PhraseSource) and (found := part.source.first(self._context)):
+            if isinstance(part.source, PhraseSource) and (found := part.source.first()):
                 token, entry, guess = found
                 best = max(best, self._ledger.calibration.alone(part.place, entry, guess))
                 self._likely.append((part.place, token, entry))

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from inference.drafters.account import CLEAR, LOOK, TRIAL, Choice
 from inference.drafters.asking import Prospects
-from inference.drafters.calibration import Calibration
 from inference.drafters.hybrid_part import HybridPart
 from inference.drafters.learned import Learned
-from inference.drafters.merged_tree import MergedTree
+from inference.drafters.merged_tree import Merged
+from inference.drafters.merging import calibration_of
 from inference.drafters.running_costs import RunningCosts, Step, typical
 
 BATCH = 32
@@ -77,7 +77,7 @@ class Written(NamedTuple):
     decision: Decision
     took: Step
     new: Sequence[int]
-    merged: MergedTree | None
+    merged: Merged | None
     likely: Sequence[tuple[int, int, Hashable]]
     drafting: Sequence[float]
     merging: float
@@ -104,7 +104,7 @@ class Ledger:
         """budget: nodes of a tree at most; fit: whether nodes and parts that do not pay are left out."""
         self.parts, self.budget, self.fit, self._clock = parts, budget, fit, clock
         self.steps = 0
-        self.calibration, self.costs, self.prospects = Calibration(), RunningCosts(), Prospects()
+        self.calibration, self.costs, self.prospects = calibration_of(len(parts)), RunningCosts(), Prospects()
         self._overheads: deque[float] = deque(maxlen=TRIAL)  # seconds in which nobody drafted and nothing was merged
         self._clear: dict[Hashable, Decision] = {}  # by situation, what would be decided again
         self._written: list[Written] = []
@@ -123,7 +123,8 @@ class Ledger:
 
     def go_on(self, learned: Learned) -> None:
         """Take up what another process learned, as if there had been no end."""
-        self.calibration, self.costs, self.prospects = learned.calibration, learned.costs, learned.prospects
+        self.calibration = calibration_of(len(self.parts), learned.calibration)
+        self.costs, self.prospects = learned.costs, learned.prospects
         self._clear.clear()
         for part, (account, pause) in zip(self.parts, learned.parts):
             part.go_on(account, pause, self.steps)
@@ -244,8 +245,8 @@ class Ledger:
                 self.calibration.count_alone(place, entry, token == step.new[0])
             return {part.name: accepted}
         brought: dict[str, int] = {}
-        for node in step.merged.learn(step.new):
-            part, alone = self.parts[step.merged.source[node]], step.merged.alone[node]
+        for source, alone in step.merged.learn(step.new):
+            part = self.parts[source]
             part.credit(1, alone)
             brought[part.name] = brought.get(part.name, 0) + alone
         return brought

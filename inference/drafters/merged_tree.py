@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inference.drafters.calibration import Calibration, confidence
-from inference.drafters.ngram_table import NgramTable
+from inference.drafters.ngram_table import Context, NgramTable
 from inference.tree import DraftTree
 
 Opinion = dict[int, tuple[Hashable, float, int | None]]
@@ -35,11 +35,11 @@ class Source(Protocol):
 
     by_level: bool
 
-    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+    def opinion(self, place: int | None, context: Context) -> tuple[Opinion, Hashable]:
         """What follows a node, and what the source says of all other tokens (None: nothing).
 
         place    the node in the source's own tree, −1 the base token, None where it is not in it
-        context  the text up to the node, as `NgramTable` codes it
+        context  the text up to the node, as the largest table codes it
         """
 
 
@@ -49,10 +49,15 @@ class TreeSource:
     by_level = False
 
     def __init__(self) -> None:
-        self._kids: list[Opinion] = []
+        self.tree: DraftTree | None = None
+        self._kids: list[Opinion] | None = None
 
     def take(self, tree: DraftTree) -> None:
-        """Keep the candidates of this step's tree as lists."""
+        """This step's tree."""
+        self.tree, self._kids = tree, None
+
+    def _read(self, tree: DraftTree) -> list[Opinion]:
+        """Its candidates by the node they are behind, the base token first."""
         kids: list[Opinion] = [{} for _ in range(len(tree) + 1)]
         scores = tree.log_probs.tolist()
         rows = zip(tree.tokens.tolist(), tree.parents.tolist(), scores, tree.candidate.tolist())
@@ -61,11 +66,15 @@ class TreeSource:
                 gap = score - (scores[parent] if parent >= 0 else 0.0)
                 share = exp(min(gap, 0.0)) if gap > LEAST else exp(LEAST)  # of two nodes that are impossible: no number
                 kids[parent + 1][token] = confidence(share), share, node
-        self._kids = kids
+        return kids
 
-    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+    def opinion(self, place: int | None, context: Context) -> tuple[Opinion, Hashable]:
         """See `Source`."""
-        found = self._kids[place + 1] if place is not None else None
+        if place is None or self.tree is None:
+            return {}, None
+        if self._kids is None:
+            self._kids = self._read(self.tree)
+        found = self._kids[place + 1]
         return (found, OTHER) if found else ({}, None)
 
 
@@ -77,12 +86,17 @@ class LevelSource:
     def __init__(self, least: float = UNLIKELY) -> None:
         """least: probability of a token that is told of, but for each depth's first."""
         self.least = least
-        self._levels: list[Opinion] = []
+        self.levels: Tensor | None = None
+        self._said: list[Opinion] | None = None
 
     def take(self, levels: Tensor) -> None:
-        """Keep [2, K, R] tokens and their log-probabilities, best first, of K depths, in one read."""
+        """[2, K, R] float64: tokens and their log-probabilities, best first, of K depths."""
+        self.levels, self._said = levels, None
+
+    def _read(self, levels: Tensor) -> list[Opinion]:
+        """By depth, what is told of."""
         tokens, log_probs = levels.tolist()
-        self._levels = []
+        by_level: list[Opinion] = []
         for row, scores in zip(tokens, log_probs):
             said: Opinion = {}
             for token, score in zip(row, scores):
@@ -90,12 +104,17 @@ class LevelSource:
                 if said and share < self.least:
                     break
                 said[int(token)] = confidence(share), share, None
-            self._levels.append(said)
+            by_level.append(said)
+        return by_level
 
-    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+    def opinion(self, place: int | None, context: Context) -> tuple[Opinion, Hashable]:
         """See `Source`."""
+        if self.levels is None:
+            return {}, None
+        if self._said is None:
+            self._said = self._read(self.levels)
         level = 0 if place is None else place + 1
-        return (self._levels[level], OTHER) if level < len(self._levels) else ({}, None)
+        return (self._said[level], OTHER) if level < len(self._said) else ({}, None)
 
 
 class PhraseSource:
@@ -107,9 +126,9 @@ class PhraseSource:
     def __init__(self, table: NgramTable) -> None:
         self.table = table
 
-    def first(self, context: int) -> tuple[int, Hashable, float] | None:
-        """The likeliest token, what is said of it and what that is worth at first sight; None: nothing matches."""
-        found = self.table.followers(context)
+    def first(self) -> tuple[int, Hashable, float] | None:
+        """The likeliest next token, what is said of it and what that is worth at first sight; None: nothing matches."""
+        found = self.table.longest()
         if found is None:
             return None
         level, (token, count, _, _, total) = found
@@ -121,7 +140,7 @@ class PhraseSource:
         """What a match says of its most frequent follower, `count` of `total`, and what each of them is worth."""
         return level * 8 + min(count, 3) * 2 + (count == total), (level - 1) / level / (total + 1)
 
-    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+    def opinion(self, place: int | None, context: Context) -> tuple[Opinion, Hashable]:
         """See `Source`."""
         said: Opinion = {}
         otherwise: Hashable = None
@@ -145,7 +164,7 @@ class SilentSource:
 
     by_level = False
 
-    def opinion(self, place: int | None, context: int) -> tuple[Opinion, Hashable]:
+    def opinion(self, place: int | None, context: Context) -> tuple[Opinion, Hashable]:
         """Nothing."""
         return {}, None
 
@@ -155,14 +174,37 @@ class _Node:
 
     __slots__ = ("considered", "context", "inside", "places")
 
-    def __init__(self, places: Sequence[int | None], context: int) -> None:
+    def __init__(self, places: Sequence[int | None], context: Context) -> None:
         self.places, self.context = places, context
         self.considered: list[tuple[int, tuple[Hashable, ...]]] = []
         self.inside: dict[int, int] = {}  # token → index, of the children that got a node
 
 
+class Merged(Protocol):
+    """A tree of several sources, and why its nodes are in it."""
+
+    @property
+    def scores(self) -> Sequence[float]:
+        """Log-probabilities that nodes are accepted."""
+
+    def as_tree(self, device: torch.device) -> DraftTree:
+        """The nodes as tensors."""
+
+    def cut(self, nodes: int) -> None:
+        """Keep the first nodes only, which are the best; those after them are still learned from."""
+
+    def learn(self, followed: Sequence[int]) -> Sequence[tuple[int, bool]]:
+        """The tokens that really followed, as far as they are known: counts what was right and wrong of it.
+
+        Returns of each accepted node its source, and whether nobody else proposed it.
+        """
+
+    def rows(self, source: int, nodes: int) -> list[int]:
+        """[1 + nodes]: in which row of the target's forward each node of a source's own tree is, −1 where in none."""
+
+
 class MergedTree:
-    """The `max_nodes` nodes that are most probably accepted; remembers why, to learn from what is.
+    """The `max_nodes` nodes that are most probably accepted; remembers why, to learn from what is. See `Merged`.
 
     tokens, parents, scores, source  as in `DraftTree`, lists; source is the first of those that propose a node
     """
@@ -171,14 +213,12 @@ class MergedTree:
         self,
         sources: Sequence[Source],
         calibration: Calibration,
-        context: int,
-        after: NgramTable,
         max_nodes: int,
         max_depth: int,
         bounds: Sequence[float] | None = None,
     ) -> None:
-        """context: the text, as `after` codes it; bounds: log-probabilities, the tree of n nodes is not given another
-        that is accepted less often than bounds[n] says (`running_costs.Prices`)."""
+        """bounds: log-probabilities, the tree of n nodes is not given another that is accepted less often than
+        bounds[n] says (`running_costs.Prices`)."""
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.scores: list[float] = []
@@ -188,7 +228,9 @@ class MergedTree:
         self._levels = [number for number, source in enumerate(sources) if source.by_level]
         self._waiting: list[tuple[float, int, int, int, int, list[int | None], int, bool]] = []
         self._serial = 0
-        self._nodes = [_Node((-1,) * len(sources), context)]
+        tables = [source.table for source in sources if isinstance(source, PhraseSource)]
+        after = max(tables, key=lambda table: table.n, default=None)  # its contexts are good for shorter ones too
+        self._nodes = [_Node((-1,) * len(sources), after and after.code)]
         bounds = bounds or [-inf] * max_nodes
         bound = min(bounds, default=-inf)
         self._expand(0, 0.0, 0, bound)
@@ -204,7 +246,7 @@ class MergedTree:
             self.alone.append(alone)
             for level in self._levels:
                 places[level] = depth - 1
-            self._nodes.append(_Node(places, after.after(self._nodes[parent].context, token)))
+            self._nodes.append(_Node(places, after and after.after(self._nodes[parent].context, token)))
             if depth < max_depth and len(self.tokens) < max_nodes:
                 self._expand(len(self.tokens), -score, depth, bound)
 
@@ -237,19 +279,16 @@ class MergedTree:
                 heappush(self._waiting, waiting)
 
     def as_tree(self, device: torch.device) -> DraftTree:
-        """The nodes as tensors."""
+        """See `Merged`."""
         return DraftTree.of_lists(self.tokens, self.parents, self.scores, self.source, device)
 
     def cut(self, nodes: int) -> None:
-        """Keep the first nodes only, which are the best; those after them are still learned from."""
+        """See `Merged`."""
         for values in (self.tokens, self.parents, self.scores, self.source, self.alone):
             del values[nodes:]
 
-    def learn(self, followed: Sequence[int]) -> list[int]:
-        """The tokens that really followed, as far as they are known: counts what was right and wrong of it.
-
-        Returns the nodes that were accepted.
-        """
+    def learn(self, followed: Sequence[int]) -> list[tuple[int, bool]]:
+        """See `Merged`."""
         accepted = []
         index = 0
         for token in followed:
@@ -259,11 +298,11 @@ class MergedTree:
             index = node.inside.get(token, -1)
             if not 0 < index <= len(self.tokens):
                 break
-            accepted.append(index - 1)
+            accepted.append((self.source[index - 1], self.alone[index - 1]))
         return accepted
 
     def rows(self, source: int, nodes: int) -> list[int]:
-        """[1 + nodes]: in which row of the target's forward each node of a source's own tree is, −1 where in none."""
+        """See `Merged`."""
         rows = [0] + [-1] * nodes
         for index, node in enumerate(self._nodes[1 : len(self.tokens) + 1], start=1):
             place = node.places[source]

@@ -39,12 +39,9 @@ class NgramDrafter(TextDrafter):
         if keep not in (0, 1):
             raise ValueError(f"drafter option keep must be 0 or 1; got {keep}; leave it out for the default")
         super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
-        self.table = NgramTable(n)
         self.branches, self.keep, self._pool = branches, bool(keep) or pool is not None, pool
-        self._texts = [] if pool is None else pool.load()
-        for text in self._texts:
-            self.table.start(keep=True)
-            self.table.extend(text)
+        self._texts = [] if pool is None else pool.load()  # those that are kept
+        self.count_in(NgramTable(n))
 
     @classmethod
     def from_options(cls, path: str, target: TextTarget, pool: str = "", **options: int) -> NgramDrafter:
@@ -52,16 +49,23 @@ class NgramDrafter(TextDrafter):
         refuse_path("ngram", path)
         return cls(target.device, **options, pool=PoolFile(pool, "ngram", target) if pool else None)
 
+    def count_in(self, table: NgramTable) -> None:
+        """Go on with another table between two texts; it gets the texts that are kept."""
+        self.table = table
+        for text in self._texts:
+            table.start(keep=True)
+            table.extend(text)
+
     def start(self) -> None:
         """Forget the last text, unless its counts are kept."""
         self.table.start(self.keep)
-        if self._pool is not None:
+        if self.keep:
             self._texts.append([])
 
     def read(self, tokens: list[int]) -> None:
         """Count them at every level."""
         self.table.extend(tokens)
-        if self._pool is not None:
+        if self.keep:
             self._texts[-1].extend(tokens)
 
     def close(self) -> None:
@@ -73,16 +77,7 @@ class NgramDrafter(TextDrafter):
         """See the class."""
         if self.branches > 1:
             return self._branching()
-        table, tokens = self.table, []
-        code = table.code
-        for _ in range(self.max_depth):
-            found = table.followers(code)
-            if found is None:
-                break
-            token = found[1][0]
-            tokens.append(token)
-            code = table.after(code, token)
-        return self.chain(tokens)
+        return self.chain(self.table.chain(self.max_depth))
 
     def _branching(self) -> DraftTree:
         """The nodes of the highest shares, multiplied along the path."""

@@ -8,7 +8,8 @@ The text's size does not matter: a token costs one update a level, a query at mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 LANE = 21  # vocabularies of up to two million tokens
 
@@ -17,6 +18,9 @@ Followers = tuple[int, int, int, int, int]
 """What followed a context: the most frequent token, its count, the second (−1: none), its count, the count of all.
 
 Of equally frequent tokens the one seen last goes first."""
+
+Context = Any
+"""The end of some text, as the table that is asked codes it."""
 
 
 class NgramTable:
@@ -27,24 +31,29 @@ class NgramTable:
         if n < 2:
             raise ValueError(f"n-grams have at least 2 tokens; got n={n}; choose 2 or more")
         self.n = n
-        self.code = 0  # of the text's last n − 1 tokens
+        self._code = 0  # of the text's last n − 1 tokens
         self._mask = (1 << LANE * (n - 1)) - 1
         self._levels: list[tuple[int, int, dict[int, int], dict[int, Followers]]] = [
             (1 << LANE * (context - 1), (1 << LANE * context) - 1, {}, {}) for context in range(1, n)
         ]  # smallest number with so many lanes, mask, counts by whole n-gram, followers by context
         self._longest_first = [(level + 2, mask, tops) for level, (_, mask, _, tops) in enumerate(self._levels)][::-1]
 
+    @property
+    def code(self) -> Context:
+        """The text's last n − 1 tokens."""
+        return self._code
+
     def start(self, keep: bool = False) -> None:
         """A new text; no n-gram spans two of them."""
-        self.code = 0
+        self._code = 0
         if not keep:
             for _, _, counts, tops in self._levels:
                 counts.clear()
                 tops.clear()
 
-    def extend(self, tokens: Iterable[int]) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
         """Count more of the text."""
-        code, whole, levels = self.code, self._mask, self._levels
+        code, whole, levels = self._code, self._mask, self._levels
         for token in tokens:
             for least, mask, counts, tops in levels:
                 if code < least:
@@ -66,13 +75,14 @@ class NgramTable:
                 else:
                     tops[context] = first, first_count, second, second_count, total + 1
             code = (code << LANE | token + 1) & whole
-        self.code = code
+        self._code = code
 
-    def after(self, code: int, token: int) -> int:
+    def after(self, code: Context, token: int) -> Context:
         """The context `code` with one more token behind it."""
-        return (code << LANE | token + 1) & self._mask
+        longer: int = (code << LANE | token + 1) & self._mask
+        return longer
 
-    def followers(self, code: int) -> tuple[int, Followers] | None:
+    def followers(self, code: Context) -> tuple[int, Followers] | None:
         """The level of the longest context at the end of `code` that was seen before, and what followed it."""
         for level, mask, tops in self._longest_first:
             top = tops.get(code & mask)
@@ -80,14 +90,28 @@ class NgramTable:
                 return level, top
         return None
 
-    def levels(self, code: int) -> Iterator[tuple[int, Followers]]:
+    def chain(self, most: int) -> list[int]:
+        """What follows the text, each time the most frequent by the longest context; no more than `most` tokens."""
+        tokens: list[int] = []
+        code = self.code
+        while len(tokens) < most and (found := self.followers(code)):
+            token = found[1][0]
+            tokens.append(token)
+            code = self.after(code, token)
+        return tokens
+
+    def longest(self) -> tuple[int, Followers] | None:
+        """`followers` of the text."""
+        return self.followers(self._code)
+
+    def levels(self, code: Context) -> Iterator[tuple[int, Followers]]:
         """The same for every context at the end of `code` that was seen before, longest first."""
         for level, mask, tops in self._longest_first:
             top = tops.get(code & mask)
             if top is not None:
                 yield level, top
 
-    def shares(self, code: int) -> dict[int, float]:
+    def shares(self, code: Context) -> dict[int, float]:
         """Token → the share of what followed, all levels together; of each its two most frequent followers.
 
         A context that was seen P times has P / (P + 2) of the say, the rest goes to the next shorter one. Example: 8 9

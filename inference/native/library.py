@@ -2,12 +2,14 @@
 
     torch.ops.draft_heads.prefix_tree   the tree of highest Ψ under a CTC head (`prefix_tree.cpp`)
     torch.ops.draft_heads.few_rows      a few rows times a matrix in eight bits (`few_rows.cpp`)
+    functions()                         n-grams, and merging with them, for `merging.py` (`merging.cpp`)
 
 What has no compiler drafts without them, more slowly and, but for the rounding of eight bits, the same.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import subprocess
@@ -24,13 +26,14 @@ LANES = 16
 """Outputs that lie side by side in the weights of `few_rows`."""
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC")
-_present = False
+_present: Path | None = None
 
 
 def loaded() -> bool:
     """Whether the operations are there; compiled programs may ask."""
-    return _present
+    return _present is not None
 
 
 @cache
@@ -41,7 +44,7 @@ def load() -> bool:
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     links = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu"]
     command = [compiler, *_FLAGS, *includes, *map(str, _SOURCES), *links]
-    made_from = [torch.__version__, *command, *(source.read_text(encoding="utf-8") for source in _SOURCES)]
+    made_from = [torch.__version__, *command, *(path.read_text(encoding="utf-8") for path in _SOURCES + _HEADERS)]
     name = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
     try:
         library = Path(cpp_extension.get_default_build_root()) / "draft_heads" / f"{name}.so"
@@ -58,8 +61,14 @@ def load() -> bool:
         return False
     torch.library.register_fake("draft_heads::prefix_tree", _tree_shapes)
     torch.library.register_fake("draft_heads::few_rows", _product_shape)
-    _present = True
+    _present = library
     return True
+
+
+@cache
+def functions() -> ctypes.PyDLL:
+    """What is no operation on tensors, once `load` said yes."""
+    return ctypes.PyDLL(str(_present))  # which keeps the interpreter's lock: a call takes a microsecond
 
 
 def _compile(command: list[str], library: Path) -> None:

@@ -34,7 +34,7 @@ def proposal(tokens, parents, probabilities):
 def merged(*sources, table=None, max_nodes=16, max_depth=8, least=0.0, calibration=None):
     table = table or NgramTable(3)
     bounds = [math.log(least)] * max_nodes if least else None
-    return MergedTree(sources, calibration or Calibration(), table.code, table, max_nodes, max_depth, bounds)
+    return MergedTree(sources, calibration or Calibration(), max_nodes, max_depth, bounds)
 
 
 def as_tree(tree):
@@ -137,7 +137,7 @@ def iterate(parents, node):
 def test_learning_judges_every_child_considered_behind_the_accepted_path_and_none_elsewhere():
     calibration = Calibration()
     tree = merged(proposal([5, 6, 7], [-1, -1, 0], [0.7, 0.3, 0.35]), calibration=calibration)
-    assert tree.learn([5, 8]) == [0]  # 5 was accepted, then 8 came instead of 7
+    assert tree.learn([5, 8]) == [(0, True)]  # 5 was accepted, then 8 came instead of 7
     right, wrong, behind = confidence(0.7), confidence(0.3), confidence(0.5)
     estimate = {entry: calibration.estimate((entry,), (0.0,)) for entry in (right, wrong, behind)}
     assert estimate[right] == pytest.approx((4 * 0.7 + 1) / 5)
@@ -186,7 +186,7 @@ def test_a_tree_of_levels_alone_is_the_best_one():
 
 def test_of_a_depth_the_unlikely_are_not_told_but_for_its_first():
     source = levels({7: 0.9, 8: 0.019}, {5: 0.01, 6: 0.009})
-    assert [list(said) for said in source._levels] == [[7], [5]]
+    assert [list(source.opinion(place, 0)[0]) for place in (-1, 0)] == [[7], [5]]
 
 
 # ---- in the engine ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE
 from inference.drafters.lookahead import LookaheadDrafter
-from inference.drafters.merged_tree import LevelSource, MergedTree
+from inference.drafters.merging import merge
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY
@@ -117,9 +117,7 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
             if (
                 name == "medusa" and hybrid._merged is not None
             ):  # which says what comes at each depth, and leaves the tree to the hybrid
-                said = LevelSource()
-                said.take(apart.propose_levels())
-                assert part.source._levels == said._levels
+                assert torch.equal(part.source.levels, apart.propose_levels())
             else:
                 own, same = part.tree, apart.propose()
                 assert own.tokens.tolist() == same.tokens.tolist() and own.parents.tolist() == same.parents.tolist()
@@ -235,7 +233,7 @@ def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, ll
     def merging(*arguments):
         clock.now += 1.0
         merged.append(hybrid._ledger.steps)
-        return MergedTree(*arguments)
+        return merge(*arguments)
 
     def verifying(*arguments):
         clock.now += 0.1
@@ -243,7 +241,7 @@ def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, ll
 
     forward = llama.forward_tree
     monkeypatch.setattr(llama, "forward_tree", verifying)
-    monkeypatch.setattr("inference.drafters.hybrid.MergedTree", merging)
+    monkeypatch.setattr("inference.drafters.hybrid.merge", merging)
     prompt, settings = llama_prompts[0], GenerationSettings(100)
     head = ScriptedDrafter(vanilla_tokens(llama, prompt, settings), 3)
     hybrid = HybridDrafter([("head", head), ("ngram", NgramDrafter())], llama, 8, clock=clock)

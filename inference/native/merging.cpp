@@ -1,0 +1,416 @@
+// Trees of several sources as one, best first by calibrated acceptance. inference/drafters/merged_tree.py and
+// calibration.py say what and why, and do the same.
+//
+// S sources. What a source says of a token is an entry, evidence is one entry a source.
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <queue>
+#include <utility>
+
+#include "ngram_table.h"
+
+namespace {
+
+constexpr double PRIOR = 4.0, MEMORY = 4000.0;  // as in calibration.py
+constexpr double LEAST = -30.0;                 // as in merged_tree.py
+constexpr int32_t OTHER = 99, SILENT = std::numeric_limits<int32_t>::min();
+constexpr int32_t NOT_INSIDE = -2;  // of a node in a source's own tree; -1 is the base token
+constexpr size_t WIDTH = 4;         // followers of a node that n-grams tell of
+
+struct Cell {
+    double accepted, tried;  // prior included
+
+    void count(bool right) {
+        accepted += right;
+        tried += 1;
+        if (tried > MEMORY) accepted /= 2, tried /= 2;
+    }
+};
+
+// A probability as one of 17 classes.
+int32_t confidence(double probability) {
+    if (probability >= 0.982) return 8;
+    if (probability <= 0.018) return -8;
+    return static_cast<int32_t>(std::nearbyint(2 * std::log(probability / (1 - probability))));
+}
+
+// What one source says of a token: the entry, what that is worth at first sight, the node of the source's own tree.
+struct Opinion {
+    int32_t token, entry;
+    double guess;
+    int32_t inside;
+};
+
+class Calibration {
+public:
+    explicit Calibration(size_t sources) : sources(sources), evidence(sources), entries(2) {}
+
+    // The cell of an evidence, which is guessed where nothing was observed of it yet.
+    int32_t cell(const int32_t* of, const std::vector<std::pair<int32_t, double>>& guesses) {
+        const int32_t number = evidence.add(of);
+        if (static_cast<size_t>(number) == cells.size()) {
+            double wrong = 1.0;
+            for (const auto& [source, guess] : guesses) {
+                const Cell& one = alone(source, of[source], guess);
+                wrong *= 1 - one.accepted / one.tried;
+            }
+            cells.push_back({PRIOR * (1 - wrong), PRIOR});
+        }
+        return number;
+    }
+
+    Cell& alone(int32_t source, int32_t entry, double guess) {
+        const int32_t row[] = {source, entry};
+        const int32_t number = entries.add(row);
+        if (static_cast<size_t>(number) == cells_alone.size()) cells_alone.push_back({PRIOR * guess, PRIOR});
+        return cells_alone[number];
+    }
+
+    void count(int32_t number, bool right) {
+        cells[number].count(right);
+        for (size_t source = 0; source < sources; ++source) count_alone(source, evidence.row(number)[source], right);
+    }
+
+    void count_alone(int32_t source, int32_t entry, bool right) {
+        const int32_t row[] = {source, entry};
+        const int32_t number = entries.find(row);
+        if (number != Index::NONE) cells_alone[number].count(right);
+    }
+
+    const size_t sources;
+    Index evidence, entries;
+    std::vector<Cell> cells, cells_alone;
+};
+
+// What a source has to say in a step: a tree of its own, what it says of each depth, or a text.
+struct Source {
+    int64_t size, ranks;     // nodes of the tree, or depths; tokens of a depth
+    const int64_t *tokens, *parents;
+    const float* log_probs;  // of the paths to the tree's nodes
+    const bool* candidate;
+    const double* levels;    // [2, size, ranks] tokens and their log-probabilities, best first
+    double least;            // probability of a token that is told of, but for each depth's first
+    const NgramTable* table;
+
+    bool by_level() const { return levels != nullptr; }
+
+    // What may follow a node; returns what is said of all other tokens.
+    int32_t opinion(int32_t place, NgramTable::Context context, std::vector<Opinion>& said) const {
+        if (table != nullptr) return of_text(context, said);
+        if (levels != nullptr) {
+            of_level(place + 1, said);
+        } else if (tokens != nullptr && place != NOT_INSIDE) {
+            of_tree(place, said);
+        }
+        return said.empty() ? SILENT : OTHER;
+    }
+
+private:
+    void of_tree(int32_t place, std::vector<Opinion>& said) const {
+        for (int64_t node = place + 1; node < size; ++node) {
+            if (parents[node] != place || !candidate[node]) continue;
+            const double gap = double(log_probs[node]) - (place >= 0 ? double(log_probs[place]) : 0.0);
+            const double share = std::exp(gap > LEAST ? std::min(gap, 0.0) : LEAST);
+            said.push_back({static_cast<int32_t>(tokens[node]), confidence(share), share, static_cast<int32_t>(node)});
+        }
+    }
+
+    void of_level(int64_t level, std::vector<Opinion>& said) const {
+        if (level >= size) return;
+        const double *row = levels + level * ranks, *scores = row + size * ranks;
+        for (int64_t rank = 0; rank < ranks; ++rank) {
+            const double share = std::exp(std::max(scores[rank], LEAST));
+            if (!said.empty() && share < least) break;
+            said.push_back({static_cast<int32_t>(row[rank]), confidence(share), share, NOT_INSIDE});
+        }
+    }
+
+    int32_t of_text(NgramTable::Context context, std::vector<Opinion>& said) const {
+        int32_t otherwise = SILENT;
+        const auto tell = [&](int32_t token, int32_t entry, double guess) {
+            for (const Opinion& one : said) {
+                if (one.token == token) return;
+            }
+            said.push_back({token, entry, guess, NOT_INSIDE});
+        };
+        for (int32_t c = table->n - 1; c > 0 && said.size() < WIDTH; --c) {
+            const Followers* top = table->followers(context, c);
+            if (top == nullptr) continue;
+            auto [sure, worth] = heard(c, *top);
+            if (otherwise == SILENT) {
+                otherwise = 1000 + sure;
+            } else {
+                sure += 100, worth /= 2;  // a longer context says something else
+            }
+            tell(top->first, sure, top->first_count * worth);
+            if (top->second >= 0) tell(top->second, -sure, top->second_count * worth);
+        }
+        return otherwise;
+    }
+
+public:
+    // What c tokens say of their most frequent follower, and what each time that it followed is worth.
+    static std::pair<int32_t, double> heard(int32_t c, const Followers& top) {
+        const int32_t level = c + 1;
+        const int32_t sure = level * 8 + std::min(top.first_count, 3) * 2 + (top.first_count == top.total);
+        return {sure, double(level - 1) / level / (top.total + 1)};
+    }
+};
+
+class MergedTree {
+public:
+    MergedTree(const Source* sources, Calibration& calibration) : sources_(sources), calibration_(calibration) {}
+
+    // The nodes that are most probably accepted; the tree of m nodes is not given another below bounds[m].
+    void grow(int64_t max_nodes, int64_t max_depth, const double* bounds) {
+        bounds_ = bounds;
+        least_ = max_nodes == 0 ? 0.0 : *std::min_element(bounds, bounds + max_nodes);
+        contexts_at_.assign(1, 0);
+        for (size_t source = 0; source < calibration_.sources; ++source) {
+            const NgramTable* table = sources_[source].table;
+            contexts_at_.push_back(contexts_at_.back() + (table == nullptr ? 0 : table->n));
+        }
+        Node root{-1, -1, 0, 0.0, -1, false, std::vector<int32_t>(calibration_.sources, -1), {}, {}};
+        for (size_t source = 0; source < calibration_.sources; ++source) {
+            if (const NgramTable* table = sources_[source].table) {
+                root.contexts.insert(root.contexts.end(), table->end(), table->end() + table->n);
+            }
+        }
+        nodes_.reserve(max_nodes + 1);
+        nodes_.push_back(std::move(root));
+        expand(0);
+        while (!queue_.empty() && size() < max_nodes) {
+            const auto [score, number] = queue_.top();
+            if (score < bounds_[size()]) break;
+            queue_.pop();
+            nodes_.push_back(taken(waiting_[-number]));
+            if (nodes_.back().depth < max_depth && size() < max_nodes) expand(nodes_.size() - 1);
+        }
+        sources_ = nullptr;  // what they point at will change
+    }
+
+    int64_t size() const { return static_cast<int64_t>(nodes_.size()) - 1; }
+
+    void write(int64_t* tokens, int64_t* parents, int64_t* sources, float* scores) const {
+        for (int64_t node = 0; node < size(); ++node) {
+            const Node& one = nodes_[node + 1];
+            tokens[node] = one.token, parents[node] = one.parent - 1;
+            sources[node] = one.source, scores[node] = static_cast<float>(one.score);
+        }
+    }
+
+    // Counts what was right and wrong of the tokens that followed. Of the nodes that were accepted, no more than the
+    // first `kept` ones can be, their source, and whether nobody else proposed them; returns their number.
+    int64_t learn(const int64_t* followed, int64_t count, int64_t kept, int64_t* sources, bool* alone) const {
+        int64_t accepted = 0;
+        size_t index = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            for (const auto& [token, cell] : nodes_[index].considered) calibration_.count(cell, token == followed[i]);
+            index = follower(index, followed[i]);
+            if (index == 0 || static_cast<int64_t>(index) > kept) break;
+            sources[accepted] = nodes_[index].source;
+            alone[accepted++] = nodes_[index].alone;
+        }
+        return accepted;
+    }
+
+    // [1 + count]: in which row of the target's forward each node of a source's own tree is, -1 where in none.
+    void rows(int64_t source, int64_t count, int64_t kept, int64_t* rows) const {
+        std::fill_n(rows, count + 1, -1);
+        rows[0] = 0;
+        for (int64_t index = 1; index <= kept; ++index) {
+            const int32_t place = nodes_[index].places[source];
+            if (place != NOT_INSIDE) rows[place + 1] = index;
+        }
+    }
+
+private:
+    struct Node {
+        int32_t token, parent, depth;
+        double score;
+        int32_t source;  // the first that proposes it …
+        bool alone;      // … and whether nobody else does
+        std::vector<int32_t> places, contexts;  // in each source's own tree; the ends of the text up to it
+        std::vector<std::pair<int32_t, int32_t>> considered;  // tokens behind it and the cells of their evidence
+    };
+
+    struct Child {
+        int32_t token;
+        std::vector<int32_t> evidence, places;
+        std::vector<std::pair<int32_t, double>> guesses;
+    };
+
+    // The children of a node wait for their turn.
+    void expand(size_t index) {
+        const size_t count = calibration_.sources;
+        std::vector<Child> children;
+        std::vector<int32_t> otherwise;
+        for (size_t number = 0; number < count; ++number) {
+            const Source& source = sources_[number];
+            const Node& node = nodes_[index];
+            said_.clear();
+            const int32_t other = source.opinion(node.places[number], node.contexts.data() + contexts_at_[number], said_);
+            for (const Opinion& one : said_) {
+                auto child = std::find_if(children.begin(), children.end(), [&](auto& c) { return c.token == one.token; });
+                if (child == children.end()) {
+                    children.push_back({one.token, otherwise, std::vector<int32_t>(count, NOT_INSIDE), {}});
+                    child = children.end() - 1;
+                }
+                if (child->evidence.size() > number) continue;  // the source has said it already
+                child->evidence.push_back(one.entry);
+                child->guesses.emplace_back(number, one.guess);
+                child->places[number] = one.inside;
+            }
+            otherwise.push_back(other);
+            for (Child& child : children) {
+                if (child.evidence.size() == number) child.evidence.push_back(other);
+            }
+        }
+        for (Child& child : children) {
+            const int32_t cell = calibration_.cell(child.evidence.data(), child.guesses);
+            nodes_[index].considered.emplace_back(child.token, cell);
+            const Cell& known = calibration_.cells[cell];
+            const double score = nodes_[index].score + std::log(std::max(known.accepted / known.tried, 1e-6));
+            if (score < least_) continue;
+            queue_.emplace(score, -static_cast<int64_t>(waiting_.size()));  // of equals the one that came first
+            const bool alone = child.guesses.size() == 1;
+            const auto depth = nodes_[index].depth + 1, parent = static_cast<int32_t>(index);
+            const int32_t first = child.guesses.front().first;
+            waiting_.push_back({child.token, parent, depth, score, first, alone, std::move(child.places), {}, {}});
+        }
+    }
+
+    // A child becomes a node.
+    Node taken(Node& child) const {
+        const Node& parent = nodes_[child.parent];
+        child.contexts.resize(contexts_at_.back());
+        for (size_t number = 0; number < calibration_.sources; ++number) {
+            const Source& source = sources_[number];
+            if (source.by_level()) child.places[number] = child.depth - 1;
+            if (source.table == nullptr) continue;
+            const size_t at = contexts_at_[number];
+            source.table->after(parent.contexts.data() + at, child.token, child.contexts.data() + at);
+        }
+        return std::move(child);
+    }
+
+    // The node of a token behind another, 0 where it got none.
+    size_t follower(size_t parent, int64_t token) const {
+        for (size_t index = parent + 1; index < nodes_.size(); ++index) {
+            if (nodes_[index].parent == static_cast<int32_t>(parent) && nodes_[index].token == token) return index;
+        }
+        return 0;
+    }
+
+    const Source* sources_;
+    Calibration& calibration_;
+    const double* bounds_ = nullptr;
+    double least_ = 0.0;
+    std::vector<size_t> contexts_at_;  // where the context of each source begins among a node's
+    std::vector<Node> nodes_, waiting_;
+    std::priority_queue<std::pair<double, int64_t>> queue_;
+    std::vector<Opinion> said_;
+};
+
+}  // namespace
+
+extern "C" {
+
+NgramTable* ngram_table(int64_t n) { return new NgramTable(static_cast<int32_t>(n)); }
+void ngram_table_free(NgramTable* table) { delete table; }
+void ngram_table_start(NgramTable* table, bool keep) { table->start(keep); }
+void ngram_table_extend(NgramTable* table, const int64_t* tokens, int64_t count) { table->extend(tokens, count); }
+void ngram_table_end(const NgramTable* table, int32_t* end) { std::copy_n(table->end(), table->n, end); }
+
+void ngram_table_after(const NgramTable* table, const int32_t* context, int64_t token, int32_t* longer) {
+    table->after(context, static_cast<int32_t>(token), longer);
+}
+
+// [6] the level and `Followers` of the last c tokens; false: nothing ever followed them.
+bool ngram_table_followers(const NgramTable* table, const int32_t* context, int64_t c, int64_t* found) {
+    const Followers* top = table->followers(context, static_cast<int32_t>(c));
+    if (top == nullptr) return false;
+    found[0] = c + 1, found[1] = top->first, found[2] = top->first_count;
+    found[3] = top->second, found[4] = top->second_count, found[5] = top->total;
+    return true;
+}
+
+// The most frequent continuation of the text, no longer than `most`; returns its length.
+int64_t ngram_table_chain(const NgramTable* table, int64_t most, int64_t* tokens) {
+    std::vector<int32_t> context(table->end(), table->end() + table->n), longer(table->n);
+    int64_t count = 0;
+    int32_t c;
+    for (; count < most; ++count) {
+        const Followers* top = table->longest(context.data(), c);
+        if (top == nullptr) break;
+        tokens[count] = top->first;
+        table->after(context.data(), top->first, longer.data());
+        context.swap(longer);
+    }
+    return count;
+}
+
+// The same as `ngram_table_followers` of the longest context at the text's end that was seen.
+bool ngram_table_longest(const NgramTable* table, int64_t* found) {
+    int32_t c;
+    return table->longest(table->end(), c) != nullptr && ngram_table_followers(table, table->end(), c, found);
+}
+
+Calibration* calibration(int64_t sources) { return new Calibration(sources); }
+void calibration_free(Calibration* calibration) { delete calibration; }
+int64_t calibration_cells(const Calibration* calibration) { return calibration->cells.size(); }
+int64_t calibration_cells_alone(const Calibration* calibration) { return calibration->cells_alone.size(); }
+
+double calibration_alone(Calibration* calibration, int64_t source, int64_t entry, double guess) {
+    const Cell& cell = calibration->alone(static_cast<int32_t>(source), static_cast<int32_t>(entry), guess);
+    return cell.accepted / cell.tried;
+}
+
+void calibration_count_alone(Calibration* calibration, int64_t source, int64_t entry, bool right) {
+    calibration->count_alone(static_cast<int32_t>(source), static_cast<int32_t>(entry), right);
+}
+
+// The evidence [S], or source and entry, of a cell, and what is in it.
+void calibration_cell(const Calibration* calibration, int64_t number, int32_t* evidence, double* cell) {
+    std::copy_n(calibration->evidence.row(number), calibration->sources, evidence);
+    cell[0] = calibration->cells[number].accepted, cell[1] = calibration->cells[number].tried;
+}
+
+void calibration_cell_alone(const Calibration* calibration, int64_t number, int32_t* entry, double* cell) {
+    std::copy_n(calibration->entries.row(number), 2, entry);
+    cell[0] = calibration->cells_alone[number].accepted, cell[1] = calibration->cells_alone[number].tried;
+}
+
+void calibration_put(Calibration* calibration, const int32_t* evidence, double accepted, double tried) {
+    calibration->cells[calibration->cell(evidence, {})] = {accepted, tried};
+}
+
+void calibration_put_alone(Calibration* calibration, int64_t source, int64_t entry, double accepted, double tried) {
+    calibration->alone(static_cast<int32_t>(source), static_cast<int32_t>(entry), 0.0) = {accepted, tried};
+}
+
+// Sources [S], bounds [max_nodes]; the tree is written to tokens, parents, source and scores [max_nodes], its nodes
+// counted in size.
+MergedTree* merged_tree(const Source* sources, Calibration* calibration, int64_t max_nodes, int64_t max_depth,
+                        const double* bounds, int64_t* tokens, int64_t* parents, int64_t* source, float* scores,
+                        int64_t* size) {
+    auto* merged = new MergedTree(sources, *calibration);
+    merged->grow(max_nodes, max_depth, bounds);
+    merged->write(tokens, parents, source, scores);
+    *size = merged->size();
+    return merged;
+}
+
+void merged_tree_free(MergedTree* merged) { delete merged; }
+
+int64_t merged_tree_learn(const MergedTree* merged, const int64_t* followed, int64_t count, int64_t kept,
+                          int64_t* sources, bool* alone) {
+    return merged->learn(followed, count, kept, sources, alone);
+}
+
+void merged_tree_rows(const MergedTree* merged, int64_t source, int64_t count, int64_t kept, int64_t* rows) {
+    merged->rows(source, count, kept, rows);
+}
+}
