@@ -13,7 +13,6 @@ from inference.drafters.account import TRIAL, Account
 from inference.drafters.base import Drafter, VerifiedStep
 from inference.drafters.medusa import MedusaDrafter
 from inference.drafters.merged_tree import UNLIKELY, LevelSource, PhraseSource, Source, TreeSource
-from inference.drafters.merging import table_of
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.running_costs import Prices
 from inference.drafters.text import TextDrafter
@@ -44,7 +43,7 @@ class HybridPart:
         self.phrases = isinstance(drafter, NgramDrafter)
         self.source: Source = TreeSource()
         if isinstance(drafter, NgramDrafter):
-            drafter.count_in(table_of(drafter.table.n))
+            drafter.hasten()
             self.source = PhraseSource(drafter.table)
         elif isinstance(drafter, MedusaDrafter) and drafter.tree == "best":
             self.source = LevelSource(least)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from inference.drafters.merging import table_of
 from inference.drafters.ngram_table import NgramTable
 from inference.drafters.pool_file import PoolFile
 from inference.drafters.text import TextDrafter, TextTarget, check_positive, refuse_path
@@ -41,16 +42,23 @@ class NgramDrafter(TextDrafter):
         super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
         self.branches, self.keep, self._pool = branches, bool(keep) or pool is not None, pool
         self._texts = [] if pool is None else pool.load()  # those that are kept
-        self.count_in(NgramTable(n))
+        self._count_in(NgramTable(n))
 
     @classmethod
     def from_options(cls, path: str, target: TextTarget, pool: str = "", **options: int) -> NgramDrafter:
         """See `FREE_DRAFTERS`; pool: a file."""
         refuse_path("ngram", path)
-        return cls(target.device, **options, pool=PoolFile(pool, "ngram", target) if pool else None)
+        made = cls(target.device, **options, pool=PoolFile(pool, "ngram", target) if pool else None)
+        if getattr(target, "compiled", False):  # which a tokenizer alone is not
+            made.hasten()
+        return made
 
-    def count_in(self, table: NgramTable) -> None:
-        """Go on with another table between two texts; it gets the texts that are kept."""
+    def hasten(self) -> None:
+        """Between two texts: count in C++ from now on, where there is a compiler; the texts that are kept too."""
+        if type(self.table) is NgramTable:
+            self._count_in(table_of(self.table.n))
+
+    def _count_in(self, table: NgramTable) -> None:
         self.table = table
         for text in self._texts:
             table.start(keep=True)

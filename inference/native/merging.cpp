@@ -17,6 +17,7 @@ constexpr double PRIOR = 4.0, MEMORY = 4000.0;  // as in calibration.py
 constexpr double LEAST = -30.0;                 // as in merged_tree.py
 constexpr int32_t OTHER = 99, SILENT = std::numeric_limits<int32_t>::min();
 constexpr int32_t NOT_INSIDE = -2;  // of a node in a source's own tree; -1 is the base token
+constexpr double NOBODY = -1.0;     // no guess
 constexpr size_t WIDTH = 4;         // followers of a node that n-grams tell of
 
 struct Cell {
@@ -47,13 +48,15 @@ class Calibration {
 public:
     explicit Calibration(size_t sources) : sources(sources), evidence(sources), entries(2) {}
 
-    // The cell of an evidence, which is guessed where nothing was observed of it yet.
-    int32_t cell(const int32_t* of, const std::vector<std::pair<int32_t, double>>& guesses) {
+    // The cell of an evidence, which is guessed where nothing was observed of it yet. guesses [S], NOBODY's where a
+    // source does not speak for the token.
+    int32_t cell(const int32_t* of, const double* guesses) {
         const int32_t number = evidence.add(of);
         if (static_cast<size_t>(number) == cells.size()) {
             double wrong = 1.0;
-            for (const auto& [source, guess] : guesses) {
-                const Cell& one = alone(source, of[source], guess);
+            for (size_t source = 0; source < sources; ++source) {
+                if (guesses[source] == NOBODY) continue;
+                const Cell& one = alone(static_cast<int32_t>(source), of[source], guesses[source]);
                 wrong *= 1 - one.accepted / one.tried;
             }
             cells.push_back({PRIOR * (1 - wrong), PRIOR});
@@ -172,20 +175,19 @@ public:
             const NgramTable* table = sources_[source].table;
             contexts_at_.push_back(contexts_at_.back() + (table == nullptr ? 0 : table->n));
         }
-        Node root{-1, -1, 0, 0.0, -1, false, std::vector<int32_t>(calibration_.sources, -1), {}, {}};
+        places_.assign(calibration_.sources, -1);
         for (size_t source = 0; source < calibration_.sources; ++source) {
             if (const NgramTable* table = sources_[source].table) {
-                root.contexts.insert(root.contexts.end(), table->end(), table->end() + table->n);
+                contexts_.insert(contexts_.end(), table->end(), table->end() + table->n);
             }
         }
-        nodes_.reserve(max_nodes + 1);
-        nodes_.push_back(std::move(root));
+        nodes_.push_back({-1, -1, 0, -1, false, 0.0, {}});
         expand(0);
         while (!queue_.empty() && size() < max_nodes) {
             const auto [score, number] = queue_.top();
             if (score < bounds_[size()]) break;
             queue_.pop();
-            nodes_.push_back(taken(waiting_[-number]));
+            take(-number);
             if (nodes_.back().depth < max_depth && size() < max_nodes) expand(nodes_.size() - 1);
         }
         sources_ = nullptr;  // what they point at will change
@@ -221,7 +223,7 @@ public:
         std::fill_n(rows, count + 1, -1);
         rows[0] = 0;
         for (int64_t index = 1; index <= kept; ++index) {
-            const int32_t place = nodes_[index].places[source];
+            const int32_t place = places_[index * calibration_.sources + source];
             if (place != NOT_INSIDE) rows[place + 1] = index;
         }
     }
@@ -229,71 +231,82 @@ public:
 private:
     struct Node {
         int32_t token, parent, depth;
-        double score;
         int32_t source;  // the first that proposes it …
         bool alone;      // … and whether nobody else does
-        std::vector<int32_t> places, contexts;  // in each source's own tree; the ends of the text up to it
+        double score;
         std::vector<std::pair<int32_t, int32_t>> considered;  // tokens behind it and the cells of their evidence
     };
 
     struct Child {
-        int32_t token;
-        std::vector<int32_t> evidence, places;
-        std::vector<std::pair<int32_t, double>> guesses;
+        int32_t token, source, speakers;
+        size_t heard;  // sources whose word on it is known
     };
 
     // The children of a node wait for their turn.
     void expand(size_t index) {
         const size_t count = calibration_.sources;
-        std::vector<Child> children;
-        std::vector<int32_t> otherwise;
+        children_.clear(), otherwise_.clear();
+        evidence_.clear(), guesses_.clear(), inside_.clear();
         for (size_t number = 0; number < count; ++number) {
-            const Source& source = sources_[number];
-            const Node& node = nodes_[index];
             said_.clear();
-            const int32_t other = source.opinion(node.places[number], node.contexts.data() + contexts_at_[number], said_);
+            const int32_t* context = contexts_.data() + index * contexts_at_.back() + contexts_at_[number];
+            const int32_t other = sources_[number].opinion(places_[index * count + number], context, said_);
             for (const Opinion& one : said_) {
-                auto child = std::find_if(children.begin(), children.end(), [&](auto& c) { return c.token == one.token; });
-                if (child == children.end()) {
-                    children.push_back({one.token, otherwise, std::vector<int32_t>(count, NOT_INSIDE), {}});
-                    child = children.end() - 1;
-                }
-                if (child->evidence.size() > number) continue;  // the source has said it already
-                child->evidence.push_back(one.entry);
-                child->guesses.emplace_back(number, one.guess);
-                child->places[number] = one.inside;
+                const size_t at = child(one.token, static_cast<int32_t>(number));
+                if (children_[at].heard > number) continue;  // the source has said it already
+                children_[at].heard = number + 1, ++children_[at].speakers;
+                evidence_[at * count + number] = one.entry;
+                guesses_[at * count + number] = one.guess, inside_[at * count + number] = one.inside;
             }
-            otherwise.push_back(other);
-            for (Child& child : children) {
-                if (child.evidence.size() == number) child.evidence.push_back(other);
+            otherwise_.push_back(other);
+            for (size_t at = 0; at < children_.size(); ++at) {
+                if (children_[at].heard <= number) evidence_[at * count + number] = other;
             }
         }
-        for (Child& child : children) {
-            const int32_t cell = calibration_.cell(child.evidence.data(), child.guesses);
-            nodes_[index].considered.emplace_back(child.token, cell);
+        const double reached = nodes_[index].score;
+        for (size_t at = 0; at < children_.size(); ++at) {
+            const Child& one = children_[at];
+            const int32_t cell = calibration_.cell(&evidence_[at * count], &guesses_[at * count]);
+            nodes_[index].considered.emplace_back(one.token, cell);
             const Cell& known = calibration_.cells[cell];
-            const double score = nodes_[index].score + std::log(std::max(known.accepted / known.tried, 1e-6));
+            const double score = reached + std::log(std::max(known.accepted / known.tried, 1e-6));
             if (score < least_) continue;
             queue_.emplace(score, -static_cast<int64_t>(waiting_.size()));  // of equals the one that came first
-            const bool alone = child.guesses.size() == 1;
-            const auto depth = nodes_[index].depth + 1, parent = static_cast<int32_t>(index);
-            const int32_t first = child.guesses.front().first;
-            waiting_.push_back({child.token, parent, depth, score, first, alone, std::move(child.places), {}, {}});
+            const auto parent = static_cast<int32_t>(index), depth = nodes_[index].depth + 1;
+            waiting_.push_back({one.token, parent, depth, one.source, one.speakers == 1, score, {}});
+            const auto inside = inside_.begin() + at * count;
+            waiting_inside_.insert(waiting_inside_.end(), inside, inside + count);
         }
     }
 
-    // A child becomes a node.
-    Node taken(Node& child) const {
-        const Node& parent = nodes_[child.parent];
-        child.contexts.resize(contexts_at_.back());
-        for (size_t number = 0; number < calibration_.sources; ++number) {
-            const Source& source = sources_[number];
-            if (source.by_level()) child.places[number] = child.depth - 1;
-            if (source.table == nullptr) continue;
-            const size_t at = contexts_at_[number];
-            source.table->after(parent.contexts.data() + at, child.token, child.contexts.data() + at);
+    // The child of a token, a new one where nobody named it before.
+    size_t child(int32_t token, int32_t source) {
+        const auto same = [&](const Child& child) { return child.token == token; };
+        const size_t at = std::find_if(children_.begin(), children_.end(), same) - children_.begin();
+        if (at == children_.size()) {
+            const size_t count = calibration_.sources;
+            children_.push_back({token, source, 0, 0});
+            evidence_.insert(evidence_.end(), otherwise_.begin(), otherwise_.end());
+            evidence_.resize(children_.size() * count);
+            guesses_.resize(children_.size() * count, NOBODY);
+            inside_.resize(children_.size() * count, NOT_INSIDE);
         }
-        return std::move(child);
+        return at;
+    }
+
+    // One that waits becomes a node.
+    void take(size_t number) {
+        const size_t count = calibration_.sources, width = contexts_at_.back();
+        nodes_.push_back(waiting_[number]);
+        const Node& node = nodes_.back();
+        contexts_.resize(nodes_.size() * width);
+        const int32_t* before = contexts_.data() + node.parent * width;
+        int32_t* context = contexts_.data() + (nodes_.size() - 1) * width;
+        for (size_t source = 0; source < count; ++source) {
+            places_.push_back(sources_[source].by_level() ? node.depth - 1 : waiting_inside_[number * count + source]);
+            const size_t at = contexts_at_[source];
+            if (const auto* table = sources_[source].table) table->after(before + at, node.token, context + at);
+        }
     }
 
     // The node of a token behind another, 0 where it got none.
@@ -310,8 +323,14 @@ private:
     double least_ = 0.0;
     std::vector<size_t> contexts_at_;  // where the context of each source begins among a node's
     std::vector<Node> nodes_, waiting_;
+    std::vector<int32_t> places_, contexts_;   // of every node, in each source's own tree, and the text up to it
+    std::vector<int32_t> waiting_inside_;      // of those that wait, in each source's own tree
     std::priority_queue<std::pair<double, int64_t>> queue_;
+    // Of the node that is being expanded; evidence, guesses and places in the sources' trees [children, S].
     std::vector<Opinion> said_;
+    std::vector<Child> children_;
+    std::vector<int32_t> otherwise_, evidence_, inside_;
+    std::vector<double> guesses_;
 };
 
 }  // namespace
@@ -384,7 +403,8 @@ void calibration_cell_alone(const Calibration* calibration, int64_t number, int3
 }
 
 void calibration_put(Calibration* calibration, const int32_t* evidence, double accepted, double tried) {
-    calibration->cells[calibration->cell(evidence, {})] = {accepted, tried};
+    const std::vector<double> nobodys(calibration->sources, NOBODY);
+    calibration->cells[calibration->cell(evidence, nobodys.data())] = {accepted, tried};
 }
 
 void calibration_put_alone(Calibration* calibration, int64_t source, int64_t entry, double accepted, double tried) {

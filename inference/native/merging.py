@@ -210,7 +210,8 @@ class MergedTree:
     ) -> None:
         self._lib, self._calibration = known._lib, known
         self._tokens = torch.empty(max_nodes, dtype=torch.long)
-        self._parents, self._source = torch.empty_like(self._tokens), torch.empty_like(self._tokens)
+        self._parents = torch.empty(max_nodes, dtype=torch.long)
+        self._source = torch.empty(max_nodes, dtype=torch.long)
         self._scores = torch.empty(max_nodes, dtype=torch.float32)
         said, size = (_Source * len(sources))(), c_int64()
         lent = [_tell(one, source) for one, source in zip(said, sources)]
@@ -281,12 +282,12 @@ def _tell(said: _Source, source: Source) -> list[Tensor]:
         assert isinstance(source.table, NgramTable)
         said.table = source.table.native
     elif isinstance(source, TreeSource) and source.tree is not None:
-        tokens, parents, log_probs, _, candidate = source.tree.tensors()
-        lent = [_lent(x, like) for x, like in ((tokens, torch.long), (parents, torch.long), (candidate, torch.bool))]
-        lent.append(_lent(log_probs, torch.float32))
-        said.size = len(tokens)
-        said.tokens, said.parents, said.candidate, said.log_probs = (x.data_ptr() for x in lent)
-        return lent
+        tree = source.tree
+        tokens, parents = _lent(tree.tokens, torch.long), _lent(tree.parents, torch.long)
+        log_probs, candidate = _lent(tree.log_probs, torch.float32), _lent(tree.candidate, torch.bool)
+        said.size, said.tokens, said.parents = tokens.numel(), tokens.data_ptr(), parents.data_ptr()
+        said.log_probs, said.candidate = log_probs.data_ptr(), candidate.data_ptr()
+        return [tokens, parents, log_probs, candidate]
     elif isinstance(source, LevelSource) and source.levels is not None:
         levels = _lent(source.levels, torch.float64)
         _, said.size, said.ranks = levels.shape
@@ -297,6 +298,6 @@ def _tell(said: _Source, source: Source) -> list[Tensor]:
 
 def _lent(x: Tensor, dtype: torch.dtype) -> Tensor:
     """On the host, one value behind another."""
-    if x.dtype != dtype or x.device.type != "cpu":
+    if x.dtype is not dtype or not x.is_cpu:
         x = x.to("cpu", dtype)
     return x if x.is_contiguous() else x.contiguous()
