@@ -30,10 +30,19 @@ from inference.drafters.text import TextDrafter
 from inference.report import environment
 from inference.tree import DraftTree
 
+
+def hastened(drafter: NgramDrafter) -> NgramDrafter:
+    """As the drafters that a command line names."""
+    drafter.hasten()
+    return drafter
+
+
 TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tiny_target"
 DRAFTERS = {
-    "ngram": lambda: NgramDrafter(),
-    "ngram tree": lambda: NgramDrafter(branches=4, max_nodes=16),
+    "ngram": lambda: hastened(NgramDrafter()),
+    "ngram tree": lambda: hastened(NgramDrafter(branches=4, max_nodes=16)),
+    "ngram in Python": lambda: NgramDrafter(),
+    "ngram tree in Python": lambda: NgramDrafter(branches=4, max_nodes=16),
     "prompt_lookup": lambda: PromptLookupDrafter(),
 }
 

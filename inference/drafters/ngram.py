@@ -49,8 +49,7 @@ class NgramDrafter(TextDrafter):
         """See `FREE_DRAFTERS`; pool: a file."""
         refuse_path("ngram", path)
         made = cls(target.device, **options, pool=PoolFile(pool, "ngram", target) if pool else None)
-        if getattr(target, "compiled", False):  # which a tokenizer alone is not
-            made.hasten()
+        made.hasten()
         return made
 
     def hasten(self) -> None:
@@ -93,20 +92,22 @@ class NgramDrafter(TextDrafter):
         tokens: list[int] = []
         parents: list[int] = []
         scores: list[float] = []
-        waiting: list[tuple[float, int, int, int, int, int]] = []  # −share, order, token, parent, depth, context
+        waiting: list[tuple[float, int, int, int, int]] = []  # −share, order, token, parent, depth
+        contexts = [table.code]  # behind the text, and behind every node
 
-        def follow(parent: int, reached: float, depth: int, code: int) -> None:
-            shares = sorted(table.shares(code).items(), key=lambda item: -item[1])
+        def follow(parent: int, reached: float, depth: int) -> None:
+            shares = sorted(table.shares(contexts[parent + 1]).items(), key=lambda item: -item[1])
             for token, share in shares[: self.branches]:
                 order = len(tokens) + len(waiting)
-                heappush(waiting, (-reached * share, order, token, parent, depth + 1, table.after(code, token)))
+                heappush(waiting, (-reached * share, order, token, parent, depth + 1))
 
-        follow(-1, 1.0, 0, table.code)
+        follow(-1, 1.0, 0)
         while waiting and len(tokens) < self.max_nodes:
-            reached, _, token, parent, depth, code = heappop(waiting)
+            reached, _, token, parent, depth = heappop(waiting)
             tokens.append(token)
             parents.append(parent)
             scores.append(math.log(-reached))
+            contexts.append(table.after(contexts[parent + 1], token))
             if depth < self.max_depth:
-                follow(len(tokens) - 1, -reached, depth, code)
+                follow(len(tokens) - 1, -reached, depth)
         return self.tree(tokens, parents, scores)

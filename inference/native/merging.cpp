@@ -356,6 +356,26 @@ bool ngram_table_followers(const NgramTable* table, const int32_t* context, int6
     return true;
 }
 
+// Tokens and their shares [2 (n − 1)] of what followed a context, all levels together; returns how many.
+int64_t ngram_table_shares(const NgramTable* table, const int32_t* context, int64_t* tokens, double* shares) {
+    int64_t count = 0;
+    const auto add = [&](int32_t token, double share) {
+        const int64_t at = std::find(tokens, tokens + count, token) - tokens;
+        if (at == count) tokens[at] = token, shares[at] = 0.0, ++count;
+        shares[at] += share;
+    };
+    double left = 1.0;
+    for (int32_t c = table->n - 1; c > 0; --c) {
+        const Followers* top = table->followers(context, c);
+        if (top == nullptr) continue;
+        const double say = left / (top->total + 2);
+        add(top->first, say * top->first_count);
+        if (top->second >= 0) add(top->second, say * top->second_count);
+        left = 2 * say;
+    }
+    return count;
+}
+
 // The most frequent continuation of the text, no longer than `most`; returns its length.
 int64_t ngram_table_chain(const NgramTable* table, int64_t most, int64_t* tokens) {
     std::vector<int32_t> context(table->end(), table->end() + table->n), longer(table->n);

@@ -53,6 +53,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ngram_table_after": (None, c_void_p, c_void_p, c_int64, c_void_p),
     "ngram_table_followers": (c_bool, c_void_p, c_void_p, c_int64, c_void_p),
     "ngram_table_longest": (c_bool, c_void_p, c_void_p),
+    "ngram_table_shares": (c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
     "ngram_table_chain": (c_int64, c_void_p, c_int64, c_void_p),
     "calibration": (c_void_p, c_int64),
     "calibration_free": (None, c_void_p),
@@ -107,6 +108,7 @@ class NgramTable(ngram_table.NgramTable):
         weakref.finalize(self, self._lib.ngram_table_free, self.native)
         self._tokens = (c_int64 * 0)()  # of the longest chain so far
         self._found = (c_int64 * 6)()
+        self._shared = (c_int64 * (2 * n - 2))(), (c_double * (2 * n - 2))()  # tokens, shares
 
     @property
     def code(self) -> Context:
@@ -147,6 +149,12 @@ class NgramTable(ngram_table.NgramTable):
             if self._lib.ngram_table_followers(self.native, code, tokens, found):
                 level, first, count, second, second_count, total = found
                 yield level, (first, count, second, second_count, total)
+
+    def shares(self, code: Context) -> dict[int, float]:
+        """Token → the share of what followed, all levels together; of each its two most frequent followers."""
+        tokens, shares = self._shared
+        count = self._lib.ngram_table_shares(self.native, code, tokens, shares)
+        return dict(zip(tokens[:count], shares[:count]))
 
     def chain(self, most: int) -> list[int]:
         """What follows the text, each time the most frequent by the longest context; no more than `most` tokens."""
