@@ -38,7 +38,7 @@ def loaded() -> bool:
 
 @cache
 def load() -> bool:
-    """Make them there if that can be done: ten seconds the first time, then the library lies in torch's cache."""
+    """Make them there if that can be done: fifteen seconds the first time, then the library lies in torch's cache."""
     global _present
     compiler = os.environ.get("CXX", "c++")
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
