@@ -44,9 +44,15 @@ class Calibration:
         return {"cells": cells, "alone": alone}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Calibration:
-        """What `state_dict` said."""
+    def from_state(cls, state: Mapping[str, Any], sources: int) -> Calibration:
+        """What `state_dict` said; ValueError where that is not evidence of so many sources."""
         made = cls()
+        for *evidence, _, _ in state["cells"]:
+            if len(evidence) != sources or not all(entry is None or isinstance(entry, int) for entry in evidence):
+                raise ValueError(f"evidence has an entry for each of {sources} sources; got {evidence}")
+        for source, entry, _, _ in state["alone"]:
+            if source not in range(sources) or not isinstance(entry, int):
+                raise ValueError(f"an entry is that of one of {sources} sources; got {entry!r} of {source!r}")
         made._cells = {tuple(key): [float(accepted), float(tried)] for *key, accepted, tried in state["cells"]}
         for source, entry, accepted, tried in state["alone"]:
             made._alone[source, entry] = [float(accepted), float(tried)]

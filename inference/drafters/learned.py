@@ -54,7 +54,10 @@ class Learned:
     def from_state(cls, state: Mapping[str, Any]) -> Learned:
         """What `state_dict` said."""
         parts = [(Account.from_state(part["account"]), part["pause"]) for part in state["parts"]]
-        calibration, costs = Calibration.from_state(state["calibration"]), RunningCosts.from_state(state["costs"])
+        calibration, costs = (
+            Calibration.from_state(state["calibration"], len(parts)),
+            RunningCosts.from_state(state["costs"]),
+        )
         return cls(int(state["steps"]), calibration, costs, Prospects.from_state(state["prospects"]), parts)
 
 

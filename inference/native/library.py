@@ -67,7 +67,9 @@ def load() -> bool:
 
 @cache
 def functions() -> ctypes.PyDLL:
-    """What is no operation on tensors, once `load` said yes."""
+    """What is no operation on tensors; RuntimeError where there is no compiler to make it."""
+    if not load():
+        raise RuntimeError("this is in C++ and there is no compiler; install g++, or take the class in Python")
     return ctypes.PyDLL(str(_present))  # which keeps the interpreter's lock: a call takes a microsecond
 
 

@@ -174,7 +174,7 @@ def test_what_was_learned_goes_from_one_to_the_other():
     begun = merging.Calibration(5)
     begun.put(state)
     same_state(begun.state_dict(), state)
-    back = calibration.Calibration.from_state(begun.state_dict())
+    back = calibration.Calibration.from_state(begun.state_dict(), 5)
     assert begun.alone(3, 17, 0.25) == back.alone(3, 17, 0.25)
     for kind in (begun, back):
         kind.count_alone(3, 17, True)
