@@ -7,7 +7,7 @@ follows from the answer alone: each step commits the drafts that the answer conf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from inference.answers import Answer, QuestionId, QuestionKey, some
 from inference.drafters.base import Drafter, VerifiedStep
-from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.registry import DrafterSpec, build_drafter, drafter_class
 from inference.engine import Generation
 from inference.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord, findings_of
@@ -231,11 +230,15 @@ def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) 
                     f"{part.kind}, which needs a target; measure it with scripts/evaluate.py"
                 )
     target = cast(Target, TokenizerTarget(tokenizer))  # text drafters ask for no more
-    drafters = {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
-    for drafter in drafters.values():
-        if isinstance(drafter, HybridDrafter):
-            drafter.fit = False  # there is no target whose time a node could cost
-    return drafters
+    return {spec.name: build_drafter(_untimed(spec), target, max_nodes) for spec in specs}
+
+
+def _untimed(spec: DrafterSpec) -> DrafterSpec:
+    """A hybrid of everything that its parts draft: there is no target whose time a node could cost."""
+    *others, last = spec.parts
+    if not others:
+        return spec
+    return replace(spec, parts=(*others, replace(last, options={**last.options, "fit": "0"})))
 
 
 def reads_text_only(kind: str) -> bool:

@@ -253,16 +253,14 @@ def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for what was learned before, every source not asked in every step, every time one was switched off."""
+    """A sentence for what was learned before, every source that drafted in some steps only, every switching off."""
     notes = []
     for drafter, found in findings.items():
         if found.get("learned_before"):
             notes.append(f"{drafter} began with what {found['learned_before']:,} earlier target steps had taught it.")
         for name, part in found.get("parts", {}).items():
             if part["asked"] < found["steps"]:
-                notes.append(
-                    f"{drafter}: {name} was asked for drafts in {part['asked']:,} of {found['steps']:,} target steps."
-                )
+                notes.append(f"{drafter}: {name} drafted in {part['asked']:,} of {found['steps']:,} target steps.")
             for switch in part["switched"]:
                 off = "did not pay before and was off from the start"
                 if switch["off"]:

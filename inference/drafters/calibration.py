@@ -68,28 +68,17 @@ class Calibration:
         if cell is None:
             wrong = 1.0
             for source, guess in guesses:
-                wrong *= 1 - self.alone(source, evidence[source], guess)
+                accepted, tried = self._alone.setdefault((source, evidence[source]), [PRIOR * guess, PRIOR])
+                wrong *= 1 - accepted / tried
             cell = self._cells[evidence] = [PRIOR * (1 - wrong), PRIOR]
-        return cell[0] / cell[1]
-
-    def alone(self, source: int, entry: Hashable, guess: float) -> float:
-        """The same of what one source says, whatever others do."""
-        cell = self._alone.get((source, entry))
-        if cell is None:
-            cell = self._alone[source, entry] = [PRIOR * guess, PRIOR]
         return cell[0] / cell[1]
 
     def count(self, evidence: tuple[Hashable, ...], accepted: bool) -> None:
         """A token of an evidence that was estimated has been tried."""
         _count(self._cells[evidence], accepted)
-        for source, entry in enumerate(evidence):
-            self.count_alone(source, entry, accepted)
-
-    def count_alone(self, source: int, entry: Hashable, accepted: bool) -> None:
-        """A token has been tried that one source spoke for; nothing where it was never asked what that is worth."""
-        cell = self._alone.get((source, entry))
-        if cell is not None:
-            _count(cell, accepted)
+        for known in map(self._alone.get, enumerate(evidence)):
+            if known is not None:
+                _count(known, accepted)
 
 
 def _count(cell: Cell, accepted: bool) -> None:

@@ -8,8 +8,7 @@ more time here than the tokens they bring would otherwise take are left out; the
 from __future__ import annotations
 
 import time
-from bisect import bisect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -18,18 +17,18 @@ from torch import Tensor
 
 from inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
 from inference.drafters.hybrid_part import HybridPart
-from inference.drafters.learned import Learned, LearnedFile
-from inference.drafters.ledger import Decision, Ledger, Written
-from inference.drafters.merged_tree import UNLIKELY, Merged, PhraseSource, SilentSource
+from inference.drafters.learned import Learned, LearnedFile, LearnedPart
+from inference.drafters.ledger import Ledger, Written
+from inference.drafters.merged_tree import UNLIKELY, Merged, SilentSource
 from inference.drafters.merging import merge
 from inference.drafters.ngram import NgramDrafter
-from inference.drafters.running_costs import Prices, Step
+from inference.drafters.running_costs import Step
 from inference.drafters.text import committed
 from inference.target import Target
 from inference.tree import DraftTree
 
-CLASSES = (0.3, 0.55, 0.8)
-"""Between the likelihoods of the n-grams' word that are told apart when it is decided whom else to ask."""
+MOST_PARTS = 32
+"""As many as a word has bits to say who is needed for a node."""
 
 _SILENT = SilentSource()
 
@@ -52,8 +51,8 @@ class HybridDrafter(Drafter):
         """depth: the tree's deepest level, 0: the parts' deepest, and four more where n-grams lengthen it;
         fit: 1 leaves out nodes and parts that do not pay on this machine, 0 always drafts `max_nodes`;
         learned: what outlives the process, read now and written by `close`."""
-        if len(parts) < 2:
-            raise ValueError(f"a hybrid has at least two parts; got {len(parts)}; join them by +")
+        if not 2 <= len(parts) <= MOST_PARTS:
+            raise ValueError(f"a hybrid has 2 to {MOST_PARTS} parts; got {len(parts)}; join them by +")
         if fit not in (0, 1) or depth < 0:
             raise ValueError(f"a hybrid's fit is 0 or 1 and its depth not negative; got {fit} and {depth}")
         self.target = target
@@ -61,7 +60,7 @@ class HybridDrafter(Drafter):
         self.fit, self._clock = bool(fit), clock
         least = UNLIKELY if fit else 0.0
         self.parts = [HybridPart(place, name, drafter, target, least) for place, (name, drafter) in enumerate(parts)]
-        self._ledger = Ledger(self.parts, self.budget, self.fit, clock)
+        self._ledger = Ledger(self.parts, self.fit)
         self.sources = tuple(name for name, _ in parts)
         phrases = any(part.phrases for part in self.parts)
         deepest = max(part.drafter.max_depth for part in self.parts)
@@ -74,20 +73,14 @@ class HybridDrafter(Drafter):
         self._file = learned
         self._waiting = learned and learned.load()  # until everything is compiled, for which all parts must draft
         self._before = 0  # target steps of earlier processes that taught this one
-        self._decision = Decision()  # about the present step
-        self._noted = True  # whether that will be written down
-        self._reach: int | None = None  # as `reach` was told
         self._sole: NgramDrafter | None = None  # n-grams, where they draft the rest of the answer by themselves …
         self._sole_steps = self._sole_accepted = 0  # … so many steps, and accepted drafts, so far
-        self._expected: float | None = None  # drafts that will be accepted; None: nobody said
-        self._merged: Merged | None = None
-        self._likely: list[tuple[int, int, Hashable]] = []  # place, token, entry: n-grams' word for the next token
         self._step: VerifiedStep | None = None
-        self._new: list[int] = []  # tokens of the last step
-        self._rows = 0  # of the present tree
-        self._began = self._proposed = 0.0  # when the present step began, and when its tree was ready
-        self._observed = self._merging = 0.0  # when the step before was observed; seconds of merging in this one
-        self._drafting = [0.0] * len(self.parts)  # seconds in it: for a part's drafts, or for doing without them
+        self._merged: Merged | None = None  # of the present step, as all that follows
+        self._fresh = self._trial = False  # see `ledger.Written`
+        self._rows = 0
+        self._observed = self._began = self._proposed = 0.0  # when the step before was known, learned from; its tree
+        self._drafting = [0.0] * len(self.parts)  # seconds of each part
 
     @property
     def on_device(self) -> bool:
@@ -96,23 +89,23 @@ class HybridDrafter(Drafter):
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""
-        self._catch_up()
+        self._credit_sole()
         self._merged = self._step = self._sole = None
+        ledger = self._ledger
         if self._waiting and (not self.target.compiled or all(part.met for part in self.parts)):
-            self._ledger.go_on(self._waiting)
+            ledger.go_on(self._waiting)
             self._before = self._waiting.steps
             self._waiting = None
-        back = [part for part in self.parts if part.off and part.pause_over(self._ledger.steps)]
-        for part in self.parts:
-            if not part.off:
-                part.begin(prompt, capacity + self.max_depth + 1)
-            if back:
-                part.account.settle()  # all are judged at a time, over as many steps
-        self._ledger.renew_active()
+        if any([part.off and part.pause_over(ledger.steps) for part in self.parts]):
+            ledger.begin_again()
+        ledger.renew_active()
+        for part in ledger.active:
+            part.drafter.begin(prompt, capacity + self.max_depth + 1)
 
     def reach(self, tokens: int) -> None:
         """See `Drafter.reach`."""
-        self._reach = tokens
+        for part in self._ledger.active:
+            part.drafter.reach(tokens)
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from what was accepted; parts that have to be drafted with take the step in then."""
@@ -122,149 +115,78 @@ class HybridDrafter(Drafter):
             self._sole_steps += 1
             self._sole_accepted += len(new) - 1
             return
-        ledger = self._ledger
-        self._step, self._new = step, new
-        if ledger.only is not None and step.tree is not None and self._merged is None:
-            return self._observe_only(ledger.only, new)
-        now = self._clock()
-        if step.tree is not None:
-            ledger.steps += 1
-            if self._noted:
-                self._note(now)
-            else:
-                self._decision.counted += 1
-                self._decision.accepted += len(new) - 1
-        self._observed, self._began = now, self._clock()
-        self._drafting = [0.0] * len(self.parts)
+        now, ledger = self._clock(), self._ledger
+        self._step, self._observed = step, now
+        if self._merged is not None:
+            took = Step(self._rows, now - self._proposed, now - self._began, len(new))
+            shared = self._proposed - self._began - sum(self._drafting)
+            ledger.write(Written(took, new, self._merged, self._drafting, shared, self._fresh, self._trial))
+        elif step.tree is not None and ledger.only is not None:
+            self._credit_only(1, len(new) - 1)
+        self._began, self._drafting = now, [0.0] * len(self.parts)
         for part in ledger.active:
             if part.phrases:
                 start = self._clock()
                 part.drafter.read(new)  # type: ignore[attr-defined]
                 self._drafting[part.place] = self._clock() - start
 
-    def _note(self, now: float) -> None:
-        """Write the step down that was observed just now."""
-        ledger, new = self._ledger, self._new
-        if self._merged is None:
-            self._decision.asked[0].learn(len(new) - 1)
-        ledger.write(
-            Written(
-                self._decision,
-                Step(self._rows, now - self._proposed, now - self._began, len(new)),
-                new,
-                self._merged,
-                self._likely,
-                self._drafting,
-                self._merging,
-                self._proposed - self._observed,
-                self._expected,
-                ledger.counted(),
-            )
-        )
-
-    def _observe_only(self, part: HybridPart, new: list[int]) -> None:
-        """For the only part that is left, which drafted the step by itself."""
-        part.learn(len(new) - 1)
-        self._credit_only(part, 1, len(new) - 1)
-
-    def _credit_only(self, part: HybridPart, steps: int, accepted: int) -> None:
+    def _credit_only(self, steps: int, accepted: int) -> None:
+        """For the only part that is left, which drafted so many steps by itself."""
+        part = self._ledger.only
+        assert part is not None
         self._ledger.steps += steps
         part.asked += steps
-        part.credit(accepted, alone=accepted)
+        part.accepted += accepted
+        part.needed += accepted
 
-    def _catch_up(self) -> None:
-        """Learn from what was only counted or written down."""
-        if self._ledger.only is not None:
-            self._credit_only(self._ledger.only, self._sole_steps, self._sole_accepted)
+    def _credit_sole(self) -> None:
+        if self._sole is not None:
+            self._credit_only(self._sole_steps, self._sole_accepted)
             self._sole_steps = self._sole_accepted = 0
-        self._ledger.catch_up()
 
     def propose(self) -> DraftTree:
         """The merged tree, and behind it the rows that parts want to ride along; of a single part, its own tree."""
         if self._sole is not None:
             return self._sole.propose()
-        assert self._step is not None, "observe the prefill before proposing"
         step, ledger = self._step, self._ledger
-        self._likely, self._merged, self._merging, self._expected = [], None, 0.0, None
-        if ledger.only is None:
-            fresh = step.tree is None
-            situation = self._situation() if ledger.weighs else None
-            self._decision = ledger.decide(situation, fresh, self.fit and self.target.compiled and fresh)
-        if ledger.only is not None:
-            ledger.only.reach = self._reach
-            if isinstance(ledger.only.drafter, NgramDrafter):
-                self._sole = ledger.only.drafter
-            return self._of(ledger.only, step)
-        decision = self._decision
-        self._noted, asked = ledger.notes(decision), decision.asked
-        for part in decision.heads:
-            self._ask(part, step)
-        for part in decision.left:
-            self._leave(part, step)
-        tree = self._alone(asked[0], step) if len(asked) == 1 else self._merge(asked, step, decision.size)
-        self._rows, self._proposed = len(tree), self._clock()
-        return tree
+        assert step is not None, "observe the prefill before proposing"
+        self._merged, self._fresh = None, step.tree is None
+        part = ledger.only
+        if part is None:
+            tree = self._merge(step)
+            self._rows, self._proposed = len(tree), self._clock()
+            return tree
+        if isinstance(part.drafter, NgramDrafter):
+            self._sole = part.drafter
+            return self._sole.propose()
+        return part.draft_alone(step)
 
-    def _ask(self, part: HybridPart, step: VerifiedStep) -> None:
-        """What a part need know before it drafts."""
-        start, part.reach = self._clock(), self._reach
-        if part.catch_up(len(step.tokens) - len(self._new)):
-            part.account.read(self._clock() - start)
-
-    def _leave(self, part: HybridPart, step: VerifiedStep) -> None:
-        """What it need know because it does not."""
-        start, part.reach = self._clock(), self._reach
-        part.leave(step, self._new)
-        self._drafting[part.place] = self._clock() - start
-
-    def _alone(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
-        """Its own tree, at no cost of others."""
+    def _merge(self, step: VerifiedStep) -> DraftTree:
+        """One tree of all active parts."""
+        ledger = self._ledger
         start = self._clock()
-        tree = self._of(part, step)
-        self._drafting[part.place] += self._clock() - start
-        return tree
-
-    def _of(self, part: HybridPart, step: VerifiedStep) -> DraftTree:
-        return part.drafter.propose() if part.phrases else part.draft_alone(step, self._new, self._prices_of)
-
-    def _prices_of(self, nodes: int) -> Prices | None:
-        """Of trees of so many nodes and fewer, where they matter and are known."""
-        return self._ledger.costs.prices(nodes) if self.fit else None
-
-    def _merge(self, asked: Sequence[HybridPart], step: VerifiedStep, trial: int | None) -> DraftTree:
-        """One tree of those who were asked."""
-        start = self._clock()
-        for part in asked:
+        for part in ledger.active:
             if not part.phrases:
-                part.speak(step, self._new)
+                part.speak(step)
                 now = self._clock()
                 self._drafting[part.place] = now - start
                 start = now
-        riders = sum(len(part.riders) for part in asked)
-        prices = self._ledger.costs.prices(self.budget, riders) if self.fit and trial is None else None
+        size, prices = None, None
+        if self.fit:
+            size = ledger.costs.trial(self.budget)
+            if size is None:
+                prices = ledger.costs.prices(self.budget, sum(len(part.riders) for part in ledger.active))
+        self._trial = size is not None
         merged = self._merged = merge(
-            [part.source if part in asked else _SILENT for part in self.parts],
-            self._ledger.calibration,
-            self.budget if trial is None else trial,
+            [_SILENT if part.off else part.source for part in self.parts],
+            ledger.calibration,
+            self.budget if size is None else size,
             self._deepest_node,
             prices and prices.bounds,
         )
         if prices is not None:
-            size, self._expected = prices.best(merged.scores)
-            merged.cut(size)
-        tree = self._with_riders(merged.as_tree(self.target.device))
-        self._merging = self._clock() - start
-        return tree
-
-    def _situation(self) -> int | None:
-        """How likely the best n-gram's word for the next token is right, as a class; None: it has none."""
-        best = 0.0
-        for part in self._ledger.active:
-            if isinstance(part.source, PhraseSource) and (found := part.source.first()):
-                token, entry, guess = found
-                best = max(best, self._ledger.calibration.alone(part.place, entry, guess))
-                self._likely.append((part.place, token, entry))
-        return bisect(CLASSES, best) if best else None
+            merged.cut(prices.best(merged.scores))
+        return self._with_riders(merged.as_tree(self.target.device))
 
     def _with_riders(self, tree: DraftTree) -> DraftTree:
         """The rows of parts that are read back and never accepted, behind the merged nodes."""
@@ -294,18 +216,23 @@ class HybridDrafter(Drafter):
             for part in self.parts:
                 all_of_them.callback(part.drafter.close)
             if self._file and not self._waiting:
-                ledger = self._ledger
                 self._catch_up()
-                parts = [(part.account, part.pause(ledger.steps)) for part in self.parts]
-                steps = self._before + ledger.steps
-                self._file.save(Learned(steps, self._ledger.calibration, ledger.costs, ledger.prospects, parts))
+                ledger = self._ledger
+                parts = [LearnedPart(part.account, part.failed, part.pause(ledger.steps)) for part in self.parts]
+                self._file.save(Learned(self._before + ledger.steps, ledger.calibration, ledger.costs, parts))
+
+    def _catch_up(self) -> None:
+        """Learn from what was only counted or written down."""
+        self._credit_sole()
+        self._ledger.catch_up()
 
     def findings(self) -> dict[str, Any]:
-        """Per part: accepted tokens credited to it, those nobody else had, and when it was switched off and on again.
+        """Per part: accepted tokens credited to it, those that would not have been drafted without it, and when it was
+        switched off and on again.
 
-        Times are target steps, `asked` is in how many a part was asked for drafts of its own; `learned_before` is how
-        many of earlier processes it began with; `node_price` is what a node costs at present on average, in tokens that
-        would come in that time anyway.
+        Times are target steps, `asked` is in how many a part drafted; `learned_before` is how many of earlier processes
+        it began with; `node_price` is what a node costs at present on average, in tokens that would come in that time
+        anyway.
         """
         self._catch_up()
         return {
@@ -315,7 +242,7 @@ class HybridDrafter(Drafter):
             "parts": {
                 part.name: {
                     "accepted": part.accepted,
-                    "alone": part.alone,
+                    "needed": part.needed,
                     "asked": part.asked,
                     "switched": part.switched,
                 }

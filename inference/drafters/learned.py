@@ -1,7 +1,7 @@
 """What a hybrid has learned, kept in a file: the next process begins where this one ended, without its trials.
 
-    {"format_version": 4, "of": …, "steps": N, "calibration": …, "costs": …, "prospects": …,
-     "parts": [{"account": …, "pause": …}]}
+    {"format_version": 5, "of": …, "steps": N, "calibration": …, "costs": …,
+     "parts": [{"account": …, "failed": …, "pause": …}]}
 
 `of` says which hybrid learned it for which target on which machine: prices and what pays are no other's.
 """
@@ -13,32 +13,35 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from heads.checkpoint import write_text
 from inference.drafters.account import Account
-from inference.drafters.asking import Prospects
 from inference.drafters.calibration import Calibration
 from inference.drafters.running_costs import RunningCosts
 from inference.target import Target
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
+
+
+class LearnedPart(NamedTuple):
+    """failed: whether it did not pay when it was tried last; pause: target steps that it stays off (None: it is on)"""
+
+    account: Account
+    failed: bool
+    pause: int | None
 
 
 @dataclass
 class Learned:
-    """steps    target steps that taught it
-    prospects  what follows steps
-    parts    for each its account, and for how many more target steps it stays switched off (None: it is on)
-    """
+    """steps: target steps that taught it"""
 
     steps: int
     calibration: Calibration
     costs: RunningCosts
-    prospects: Prospects
-    parts: Sequence[tuple[Account, int | None]]
+    parts: Sequence[LearnedPart]
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON can say it."""
@@ -46,19 +49,19 @@ class Learned:
             "steps": self.steps,
             "calibration": self.calibration.state_dict(),
             "costs": self.costs.state_dict(),
-            "prospects": self.prospects.state_dict(),
-            "parts": [{"account": account.state_dict(), "pause": pause} for account, pause in self.parts],
+            "parts": [{**part._asdict(), "account": part.account.state()} for part in self.parts],
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Learned:
         """What `state_dict` said."""
-        parts = [(Account.from_state(part["account"]), part["pause"]) for part in state["parts"]]
-        calibration, costs = (
-            Calibration.from_state(state["calibration"], len(parts)),
-            RunningCosts.from_state(state["costs"]),
-        )
-        return cls(int(state["steps"]), calibration, costs, Prospects.from_state(state["prospects"]), parts)
+        parts = []
+        for part in state["parts"]:
+            steps, *sums = map(float, part["account"])
+            pause = None if part["pause"] is None else int(part["pause"])
+            parts.append(LearnedPart(Account([steps, *sums]), bool(part["failed"]), pause))
+        calibration = Calibration.from_state(state["calibration"], len(parts))
+        return cls(int(state["steps"]), calibration, RunningCosts.from_state(state["costs"]), parts)
 
 
 class LearnedFile:

@@ -126,26 +126,12 @@ class PhraseSource:
     def __init__(self, table: NgramTable) -> None:
         self.table = table
 
-    def first(self) -> tuple[int, Hashable, float] | None:
-        """The likeliest next token, what is said of it and what that is worth at first sight; None: nothing matches."""
-        found = self.table.longest()
-        if found is None:
-            return None
-        level, (token, count, _, _, total) = found
-        sure, worth = self._heard(level, count, total)
-        return token, sure, count * worth
-
-    @staticmethod
-    def _heard(level: int, count: int, total: int) -> tuple[int, float]:
-        """What a match says of its most frequent follower, `count` of `total`, and what each of them is worth."""
-        return level * 8 + min(count, 3) * 2 + (count == total), (level - 1) / level / (total + 1)
-
     def opinion(self, place: int | None, context: Context) -> tuple[Opinion, Hashable]:
         """See `Source`."""
         said: Opinion = {}
         otherwise: Hashable = None
         for level, (first, count, second, second_count, total) in self.table.levels(context):
-            sure, worth = self._heard(level, count, total)
+            sure, worth = level * 8 + min(count, 3) * 2 + (count == total), (level - 1) / level / (total + 1)
             if otherwise is None:
                 otherwise = 1000 + sure
             else:
@@ -193,11 +179,15 @@ class Merged(Protocol):
     def cut(self, nodes: int) -> None:
         """Keep the first nodes only, which are the best; those after them are still learned from."""
 
-    def learn(self, followed: Sequence[int]) -> Sequence[tuple[int, bool]]:
+    def learn(self, followed: Sequence[int]) -> Sequence[tuple[int, int]]:
         """The tokens that really followed, as far as they are known: counts what was right and wrong of it.
 
-        Returns of each accepted node its source, and whether nobody else proposed it.
+        Returns of each accepted node its source, and who is needed for it: bit s says that source s alone proposed it
+        or a node above it, so that the tree would not have it without that source.
         """
+
+    def needing(self, source: int) -> int:
+        """How many nodes would not be there without a source."""
 
     def rows(self, source: int, nodes: int) -> list[int]:
         """[1 + nodes]: in which row of the target's forward each node of a source's own tree is, −1 where in none."""
@@ -223,10 +213,10 @@ class MergedTree:
         self.parents: list[int] = []
         self.scores: list[float] = []
         self.source: list[int] = []
-        self.alone: list[bool] = []  # whether nobody else proposes the node
+        self.needs: list[int] = []  # as `learn` returns them
         self._sources, self._calibration = sources, calibration
         self._levels = [number for number, source in enumerate(sources) if source.by_level]
-        self._waiting: list[tuple[float, int, int, int, int, list[int | None], int, bool]] = []
+        self._waiting: list[tuple[float, int, int, int, int, list[int | None], int, int]] = []
         self._serial = 0
         tables = [source.table for source in sources if isinstance(source, PhraseSource)]
         after = max(tables, key=lambda table: table.n, default=None)  # its contexts are good for shorter ones too
@@ -235,7 +225,7 @@ class MergedTree:
         bound = min(bounds, default=-inf)
         self._expand(0, 0.0, 0, bound)
         while self._waiting and len(self.tokens) < max_nodes:
-            score, _, parent, token, depth, places, source, alone = heappop(self._waiting)
+            score, _, parent, token, depth, places, source, needs = heappop(self._waiting)
             if -score < bounds[len(self.tokens)]:
                 break
             self._nodes[parent].inside[token] = len(self._nodes)
@@ -243,7 +233,7 @@ class MergedTree:
             self.parents.append(parent - 1)
             self.scores.append(-score)
             self.source.append(source)
-            self.alone.append(alone)
+            self.needs.append(needs)
             for level in self._levels:
                 places[level] = depth - 1
             self._nodes.append(_Node(places, after and after.after(self._nodes[parent].context, token)))
@@ -252,7 +242,7 @@ class MergedTree:
 
     def _expand(self, index: int, score: float, depth: int, bound: float) -> None:
         """Let the children of a node wait for their turn."""
-        node = self._nodes[index]
+        node, above = self._nodes[index], self.needs[index - 1] if index else 0
         children: dict[int, tuple[list[Hashable], list[tuple[int, float]], list[int | None]]] = {}
         otherwise: list[Hashable] = []
         nowhere: list[int | None] = [None] * len(self._sources)
@@ -275,7 +265,9 @@ class MergedTree:
             reached = score + log(max(self._calibration.estimate(key, guesses), 1e-6))
             if reached >= bound:
                 self._serial += 1
-                waiting = -reached, self._serial, index, token, depth + 1, places, guesses[0][0], len(guesses) == 1
+                first = guesses[0][0]
+                needs = above | 1 << first if len(guesses) == 1 else above
+                waiting = -reached, self._serial, index, token, depth + 1, places, first, needs
                 heappush(self._waiting, waiting)
 
     def as_tree(self, device: torch.device) -> DraftTree:
@@ -284,10 +276,10 @@ class MergedTree:
 
     def cut(self, nodes: int) -> None:
         """See `Merged`."""
-        for values in (self.tokens, self.parents, self.scores, self.source, self.alone):
+        for values in (self.tokens, self.parents, self.scores, self.source, self.needs):
             del values[nodes:]
 
-    def learn(self, followed: Sequence[int]) -> list[tuple[int, bool]]:
+    def learn(self, followed: Sequence[int]) -> list[tuple[int, int]]:
         """See `Merged`."""
         accepted = []
         index = 0
@@ -298,8 +290,12 @@ class MergedTree:
             index = node.inside.get(token, -1)
             if not 0 < index <= len(self.tokens):
                 break
-            accepted.append((self.source[index - 1], self.alone[index - 1]))
+            accepted.append((self.source[index - 1], self.needs[index - 1]))
         return accepted
+
+    def needing(self, source: int) -> int:
+        """See `Merged`."""
+        return sum(needs >> source & 1 for needs in self.needs)
 
     def rows(self, source: int, nodes: int) -> list[int]:
         """See `Merged`."""

@@ -100,10 +100,6 @@ class NgramTable:
             code = self.after(code, token)
         return tokens
 
-    def longest(self) -> tuple[int, Followers] | None:
-        """`followers` of the text."""
-        return self.followers(self._code)
-
     def levels(self, code: Context) -> Iterator[tuple[int, Followers]]:
         """The same for every context at the end of `code` that was seen before, longest first."""
         for level, mask, tops in self._longest_first:

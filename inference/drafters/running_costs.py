@@ -118,16 +118,14 @@ class Prices(NamedTuple):
         )
         return cls(tokens, [log(price) if price > 0 else -inf for price in each])
 
-    def best(self, scores: Sequence[float]) -> tuple[int, float]:
-        """How many nodes to verify, as many as bring most above their price, and how many of them are expected to be
-        accepted.
+    def best(self, scores: Sequence[float]) -> int:
+        """How many nodes to verify: as many as bring most above their price.
 
         scores: log-probabilities that nodes are accepted, best first, no more than n.
         """
-        brings = list(accumulate(map(exp, scores), initial=0.0))
+        brings = accumulate(map(exp, scores), initial=0.0)
         gains = [gain - price for gain, price in zip(brings, self.tokens)]
-        size = gains.index(max(gains))
-        return size, brings[size]
+        return gains.index(max(gains))
 
 
 class RunningCosts:
@@ -177,7 +175,7 @@ class RunningCosts:
         self._curve = _rising(_sizes(_levelled(times, self.seconds_per_node)))
         self._prices.clear()
 
-    def _seconds(self, rows: int) -> float:
+    def seconds(self, rows: int) -> float:
         """On the lines between the measured sizes, and beyond them as steep as on the whole."""
         left, right = self._curve[0], self._curve[-1]
         if rows <= left[0]:
@@ -190,27 +188,13 @@ class RunningCosts:
             left = right
         return left[1] + (right[1] - left[1]) * (rows - left[0]) / (right[0] - left[0])
 
-    def price(self, verify: float) -> float | None:
-        """Of a step's tree as it was: what verifying it took above verifying none; None before that is known.
-
-        More than the price of its size where a draft leaves the target's weights further away than no draft does.
-        """
-        if not self.seconds_per_token:
-            return None
-        least = self._seconds(0)
-        return (min(verify, OUTLIER * least) - least) / self.seconds_per_token
-
-    def worth(self, tokens: int, seconds: float) -> float:
-        """Tokens of a step above those that come in its time anyway."""
-        return tokens - min(seconds, OUTLIER * self.seconds_per_step) / self.seconds_per_token
-
     def prices(self, most: int, riders: int = 0) -> Prices | None:
         """Of 0 … `most` nodes, where `riders` more rows are verified anyway; None before they are known."""
         if not self.seconds_per_token:
             return None
         found = self._prices.get((most, riders))
         if found is None:
-            seconds = [self._seconds(riders + nodes) for nodes in range(most + 1)]
+            seconds = [self.seconds(riders + nodes) for nodes in range(most + 1)]
             found = Prices.of([(x - seconds[0]) / self.seconds_per_token for x in seconds])
             self._prices[most, riders] = found
         return found

@@ -73,13 +73,11 @@ public:
 
     void count(int32_t number, bool right) {
         cells[number].count(right);
-        for (size_t source = 0; source < sources; ++source) count_alone(source, evidence.row(number)[source], right);
-    }
-
-    void count_alone(int32_t source, int32_t entry, bool right) {
-        const int32_t row[] = {source, entry};
-        const int32_t number = entries.find(row);
-        if (number != Index::NONE) cells_alone[number].count(right);
+        for (size_t source = 0; source < sources; ++source) {
+            const int32_t row[] = {static_cast<int32_t>(source), evidence.row(number)[source]};
+            const int32_t known = entries.find(row);
+            if (known != Index::NONE) cells_alone[known].count(right);
+        }
     }
 
     const size_t sources;
@@ -141,7 +139,9 @@ private:
         for (int32_t c = table->n - 1; c > 0 && said.size() < WIDTH; --c) {
             const Followers* top = table->followers(context, c);
             if (top == nullptr) continue;
-            auto [sure, worth] = heard(c, *top);
+            const int32_t level = c + 1;
+            int32_t sure = level * 8 + std::min(top->first_count, 3) * 2 + (top->first_count == top->total);
+            double worth = double(level - 1) / level / (top->total + 1);
             if (otherwise == SILENT) {
                 otherwise = 1000 + sure;
             } else {
@@ -151,14 +151,6 @@ private:
             if (top->second >= 0) tell(top->second, -sure, top->second_count * worth);
         }
         return otherwise;
-    }
-
-public:
-    // What c tokens say of their most frequent follower, and what each time that it followed is worth.
-    static std::pair<int32_t, double> heard(int32_t c, const Followers& top) {
-        const int32_t level = c + 1;
-        const int32_t sure = level * 8 + std::min(top.first_count, 3) * 2 + (top.first_count == top.total);
-        return {sure, double(level - 1) / level / (top.total + 1)};
     }
 };
 
@@ -181,7 +173,7 @@ public:
                 contexts_.insert(contexts_.end(), table->end(), table->end() + table->n);
             }
         }
-        nodes_.push_back({-1, -1, 0, -1, false, 0.0, {}});
+        nodes_.push_back({-1, -1, 0, -1, 0, 0.0, {}});
         expand(0);
         while (!queue_.empty() && size() < max_nodes) {
             const auto [score, number] = queue_.top();
@@ -204,8 +196,8 @@ public:
     }
 
     // Counts what was right and wrong of the tokens that followed. Of the nodes that were accepted, no more than the
-    // first `kept` ones can be, their source, and whether nobody else proposed them; returns their number.
-    int64_t learn(const int64_t* followed, int64_t count, int64_t kept, int64_t* sources, bool* alone) const {
+    // first `kept` ones can be, their source, and who is needed for them; returns their number.
+    int64_t learn(const int64_t* followed, int64_t count, int64_t kept, int64_t* sources, int64_t* needs) const {
         int64_t accepted = 0;
         size_t index = 0;
         for (int64_t i = 0; i < count; ++i) {
@@ -213,9 +205,15 @@ public:
             index = follower(index, followed[i]);
             if (index == 0 || static_cast<int64_t>(index) > kept) break;
             sources[accepted] = nodes_[index].source;
-            alone[accepted++] = nodes_[index].alone;
+            needs[accepted++] = nodes_[index].needs;
         }
         return accepted;
+    }
+
+    // How many of the first `kept` nodes would not be there without a source.
+    int64_t needing(int64_t source, int64_t kept) const {
+        const auto end = nodes_.begin() + 1 + kept;
+        return std::count_if(nodes_.begin() + 1, end, [&](const Node& one) { return one.needs >> source & 1; });
     }
 
     // [1 + count]: in which row of the target's forward each node of a source's own tree is, -1 where in none.
@@ -231,8 +229,8 @@ public:
 private:
     struct Node {
         int32_t token, parent, depth;
-        int32_t source;  // the first that proposes it …
-        bool alone;      // … and whether nobody else does
+        int32_t source;  // the first that proposes it
+        uint32_t needs;  // bit s: source s alone proposes it or a node above it
         double score;
         std::vector<std::pair<int32_t, int32_t>> considered;  // tokens behind it and the cells of their evidence
     };
@@ -273,7 +271,8 @@ private:
             if (score < least_) continue;
             queue_.emplace(score, -static_cast<int64_t>(waiting_.size()));  // of equals the one that came first
             const auto parent = static_cast<int32_t>(index), depth = nodes_[index].depth + 1;
-            waiting_.push_back({one.token, parent, depth, one.source, one.speakers == 1, score, {}});
+            const uint32_t needs = nodes_[index].needs | (one.speakers == 1 ? 1u << one.source : 0u);
+            waiting_.push_back({one.token, parent, depth, one.source, needs, score, {}});
             const auto inside = inside_.begin() + at * count;
             waiting_inside_.insert(waiting_inside_.end(), inside, inside + count);
         }
@@ -391,25 +390,10 @@ int64_t ngram_table_chain(const NgramTable* table, int64_t most, int64_t* tokens
     return count;
 }
 
-// The same as `ngram_table_followers` of the longest context at the text's end that was seen.
-bool ngram_table_longest(const NgramTable* table, int64_t* found) {
-    int32_t c;
-    return table->longest(table->end(), c) != nullptr && ngram_table_followers(table, table->end(), c, found);
-}
-
 Calibration* calibration(int64_t sources) { return new Calibration(sources); }
 void calibration_free(Calibration* calibration) { delete calibration; }
 int64_t calibration_cells(const Calibration* calibration) { return calibration->cells.size(); }
 int64_t calibration_cells_alone(const Calibration* calibration) { return calibration->cells_alone.size(); }
-
-double calibration_alone(Calibration* calibration, int64_t source, int64_t entry, double guess) {
-    const Cell& cell = calibration->alone(static_cast<int32_t>(source), static_cast<int32_t>(entry), guess);
-    return cell.accepted / cell.tried;
-}
-
-void calibration_count_alone(Calibration* calibration, int64_t source, int64_t entry, bool right) {
-    calibration->count_alone(static_cast<int32_t>(source), static_cast<int32_t>(entry), right);
-}
 
 // The evidence [S], or source and entry, of a cell, and what is in it.
 void calibration_cell(const Calibration* calibration, int64_t number, int32_t* evidence, double* cell) {
@@ -446,8 +430,12 @@ MergedTree* merged_tree(const Source* sources, Calibration* calibration, int64_t
 void merged_tree_free(MergedTree* merged) { delete merged; }
 
 int64_t merged_tree_learn(const MergedTree* merged, const int64_t* followed, int64_t count, int64_t kept,
-                          int64_t* sources, bool* alone) {
-    return merged->learn(followed, count, kept, sources, alone);
+                          int64_t* sources, int64_t* needs) {
+    return merged->learn(followed, count, kept, sources, needs);
+}
+
+int64_t merged_tree_needing(const MergedTree* merged, int64_t source, int64_t kept) {
+    return merged->needing(source, kept);
 }
 
 void merged_tree_rows(const MergedTree* merged, int64_t source, int64_t count, int64_t kept, int64_t* rows) {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import POINTER, c_bool, c_double, c_int32, c_int64, c_void_p
 from functools import cache
 from math import inf
@@ -52,15 +52,12 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ngram_table_end": (None, c_void_p, c_void_p),
     "ngram_table_after": (None, c_void_p, c_void_p, c_int64, c_void_p),
     "ngram_table_followers": (c_bool, c_void_p, c_void_p, c_int64, c_void_p),
-    "ngram_table_longest": (c_bool, c_void_p, c_void_p),
     "ngram_table_shares": (c_int64, c_void_p, c_void_p, c_void_p, c_void_p),
     "ngram_table_chain": (c_int64, c_void_p, c_int64, c_void_p),
     "calibration": (c_void_p, c_int64),
     "calibration_free": (None, c_void_p),
     "calibration_cells": (c_int64, c_void_p),
     "calibration_cells_alone": (c_int64, c_void_p),
-    "calibration_alone": (c_double, c_void_p, c_int64, c_int64, c_double),
-    "calibration_count_alone": (None, c_void_p, c_int64, c_int64, c_bool),
     "calibration_cell": (None, c_void_p, c_int64, c_void_p, c_void_p),
     "calibration_cell_alone": (None, c_void_p, c_int64, c_void_p, c_void_p),
     "calibration_put": (None, c_void_p, c_void_p, c_double, c_double),
@@ -80,6 +77,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     ),
     "merged_tree_free": (None, c_void_p),
     "merged_tree_learn": (c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+    "merged_tree_needing": (c_int64, c_void_p, c_int64, c_int64),
     "merged_tree_rows": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
 }
 """What each returns and takes."""
@@ -107,7 +105,6 @@ class NgramTable(ngram_table.NgramTable):
         self.native = self._lib.ngram_table(n)
         weakref.finalize(self, self._lib.ngram_table_free, self.native)
         self._tokens = (c_int64 * 0)()  # of the longest chain so far
-        self._found = (c_int64 * 6)()
         self._shared = (c_int64 * (2 * n - 2))(), (c_double * (2 * n - 2))()  # tokens, shares
 
     @property
@@ -130,13 +127,6 @@ class NgramTable(ngram_table.NgramTable):
         longer = (c_int32 * self.n)()
         self._lib.ngram_table_after(self.native, code, token, longer)
         return longer
-
-    def longest(self) -> tuple[int, Followers] | None:
-        """`followers` of the text."""
-        if not self._lib.ngram_table_longest(self.native, self._found):
-            return None
-        level, first, count, second, second_count, total = self._found
-        return level, (first, count, second, second_count, total)
 
     def followers(self, code: Context) -> tuple[int, Followers] | None:
         """The level of the longest context at the end of `code` that was seen before, and what followed it."""
@@ -171,15 +161,6 @@ class Calibration(calibration.Calibration):
         self.native = self._lib.calibration(sources)
         weakref.finalize(self, self._lib.calibration_free, self.native)
         self.sources = sources
-
-    def alone(self, source: int, entry: Hashable, guess: float) -> float:
-        """The share of tokens that are accepted of which one source says so."""
-        share: float = self._lib.calibration_alone(self.native, source, entry, guess)
-        return share
-
-    def count_alone(self, source: int, entry: Hashable, accepted: bool) -> None:
-        """A token has been tried that one source spoke for; nothing where it was never asked what that is worth."""
-        self._lib.calibration_count_alone(self.native, source, entry, accepted)
 
     def state_dict(self) -> dict[str, Any]:
         """As `calibration.Calibration.state_dict`."""
@@ -270,12 +251,17 @@ class MergedTree:
             self._size = nodes
             self._narrow()
 
-    def learn(self, followed: Sequence[int]) -> list[tuple[int, bool]]:
-        """As `merged_tree.MergedTree.learn`."""
-        sources, alone = (c_int64 * len(followed))(), (c_bool * len(followed))()
+    def learn(self, followed: Sequence[int]) -> list[tuple[int, int]]:
+        """See `merged_tree.Merged`."""
+        sources, needs = (c_int64 * len(followed))(), (c_int64 * len(followed))()
         followed = _integers(followed)
-        count = self._lib.merged_tree_learn(self.native, followed, len(followed), self._size, sources, alone)
-        return list(zip(sources[:count], alone[:count]))
+        count = self._lib.merged_tree_learn(self.native, followed, len(followed), self._size, sources, needs)
+        return list(zip(sources[:count], needs[:count]))
+
+    def needing(self, source: int) -> int:
+        """See `merged_tree.Merged`."""
+        nodes: int = self._lib.merged_tree_needing(self.native, source, self._size)
+        return nodes
 
     def rows(self, source: int, nodes: int) -> list[int]:
         """[1 + nodes]: in which row of the target's forward each node of a source's own tree is, −1 where in none."""

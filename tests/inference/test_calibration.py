@@ -5,7 +5,6 @@ import random
 
 import pytest
 
-from inference.drafters.asking import FEW, Asking
 from inference.drafters.calibration import Calibration, confidence
 from inference.drafters.running_costs import EARLY, EVERY, KEPT, RunningCosts, Step
 
@@ -71,9 +70,9 @@ def test_a_jump_between_sizes_is_a_price_of_its_own():
     costs = measured(lambda rows: 0.010 + 0.0002 * rows + 0.004 * (rows > 7), range(10))
     prices = costs.prices(9)
     nearly_sure = [math.log(0.9)] * 9
-    assert prices.best(nearly_sure[:8]) == (8, pytest.approx(7.2))
-    assert prices.best([math.log(0.2)] * 9) == (7, pytest.approx(1.4))
-    assert prices.best([math.log(0.03)] * 9) == (0, 0.0)
+    assert prices.best(nearly_sure[:8]) == 8
+    assert prices.best([math.log(0.2)] * 9) == 7
+    assert prices.best([math.log(0.03)] * 9) == 0
     assert prices.bounds[7] > prices.bounds[8] > 0 - math.inf  # beyond the jump a node is cheap again
     assert prices.bounds[0] < math.log(0.2)
 
@@ -94,9 +93,7 @@ def test_a_machine_that_slows_down_for_a_while_does_not_change_what_a_row_costs(
         costs.add(Step(rows, seconds, seconds + 0.005, 2))
     assert costs.seconds_per_node == pytest.approx(0.0005, rel=0.2)
     assert costs.prices(8).tokens[8] * costs.seconds_per_token == pytest.approx(8 * 0.0005, rel=0.2)
-    usual = costs._seconds(0)
-    assert costs.price(usual + 0.002) == pytest.approx(0.002 / costs.seconds_per_token)
-    assert costs.price(usual + 30.0) < 2.1 * usual / costs.seconds_per_token  # a compilation, say
+    assert costs.seconds(6) - costs.seconds(2) == pytest.approx(4 * 0.0005, rel=0.2)
 
 
 def test_sizes_that_were_not_seen_are_as_steep_as_the_others():
@@ -119,44 +116,3 @@ def test_trial_steps_have_different_sizes():
     assert set(sizes[:EARLY]) == {0, 8, 16, 32}
     later = [size for size in sizes[EARLY + KEPT :] if size is not None]
     assert set(later) == {0, 8, 32} and len(later) in (26, 27)  # of 16 enough are seen without
-
-
-# ---- asking ----------------------------------------------------------------------------------------------
-
-
-def asked(asking, situation, price, worth, steps):
-    """Decide and learn so often; worth(asked) is what a step is worth. Returns the decisions."""
-    said = []
-    for _ in range(steps):
-        said.append(asking.pays(situation, price))
-        asking.learn(situation, said[-1], worth(said[-1]))
-    return said
-
-
-def test_a_part_is_asked_where_that_pays_and_nowhere_else():
-    generator = random.Random(0)
-    asking = Asking()
-    good = asked(asking, "good", 0.5, lambda yes: generator.gauss(1.0 + yes, 1.0), 400)
-    poor = asked(asking, "poor", 0.5, lambda yes: generator.gauss(1.0, 1.0), 400)
-    assert 290 <= sum(good[100:]) < 300 and 0 < sum(poor[100:]) <= 10  # now and then the other way
-    assert asking.profit(0.5) == pytest.approx(0.25, abs=0.1)  # half of the steps gain a half
-
-
-def test_a_change_is_noticed_where_the_other_way_was_not_gone_for_long():
-    generator = random.Random(1)
-    asking = Asking()
-    asked(asking, None, 0.5, lambda yes: generator.gauss(2.0 - 0.5 * yes, 1.0), 2000)
-    said = asked(asking, None, 0.5, lambda yes: generator.gauss(2.0 + 1.5 * yes, 1.0), 1500)
-    assert sum(said[-500:]) > 400
-
-
-def test_what_is_clear_is_not_tried_for_long():
-    said = asked(Asking(), None, 5.0, lambda yes: 1.0 + yes, 60)
-    assert sum(said) == FEW
-
-
-def test_doubt_lets_a_few_steps_change_what_was_learned():
-    asking = Asking()
-    asked(asking, None, 0.5, lambda yes: 1.0, 200)
-    asking.doubt()
-    assert sum(asked(asking, None, 0.5, lambda yes: 1.0 + 2 * yes, 300)) > 200

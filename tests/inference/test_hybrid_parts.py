@@ -1,19 +1,19 @@
-"""When the parts of a hybrid are asked, left and switched off, and what they are told then."""
+"""When the parts of a hybrid are switched off and tried again, and what that is decided by."""
 
-import json
-import random
+import math
 
 import pytest
 import torch
 
-from inference.drafters.account import LOOK, TRIAL, VERDICTS, Account
-from inference.drafters.asking import FEW, Asking, Company, Prospects
+from inference.drafters.account import CLEAR, LEAST, MEMORY, Account
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.hybrid_part import PAUSE
+from inference.drafters.hybrid_part import PAUSE, HybridPart
+from inference.drafters.ledger import BATCH
 from inference.drafters.lookahead import LookaheadDrafter
 from inference.drafters.merging import merge
 from inference.drafters.ngram import NgramDrafter
+from inference.drafters.prompt_lookup import PromptLookupDrafter
 from inference.drafters.registry import drafter_for
 from inference.drafters.running_costs import EARLY
 from inference.engine import DecodingEngine, GenerationSettings
@@ -30,6 +30,16 @@ class Clock:
         self.now += 1e-6
         return self.now
 
+    def slow_forwards(self, target, monkeypatch, seconds=1.0, a_row=0.0):
+        """A forward of the target takes so long."""
+        forward = target.forward_tree
+
+        def verifying(tokens, *others):
+            self.now += seconds + a_row * len(tokens)
+            return forward(tokens, *others)
+
+        monkeypatch.setattr(target, "forward_tree", verifying)
+
 
 class SlowDrafter(ScriptedDrafter):
     """A second for drafts that are never right."""
@@ -43,42 +53,91 @@ class SlowDrafter(ScriptedDrafter):
         return super().propose()
 
 
-def engine_until_it_is_off(llama, prompt, slow):
-    """A hybrid of it and n-grams that has decoded until it was switched off."""
-    hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], llama, 8, clock=slow.clock)
-    engine = DecodingEngine(llama, hybrid)
-    while not hybrid.parts[0].off:
-        engine.generate(prompt, GenerationSettings(60))
-    return engine, hybrid
-
-
-def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(llama, llama_prompts):
+@pytest.mark.parametrize("reads_choices", [False, True])
+def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(llama, llama_prompts, reads_choices):
     clock = Clock()
-    engine, hybrid = engine_until_it_is_off(llama, llama_prompts[0], SlowDrafter(clock))
+    slow = SlowDrafter(clock, reads_choices)
+    hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], llama, 8, clock=clock)
+    engine = DecodingEngine(llama, hybrid)
+    settings = GenerationSettings(60)
+    while not hybrid.parts[0].off:
+        engine.generate(llama_prompts[0], settings)
     found = hybrid.findings()["parts"]
     steps = found["slow"]["switched"][0]["off"]
-    assert 2 * TRIAL <= steps <= 2 * TRIAL + EARLY + 16 and found["ngram"]["switched"] == []
-    assert EARLY <= found["slow"]["asked"] < TRIAL / 2  # where it never pays it is soon left
+    assert LEAST <= steps <= LEAST + EARLY + 3 * BATCH and found["ngram"]["switched"] == []
+    assert found["slow"]["asked"] == steps and found["slow"]["accepted"] == 0
     spent = clock.now
-    engine.generate(llama_prompts[1], GenerationSettings(60))
+    engine.generate(llama_prompts[1], settings)
     assert clock.now - spent < 1.0
     wait = hybrid.parts[0]._until - steps
-    assert wait > 10 * PAUSE  # its trial took as long as so many steps
+    assert wait > 5 * PAUSE  # its trial took as long as so many steps
     hybrid.findings()  # which counts what was drafted alone
     hybrid._ledger.steps = steps + wait
-    engine.generate(llama_prompts[1], GenerationSettings(60))
+    engine.generate(llama_prompts[1], settings)
     assert hybrid.findings()["parts"]["slow"]["switched"][0]["on"] == steps + wait
     assert clock.now - spent > 1.0
 
 
-def test_a_part_whose_rows_are_needed_is_asked_always_until_it_clearly_loses(llama, llama_prompts):
-    _, hybrid = engine_until_it_is_off(llama, llama_prompts[0], SlowDrafter(Clock(), reads_choices=True))
-    found = hybrid.findings()["parts"]["slow"]
-    assert found["switched"][0]["off"] <= found["asked"] < 2 * LOOK + EARLY
+def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, llama_prompts, monkeypatch):
+    clock, merged = Clock(), []
+
+    def merging(*arguments):
+        clock.now += 1.0
+        merged.append(hybrid._ledger.steps)
+        return merge(*arguments)
+
+    clock.slow_forwards(llama, monkeypatch, 0.1)
+    monkeypatch.setattr("inference.drafters.hybrid.merge", merging)
+    prompt, settings = llama_prompts[0], GenerationSettings(100)
+    head = ScriptedDrafter(vanilla_tokens(llama, prompt, settings), 3)
+    hybrid = HybridDrafter([("head", head), ("ngram", NgramDrafter())], llama, 8, clock=clock)
+    engine = DecodingEngine(llama, hybrid)
+    while not hybrid.parts[1].off:
+        engine.generate(prompt, settings)
+    assert hybrid.parts[1].switched[0]["off"] <= LEAST + EARLY + 3 * BATCH and not hybrid.parts[0].off
+    merged.clear()
+    result = engine.generate(prompt, settings)
+    assert not merged and result.target_steps <= 1 + -(-99 // 4)
+
+
+def test_of_two_parts_that_say_the_same_one_is_left(llama, llama_prompts, monkeypatch):
+    clock = Clock()
+    clock.slow_forwards(llama, monkeypatch)
+    answer = vanilla_tokens(llama, llama_prompts[0], GenerationSettings(100))
+
+    class Head(ScriptedDrafter):
+        def propose(self):
+            clock.now += 0.2
+            return super().propose()
+
+    hybrid = HybridDrafter([(name, Head(answer, 3)) for name in ("first", "second")], llama, 8, clock=clock)
+    engine = DecodingEngine(llama, hybrid)
+    while hybrid._ledger.only is None:
+        assert engine.generate(llama_prompts[0], GenerationSettings(100)).tokens == answer
+    found = hybrid.findings()["parts"]
+    assert found["first"]["needed"] + found["second"]["needed"] < found["first"]["accepted"] / 10
+    other = hybrid._ledger.only
+    for _ in range(20):
+        engine.generate(llama_prompts[0], GenerationSettings(100))
+    assert hybrid._ledger.only is other and hybrid.findings()["parts"][other.name]["needed"] > 500
+
+
+def test_a_window_owes_for_its_rows(llama, llama_prompts, monkeypatch):
+    clock = Clock()
+    clock.slow_forwards(llama, monkeypatch, 1.0, a_row=0.1)
+    parts = [("ngram", NgramDrafter()), ("lookahead", LookaheadDrafter(n=4, w=5)), ("copy", PromptLookupDrafter())]
+    hybrid = HybridDrafter(parts, llama, 6, clock=clock)
+    hybrid._ledger._judge = lambda: None
+    engine = DecodingEngine(llama, hybrid)
+    for prompt in llama_prompts:
+        engine.generate(prompt, GenerationSettings(90))
+    lookahead = hybrid.parts[1]
+    assert len(lookahead.riders) == 15
+    assert lookahead.account.seconds / lookahead.account.steps == pytest.approx(1.5 + 0.2, abs=0.3)
 
 
 @pytest.mark.parametrize("name", ["ctc", "medusa", "hydra", "hydra++", "chimera", "draft_model"])
-def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama, llama_prompts, monkeypatch, name):
+def test_a_part_drafts_among_others_and_alone_as_by_itself(llama, llama_prompts, name):
     def drafter():
         if name == "draft_model":
             return DraftModelDrafter(llama.without_layers([1]), k=3)
@@ -90,16 +149,11 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     }
     apart = drafter()
     hybrid = HybridDrafter([("part", drafter()), ("ngram", NgramDrafter())], llama, 6)
-    part = hybrid.parts[0]
+    part, ngram = hybrid.parts
     part.met = False  # as where it is compiled: what that tries out leaves no trace
-    hybrid._ledger.judge = lambda: None
-    generator = random.Random(1)
-    monkeypatch.setattr("inference.drafters.hybrid_part.WAITING", 12)
-    part.account.asking.pays = lambda situation, price: generator.random() < 0.15
-    part.account.joining.pays = lambda situation, price: generator.random() < 0.7
-    part.account.asking.learn = part.account.joining.learn = lambda *told: None
+    hybrid._ledger._judge = lambda: None
     begin, observe, propose = hybrid.begin, hybrid.observe, hybrid.propose
-    compared, by_itself = [], 0
+    merged, alone = [], []
 
     def beginning(prompt, capacity):
         apart.begin(prompt, capacity + 20)
@@ -108,21 +162,21 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     def observing(step):
         apart.observe(step)
         observe(step)
+        if len(merged) % 40 == 39 and hybrid._merged is not None:  # in the midst of an answer
+            ngram.switch_off(hybrid._ledger.steps)
+            ngram._until = 0
+            hybrid._ledger.begin_again()
 
     def proposing():
-        nonlocal by_itself
         tree = propose()
-        if part in hybrid._decision.asked:
-            by_itself += hybrid._decision.asked == [part]
-            if (
-                name == "medusa" and hybrid._merged is not None
-            ):  # which says what comes at each depth, and leaves the tree to the hybrid
-                assert torch.equal(part.source.levels, apart.propose_levels())
-            else:
-                own, same = part.tree, apart.propose()
-                assert own.tokens.tolist() == same.tokens.tolist() and own.parents.tolist() == same.parents.tolist()
-                assert torch.allclose(own.log_probs, same.log_probs)
-            compared.append(hybrid._ledger.steps)
+        (alone if hybrid._merged is None else merged).append(tree)
+        if name == "medusa" and hybrid._merged is not None:
+            # which says what comes at each depth, and leaves the tree to the hybrid
+            assert torch.equal(part.source.levels, apart.propose_levels())
+        else:
+            own, same = part.tree, apart.propose()
+            assert own.tokens.tolist() == same.tokens.tolist() and own.parents.tolist() == same.parents.tolist()
+            assert torch.allclose(own.log_probs, same.log_probs)
         return tree
 
     hybrid.begin, hybrid.observe, hybrid.propose = beginning, observing, proposing
@@ -130,191 +184,91 @@ def test_a_part_that_was_left_for_some_steps_drafts_as_if_it_had_not_been(llama,
     settings = GenerationSettings(90)
     for prompt in llama_prompts:
         assert engine.generate(prompt, settings).tokens == vanilla_tokens(llama, prompt, settings)
-    assert EARLY + 10 < len(compared) < hybrid.findings()["steps"] - 40
-    assert 0 < by_itself < len(compared) - EARLY
+    assert len(merged) > 80 and len(alone) > 20
 
 
-def test_the_only_part_that_is_asked_drafts_by_itself(llama, llama_prompts):
-    hybrid = HybridDrafter(
-        [("medusa", drafter_for(make_head(llama, "medusa"), llama, 6)), ("ngram", NgramDrafter())], llama, 6
-    )
-    hybrid.parts[0].account.asking.pays = lambda situation, price: False
-    hybrid.parts[0].account.asking.learn = lambda *told: None
-    alone = NgramDrafter(max_nodes=6)
-    engine = DecodingEngine(llama, hybrid)
-    engine.generate(llama_prompts[0], GenerationSettings(60))
-    assert hybrid._ledger.costs.seconds_per_token > 0
-    result = engine.generate(llama_prompts[0], GenerationSettings(60))
-    assert hybrid._merged is None and hybrid._decision.asked == hybrid.parts[1:]
-    assert (
-        result.accept_lengths[2:]
-        == DecodingEngine(llama, alone).generate(llama_prompts[0], GenerationSettings(60)).accept_lengths[2:]
-    )
-    assert set(result.sources) <= {-1, 1}
+def test_n_grams_left_alone_draft_as_if_there_were_no_hybrid(llama, llama_prompts):
+    parts = [("medusa", drafter_for(make_head(llama, "medusa"), llama, 6)), ("ngram", NgramDrafter())]
+    hybrid = HybridDrafter(parts, llama, 6)
+    hybrid.parts[0].switch_off(0)
+    settings = GenerationSettings(60)
+    result = DecodingEngine(llama, hybrid).generate(llama_prompts[0], settings)
+    alone = DecodingEngine(llama, NgramDrafter(max_nodes=6)).generate(llama_prompts[0], settings)
+    assert result.accept_lengths == alone.accept_lengths and set(result.sources) <= {-1, 1}
+    found = hybrid.findings()
+    assert found["steps"] == result.target_steps - 2 == found["parts"]["ngram"]["asked"]  # the last is not observed
+    assert found["parts"]["medusa"]["asked"] == 0
 
 
-def test_what_two_parts_bring_is_told_apart(llama, llama_prompts):
-    parts = [(kind, drafter_for(make_head(llama, kind), llama, 6)) for kind in ("medusa", "hydra")]
-    hybrid = HybridDrafter([*parts, ("ngram", NgramDrafter())], llama, 6)
-    hybrid._ledger.judge = lambda: None
-    together = set()
-    propose = hybrid.propose
-
-    def proposing():
-        tree = propose()
-        if not hybrid._decision.trial and hybrid._ledger.costs.seconds_per_token:
-            together.add(tuple(part in hybrid._decision.asked for part in hybrid.parts[:2]))
-        return tree
-
-    hybrid.propose = proposing
-    engine = DecodingEngine(llama, hybrid)
-    for prompt in llama_prompts:
-        engine.generate(prompt, GenerationSettings(90))
-    assert len(together) == 4  # each with the other and without
+def test_a_part_that_fails_again_is_off_for_longer(llama):
+    part = HybridPart(0, "ngram", NgramDrafter(), llama)
+    pauses, steps = [], 0
+    for lost in (0.0, 1.0, 100.0):
+        part.switch_off(steps, lost)
+        pauses.append(part.pause(steps))
+        steps = part._until
+        assert part.pause_over(steps) and not part.pause_over(steps - 1)
+    assert pauses == [PAUSE, 2 * PAUSE, 100 * 100]  # trials shall take no more than a hundredth of the time
 
 
-def test_one_stretch_of_text_alone_does_not_decide_about_a_part():
-    account = Account()
-    gains = iter([0.5, 0.5, 0.0, 0.0])
-    account._to_leave = 0.15
-    account.asking.profit = lambda price: next(gains)
-    lacking = [account.verdict(1.0) for _ in range(4)]
-    assert lacking == pytest.approx([0, -0.35, -0.55 / 3, -0.1])  # no verdict by one alone
-    account.begin_again()
-    account.asking.profit = lambda price: 0.0
-    assert [account.verdict(1.0) for _ in range(2)] == pytest.approx([0, 0.15])
-    account.read(3.0)
-    account._steps = [(False, 0.0, 0)] * 10
-    account._verdicts = 0
-    assert [account.verdict(1.0) for _ in range(2)] == pytest.approx([0, 0.15 + 0.3])
+def told(hybrid, *brought, seconds):
+    """As if parts had decoded: what each brought in the same steps, and what each of these cost."""
+    hybrid._ledger.costs.seconds_per_token = hybrid._ledger.costs.seconds_per_step = 1.0
+    for part, tokens in zip(hybrid.parts, brought):
+        part.account.add([tokens] * LEAST, seconds * LEAST)
+    hybrid._ledger._judge()
 
 
-def test_what_was_spent_long_ago_counts_no_more():
-    account = Account()
-    account._price, account._seconds_per_token = 0.5, 1.0
-    for _ in range(100):
-        account.decide(account.choose("here", may_be_left=False))
-    assert 40 < account.spent < 50
-    account.asking.pays = lambda situation, price: False
-    for _ in range(2 * VERDICTS * TRIAL):
-        account.decide(account.choose("here", may_be_left=True))
-    assert account.spent < 10
-    account.begin_again()
-    assert account.spent == 0
+def test_a_part_that_paid_once_more_has_failed_for_the_first_time_afterwards(llama):
+    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("other", NgramDrafter())], llama, 6)
+    paid, failed = hybrid.parts
+    paid.failed = failed.failed = True
+    told(hybrid, 2, 1, seconds=1.5)
+    assert not paid.off and not paid.failed
+    assert failed.off and failed.failed and failed.pause(0) == max(2 * PAUSE, round(100 * 0.5 * LEAST))
+    assert hybrid._ledger.only is paid and paid.account.steps == 0  # which has to show what it brings alone
+
+
+def test_one_is_switched_off_at_a_time_and_never_the_last_one(llama):
+    hybrid = HybridDrafter([(name, NgramDrafter()) for name in "abc"], llama, 6)
+    for off in ([False, True, False], [True, True, False], [True, True, False]):
+        told(hybrid, 1, 0, 2, seconds=9.0)
+        assert [part.off for part in hybrid.parts] == off
 
 
 def test_all_parts_are_judged_over_as_many_steps_when_one_comes_back(llama):
     hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", LookaheadDrafter(n=4, w=5))], llama, 6)
     ngram, lookahead = hybrid.parts
     lookahead.switch_off(0)
-    for _ in range(LOOK - 1):  # at the next step they would be judged, one of them by that step alone
-        ngram.account.close_step(0)
+    ngram.account.add([0] * 9, 1.0)
     hybrid._ledger.steps = lookahead._until - 1
     hybrid.begin(torch.tensor([1, 2, 3]), 80)
-    assert lookahead.off and ngram.account.steps == LOOK - 1
+    assert lookahead.off and ngram.account.steps == 9
     hybrid._ledger.steps += 1
     hybrid.begin(torch.tensor([1, 2, 3]), 80)
     assert not lookahead.off and ngram.account.steps == lookahead.account.steps == 0
 
 
-def test_expectations_are_corrected_by_what_came():
+def test_a_balance_says_how_sure_it_is():
     account = Account()
-    for _ in range(400):
-        account.decide(account.choose("here", True))
-        account.learn(1 if account.choice.asked else 0, 0.25, 2.0)  # one is accepted where two are expected
-        account.conclude(0.0)
-    seen = account.asking._situations["here"]
-    assert seen.asked.value == pytest.approx(1 - 0.25, abs=0.2) and seen.left.value == pytest.approx(-0.25)
+    assert account.balance(1.0) == (0.0, math.inf) and account.clear(1.0) == 0
+    account.add([0, 2] * (LEAST // 2 - 1), 0.0)
+    assert account.clear(1.0) == 0  # not yet
+    account.add([0, 2], 0.0)
+    error = 1 / math.sqrt(LEAST)
+    assert account.balance(0.5) == pytest.approx((1.0, error))
+    assert account.clear(0.5) == pytest.approx(-1.0)
+    account.add([], 0.5 * 1.2 * LEAST)  # .2 tokens a step more than it brings: may be bad luck
+    assert account.balance(0.5) == pytest.approx((-0.2, error)) and account.clear(0.5) == 0
+    account.add([], 0.5 * 0.4 * LEAST)
+    assert account.clear(0.5) == pytest.approx(0.6 - CLEAR * error)
 
 
-def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, llama_prompts, monkeypatch):
-    clock, merged = Clock(), []
-
-    def merging(*arguments):
-        clock.now += 1.0
-        merged.append(hybrid._ledger.steps)
-        return merge(*arguments)
-
-    def verifying(*arguments):
-        clock.now += 0.1
-        return forward(*arguments)
-
-    forward = llama.forward_tree
-    monkeypatch.setattr(llama, "forward_tree", verifying)
-    monkeypatch.setattr("inference.drafters.hybrid.merge", merging)
-    prompt, settings = llama_prompts[0], GenerationSettings(100)
-    head = ScriptedDrafter(vanilla_tokens(llama, prompt, settings), 3)
-    hybrid = HybridDrafter([("head", head), ("ngram", NgramDrafter())], llama, 8, clock=clock)
-    engine = DecodingEngine(llama, hybrid)
-    while not hybrid.parts[1].off:
-        engine.generate(prompt, settings)
-    steps = hybrid.parts[1].switched[0]["off"]
-    assert 2 * TRIAL <= steps <= 2 * TRIAL + EARLY + 16 and not hybrid.parts[0].off
-    assert len([step for step in merged if step > EARLY + 16]) < TRIAL / 2  # soon it drafts alone
-    merged.clear()
-    result = engine.generate(prompt, settings)
-    assert not merged and result.target_steps <= 1 + -(-99 // 4)
-
-
-def test_what_others_bring_is_counted_above_the_part_alone_in_every_step():
-    asking, joining = Asking(), Asking()
-    for situation, asked, left, beside, alone in (("a", 2, 0, 3, 1), ("b", 1, 0.5, 1, 1), ("c", 1, 0, 1, 1)):
-        for _ in range(FEW):
-            for where, value in ((True, asked), (False, left)):
-                asking.pays(situation, 1.0)
-                asking.learn(situation, where, value)
-            if situation != "c":  # where nobody knows of company
-                for where, value in ((True, beside), (False, alone)):
-                    joining.pays(situation, 0.5)
-                    joining.learn(situation, where, value)
-    # a: 3 beside others at .5 instead of 1 alone; b: to leave it saves .75 and costs 1 − .5; c: the same, and costs 1
-    assert asking.profit_of_company(joining, 0.75, 0.5) == pytest.approx((1.5 + 0.25 + 0) / 3)
-    assert asking.profit_of_company(joining, 1.15, 0.5) == pytest.approx((1.5 + 0.65 + 0.15) / 3)
-    assert asking.profit_of_company(joining, 0.25, 2.5) == 0
-
-
-def test_company_that_is_not_clear_by_itself_follows_what_pays_on_average():
-    company = Company()
-
-    def learn(situation, beside, alone, times=8):
-        """Values that scatter by 2 around these."""
-        for turn in range(times):
-            company.pays(situation, 0.5)
-            for where, value in ((True, beside), (False, alone)):
-                company.learn(situation, where, value + (2 if turn % 2 else -2))
-
-    learn("pays", 6.0, 1.0)
-    assert company.pays("new", 0.5) and not company.clear("new", 0.5)  # to be tried
-    company.learn("new", True, 1.0)
-    assert not company.pays("new", 0.5)  # and the other way
-    learn("doubtful", 1.2, 1.0)
-    assert company.clear("doubtful", 0.5) and company.pays("doubtful", 0.5)
-    learn("harms", 1.0, 6.0)
-    assert not company.pays("harms", 0.5) and company.pays("pays", 0.5)
-    learn("harms as well", 1.0, 6.0)
-    assert not company.pays("doubtful", 0.5)  # on average it does not pay any more
-
-
-def test_a_step_is_worth_what_follows_it_too():
-    account, prospects = Account(), Prospects()
-    for _ in range(FEW):
-        assert prospects("phrase") == 0  # nobody knows yet
-        prospects.learn("phrase", 2.0)
-        prospects.learn("nothing", -1.0)
-    for _ in range(40):
-        account.decide(account.choose("here", True))
-        account.learn(1, 0.25, None)
-        account.conclude(prospects("nothing" if account.choice.asked else "phrase"))
-    seen = account.asking._situations["here"]
-    assert (seen.asked.value, seen.left.value) == (pytest.approx(1 - 0.25 - 1), pytest.approx(1 - 0.25 + 2))
-    again = Prospects.from_state(json.loads(json.dumps(prospects.state_dict())))
-    assert (again("phrase"), again("nothing"), again("elsewhere")) == (2, -1, 0)
-
-
-def test_the_last_step_of_an_answer_teaches_nothing():
+def test_what_was_long_ago_counts_less_and_less():
     account = Account()
-    account.decide(account.choose("here", True))
-    account.learn(5, 0.0, None)
-    account.conclude(None)
-    account.conclude(1.0)
-    assert account.asking._situations["here"].weight == 0
+    for brought in (3, 0, 0, 0, 0):
+        account.add([brought] * (MEMORY // 2 + 1), 0.0)
+    assert account.steps <= MEMORY and 0 < account.balance(1.0)[0] < 0.5
+    assert Account(account.state()).state() == account.state()
+    account.begin_again()
+    assert account.steps == 0
