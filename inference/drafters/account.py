@@ -39,17 +39,22 @@ class Account:
         """What was is no guide to what comes: others draft beside it now, or it was switched off for long."""
         self.__init__()  # type: ignore[misc]
 
-    def balance(self, seconds_per_token: float) -> tuple[float, float]:
-        """Tokens a step that it brought above those that would come in the time it takes, and their standard error."""
+    def balance(self, seconds_per_step: float) -> tuple[float, float]:
+        """Steps that it saved in each, less what it cost of one; and the standard error.
+
+        A token that it brought is taken to save a step in which it would not draft: where nobody else had it, others
+        would have found little more there.
+        """
         if not self.steps:
             return 0.0, inf
+        cost = self.seconds / self.steps / seconds_per_step
         brought = self._brought / self.steps
         spread = sqrt(max(self._squares / self.steps - brought * brought, 0.0) / self.steps)
-        return brought - self.seconds / self.steps / seconds_per_token, spread
+        return brought * (1 - cost) - cost, spread * (1 - cost)
 
-    def clear(self, seconds_per_token: float) -> float:
-        """Tokens a step by which it clearly loses; negative: by which it pays, whatever the doubt; 0: nobody knows."""
-        balance, error = self.balance(seconds_per_token)
+    def loss(self, seconds_per_step: float) -> float:
+        """Steps by which it clearly loses; negative: by which it pays, whatever the doubt; 0: nobody knows."""
+        balance, error = self.balance(seconds_per_step)
         if self.steps < LEAST:
             return 0.0
         return max(0.0, -balance - CLEAR * error) or min(0.0, -balance)

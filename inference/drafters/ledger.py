@@ -126,12 +126,11 @@ class Ledger:
 
     def _judge(self) -> None:
         """Switch off the part that loses most, if one does clearly; the others' accounts begin anew without it."""
-        spent = self.costs.seconds_per_token
-        losses = {part: part.account.clear(spent) for part in self.active}
+        losses = {part: part.account.loss(self.costs.seconds_per_step) for part in self.active}
         for part, loss in losses.items():
             if loss < 0:
                 part.failed = False
         worst = max(losses, key=losses.__getitem__)
         if losses[worst] > 0 and self.only is None:
-            worst.switch_off(self.steps, losses[worst] * worst.account.steps * spent / self.costs.seconds_per_step)
+            worst.switch_off(self.steps, losses[worst] * worst.account.steps)
             self.begin_again()

@@ -93,7 +93,7 @@ def test_a_machine_that_slows_down_for_a_while_does_not_change_what_a_row_costs(
         costs.add(Step(rows, seconds, seconds + 0.005, 2))
     assert costs.seconds_per_node == pytest.approx(0.0005, rel=0.2)
     assert costs.prices(8).tokens[8] * costs.seconds_per_token == pytest.approx(8 * 0.0005, rel=0.2)
-    assert costs.seconds(6) - costs.seconds(2) == pytest.approx(4 * 0.0005, rel=0.2)
+    assert costs.seconds(8) - costs.seconds(0) == pytest.approx(8 * 0.0005, rel=0.2)
 
 
 def test_sizes_that_were_not_seen_are_as_steep_as_the_others():

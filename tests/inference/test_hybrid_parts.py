@@ -212,8 +212,8 @@ def test_a_part_that_fails_again_is_off_for_longer(llama):
 
 
 def told(hybrid, *brought, seconds):
-    """As if parts had decoded: what each brought in the same steps, and what each of these cost."""
-    hybrid._ledger.costs.seconds_per_token = hybrid._ledger.costs.seconds_per_step = 1.0
+    """As if parts had decoded: what each brought in the same steps, and what it cost of their second."""
+    hybrid._ledger.costs.seconds_per_step = 1.0
     for part, tokens in zip(hybrid.parts, brought):
         part.account.add([tokens] * LEAST, seconds * LEAST)
     hybrid._ledger._judge()
@@ -223,16 +223,16 @@ def test_a_part_that_paid_once_more_has_failed_for_the_first_time_afterwards(lla
     hybrid = HybridDrafter([("ngram", NgramDrafter()), ("other", NgramDrafter())], llama, 6)
     paid, failed = hybrid.parts
     paid.failed = failed.failed = True
-    told(hybrid, 2, 1, seconds=1.5)
+    told(hybrid, 2, 1, seconds=0.6)  # one saves .8 steps and costs .6, one saves .4
     assert not paid.off and not paid.failed
-    assert failed.off and failed.failed and failed.pause(0) == max(2 * PAUSE, round(100 * 0.5 * LEAST))
+    assert failed.off and failed.failed and failed.pause(0) == max(2 * PAUSE, round(100 * 0.2 * LEAST))
     assert hybrid._ledger.only is paid and paid.account.steps == 0  # which has to show what it brings alone
 
 
 def test_one_is_switched_off_at_a_time_and_never_the_last_one(llama):
     hybrid = HybridDrafter([(name, NgramDrafter()) for name in "abc"], llama, 6)
     for off in ([False, True, False], [True, True, False], [True, True, False]):
-        told(hybrid, 1, 0, 2, seconds=9.0)
+        told(hybrid, 1, 0, 2, seconds=0.9)
         assert [part.off for part in hybrid.parts] == off
 
 
@@ -251,17 +251,16 @@ def test_all_parts_are_judged_over_as_many_steps_when_one_comes_back(llama):
 
 def test_a_balance_says_how_sure_it_is():
     account = Account()
-    assert account.balance(1.0) == (0.0, math.inf) and account.clear(1.0) == 0
+    assert account.balance(2.0) == (0.0, math.inf) and account.loss(2.0) == 0
     account.add([0, 2] * (LEAST // 2 - 1), 0.0)
-    assert account.clear(1.0) == 0  # not yet
+    assert account.loss(2.0) == 0  # not yet
     account.add([0, 2], 0.0)
     error = 1 / math.sqrt(LEAST)
-    assert account.balance(0.5) == pytest.approx((1.0, error))
-    assert account.clear(0.5) == pytest.approx(-1.0)
-    account.add([], 0.5 * 1.2 * LEAST)  # .2 tokens a step more than it brings: may be bad luck
-    assert account.balance(0.5) == pytest.approx((-0.2, error)) and account.clear(0.5) == 0
-    account.add([], 0.5 * 0.4 * LEAST)
-    assert account.clear(0.5) == pytest.approx(0.6 - CLEAR * error)
+    assert account.balance(2.0) == pytest.approx((1.0, error)) and account.loss(2.0) == pytest.approx(-1.0)
+    account.add([], 1.1 * LEAST)  # .55 of a step; two steps of .45 would have been shorter: may be bad luck
+    assert account.balance(2.0) == pytest.approx((0.45 - 0.55, 0.45 * error)) and account.loss(2.0) == 0
+    account.add([], 0.5 * LEAST)
+    assert account.loss(2.0) == pytest.approx(0.8 - 0.2 - CLEAR * 0.2 * error)
 
 
 def test_what_was_long_ago_counts_less_and_less():
