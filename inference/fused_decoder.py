@@ -2,7 +2,7 @@
 
 A decoding step of a small forward costs as much in launching operations as in arithmetic: transformers' modules launch
 some thirty a layer, this forward half of that. The merged weights are the model's own, of which its modules become
-views; on CPU smaller models are copied instead, into the layout that is fastest there.
+views; on CPU smaller models are copied instead, into the layout that is fastest there (`layout.Product`).
 
 Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/value heads, D head size, K keys.
 """
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inference.kv_cache import KVCache
-from inference.layout import by_columns
+from inference.layout import Product, by_columns
 from inference.tree_attention import TREE_ATTENTION, MaskedAttention
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -31,18 +31,19 @@ class FusedLayer:
     """One decoder layer's weights, the projections that read the same states merged into one."""
 
     attention_norm: nn.Module
-    qkv_weight: Tensor  # [(N + 2G)·D, H]
-    qkv_bias: Tensor | None
+    qkv: Product  # H → (N + 2G)·D
     q_norm: nn.Module | None
     k_norm: nn.Module | None
-    o_weight: Tensor  # [H, N·D]
-    o_bias: Tensor | None
+    output: Product  # N·D → H
     mlp_norm: nn.Module
-    gate_up_weight: Tensor  # [2·I, H]
-    gate_up_bias: Tensor | None
-    down_weight: Tensor  # [H, I]
-    down_bias: Tensor | None
+    gate_up: Product  # H → 2·I
+    down: Product  # I → H
     kind: str
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All of them."""
+        return self.qkv, self.output, self.gate_up, self.down
 
 
 class FusedDecoder:
@@ -64,10 +65,11 @@ class FusedDecoder:
         self.lm_head = model.get_output_embeddings()
         weight = self.lm_head.weight
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        columns = weight.device.type == "cpu" and size <= _COPIED_UP_TO
-        self.lm_head_weight = by_columns(weight) if columns else weight
+        copied = weight.device.type == "cpu" and size <= _COPIED_UP_TO
+        self.lm_head_weight = by_columns(weight) if copied else weight  # lent to heads
+        self.logits = Product([self.lm_head], copied)  # H → V
         self.rotary = decoder.rotary_emb
-        self.layers = [self._fuse(layer, kind, columns) for layer, kind in zip(decoder.layers, kinds)]
+        self.layers = [self._fuse(layer, kind, copied) for layer, kind in zip(decoder.layers, kinds)]
 
     @staticmethod
     def can_drive(model: Any) -> bool:
@@ -91,19 +93,17 @@ class FusedDecoder:
         return left
 
     @staticmethod
-    def _fuse(layer: Any, kind: str, columns: bool) -> FusedLayer:
+    def _fuse(layer: Any, kind: str, copied: bool) -> FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = _merge(columns, attention.q_proj, attention.k_proj, attention.v_proj)
-        gate_up = _merge(columns, mlp.gate_proj, mlp.up_proj)
         return FusedLayer(
             layer.input_layernorm,
-            *qkv,
+            Product([attention.q_proj, attention.k_proj, attention.v_proj], copied),
             getattr(attention, "q_norm", None),
             getattr(attention, "k_norm", None),
-            *_merge(columns, attention.o_proj),
+            Product([attention.o_proj], copied),
             layer.post_attention_layernorm,
-            *gate_up,
-            *_merge(columns, mlp.down_proj),
+            Product([mlp.gate_proj, mlp.up_proj], copied),
+            Product([mlp.down_proj], copied),
             kind,
         )
 
@@ -149,7 +149,7 @@ class FusedDecoder:
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
         for index, layer in enumerate(self.layers):
-            merged = F.linear(self._normed(states, layer.attention_norm), layer.qkv_weight, layer.qkv_bias)
+            merged = layer.qkv(self._normed(states, layer.attention_norm))
             merged = merged.view(batch, rows, -1, self.head_dim)  # [B, R, N + 2G, D]
             queries_keys, values = merged.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
             if layer.q_norm is not None:
@@ -163,15 +163,10 @@ class FusedDecoder:
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
             attended = attention(layer.kind, queries, own, cached)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
-            states = states + F.linear(attended, layer.o_weight, layer.o_bias)
-            merged = F.linear(self._normed(states, layer.mlp_norm), layer.gate_up_weight, layer.gate_up_bias)
-            gate, up = merged.chunk(2, dim=-1)
-            states = states + F.linear(F.silu(gate) * up, layer.down_weight, layer.down_bias)
+            states = states + layer.output(attended)
+            gate, up = layer.gate_up(self._normed(states, layer.mlp_norm)).chunk(2, dim=-1)
+            states = states + layer.down(F.silu(gate) * up)
         return self._normed(states, self.norm)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] → [..., V], the model's LM head."""
-        return F.linear(hidden, self.lm_head_weight, self.lm_head.bias)
 
     def _normed(self, states: Tensor, norm: Any) -> Tensor:
         """As transformers has it: in float32, whatever the states' own type, which even float64 shows."""
@@ -184,23 +179,3 @@ class FusedDecoder:
         angles = positions[..., None, None].float() * self.rotary.inv_freq
         cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
         return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
-
-
-def _merge(columns: bool, *projections: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """The projections' weights [sum of outputs, H] and biases as one tensor each.
-
-    The projections become views of it, so that nothing is held twice; `columns` asks for a copy `by_columns` instead.
-    """
-    with torch.no_grad():
-        weight = torch.cat([p.weight for p in projections])
-        bias = None if projections[0].bias is None else torch.cat([p.bias for p in projections])
-        if columns:
-            return by_columns(weight), bias
-        start = 0
-        for projection in projections:
-            end = start + projection.out_features
-            projection.weight.data = weight[start:end]
-            if bias is not None:
-                projection.bias.data = bias[start:end]
-            start = end
-    return weight, bias

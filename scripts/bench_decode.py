@@ -26,10 +26,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.rendering import render_prompt
@@ -281,16 +279,13 @@ class FullTrees(VanillaDrafter):
 
 def matrix_products(target: Target, rows: int) -> Callable[[], Any]:
     """The products of one forward over this many rows and nothing else, in the layout the forward uses."""
+    products: list[Any] = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
+    sizes = [module.in_features for module in products]
     if target.fused is not None:
-        weights = [
-            weight
-            for layer in target.fused.layers
-            for weight in (layer.qkv_weight, layer.o_weight, layer.gate_up_weight, layer.down_weight)
-        ] + [target.fused.lm_head_weight]
-    else:
-        weights = [module.weight for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
-    inputs: list[Tensor] = [weight.new_ones(rows, weight.shape[1]) for weight in weights]
-    return lambda: [F.linear(x, weight) for x, weight in zip(inputs, weights)]
+        products = [product for layer in target.fused.layers for product in layer.products] + [target.fused.logits]
+        sizes = [product.inputs for product in products]
+    inputs = [torch.ones(rows, size, dtype=target.dtype, device=target.device) for size in sizes]
+    return lambda: [product(x) for product, x in zip(products, inputs)]
 
 
 def parser() -> argparse.ArgumentParser:

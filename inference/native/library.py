@@ -2,9 +2,10 @@
 
     torch.ops.draft_heads.prefix_tree   the tree of highest Ψ under a CTC head (`prefix_tree.cpp`)
     torch.ops.draft_heads.few_rows      a few rows times a matrix in eight bits (`few_rows.cpp`)
+    torch.ops.draft_heads.float_rows    a few rows times a matrix in float32 (`float_rows.cpp`)
     functions()                         n-grams, and merging with them, for `merging.py` (`merging.cpp`)
 
-What has no compiler drafts without them, more slowly and, but for the rounding of eight bits, the same.
+What has no compiler decodes without them, more slowly and, but for rounding, the same.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
-LANES = 16
-"""Outputs that lie side by side in the weights of `few_rows`."""
+LANES, FLOAT_LANES = 16, 32
+"""Outputs that lie side by side in the weights of `few_rows` and of `float_rows`."""
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -54,13 +55,14 @@ def load() -> bool:
     except (OSError, subprocess.CalledProcessError) as error:
         said = str(getattr(error, "stderr", "") or error).strip()
         warnings.warn(
-            f"drafting is faster with a C++ compiler, and {compiler} did not make {[s.name for s in _SOURCES]}: "
+            f"decoding is faster with a C++ compiler, and {compiler} did not make {[s.name for s in _SOURCES]}: "
             f"{said[-500:]}; install g++ or name another compiler in CXX",
             stacklevel=2,
         )
         return False
     torch.library.register_fake("draft_heads::prefix_tree", _tree_shapes)
     torch.library.register_fake("draft_heads::few_rows", _product_shape)
+    torch.library.register_fake("draft_heads::float_rows", _float_product_shape)
     _present = library
     return True
 
@@ -112,3 +114,20 @@ def side_by_side(weights: Tensor) -> Tensor:
     outputs, inputs = weights.shape
     filled = torch.nn.functional.pad(weights, (0, inputs % 2, 0, -outputs % LANES))
     return filled.view(-1, LANES, (inputs + 1) // 2, 2).transpose(1, 2).flatten(2).contiguous()
+
+
+def _float_product_shape(rows: Tensor, weights: Tensor, outputs: int) -> Tensor:
+    return rows.new_empty(rows.shape[0], outputs)
+
+
+def float_rows(rows: Tensor, weights: Tensor, outputs: int) -> Tensor:
+    """[R, N] from rows `[R, K]` float32; weights `[N/32, K, 32]` are `in_blocks`'s, outputs is N."""
+    product: Tensor = torch.ops.draft_heads.float_rows(rows, weights, outputs)
+    return product
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """A matrix `[N, K]` as `float_rows` reads it: blocks of 32 outputs, in each one input at a time."""
+    outputs, inputs = weight.shape
+    filled = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % FLOAT_LANES))
+    return filled.view(-1, FLOAT_LANES, inputs).transpose(1, 2).contiguous()

@@ -7,6 +7,8 @@ import torch
 
 from inference import fused_decoder
 from inference.fused_decoder import FusedDecoder
+from inference.layout import FEW, Product
+from inference.program import program
 from inference.target import Target
 from inference.tree import ancestor_rows, depths
 from inference.tree_attention import TREE_ATTENTION
@@ -45,6 +47,29 @@ def test_it_equals_the_modules_before_and_after_the_merge(name, dtype, tolerance
     assert torch.allclose(before, after, atol=tolerance)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("compiler", [False, True])
+def test_a_product_is_that_of_its_linears_for_any_number_of_rows(monkeypatch, bias, compiler):
+    if not compiler:
+        monkeypatch.setattr("inference.layout.library.load", lambda: False)
+    torch.manual_seed(0)
+    linears = [torch.nn.Linear(24, size, bias) for size in (40, 8, 9)]
+    product = Product(linears, copied=True)
+    assert (product._blocks is not None) == compiler and product.inputs == 24
+    for shape in ((1,), (5,), (FEW,), (FEW + 1,), (2, 3), (0,)):
+        x = torch.randn(*shape, 24)
+        expected = torch.cat([linear(x) for linear in linears], dim=-1)
+        assert torch.allclose(product(x), expected, atol=1e-5)
+        assert torch.allclose(program(product.__call__, x.device)(x), expected, atol=1e-5) or not len(x)
+
+
+def test_a_rows_states_do_not_depend_on_how_many_are_verified_with_it():
+    target = Target(RANDOM_TARGETS["llama"]())
+    linear = target.fused.layers[0].qkv
+    x = torch.randn(9, linear.inputs)
+    assert all(torch.equal(linear(x[:rows]), linear(x)[:rows]) for rows in range(1, 10))
+
+
 @pytest.mark.parametrize("path", TREE_ATTENTION)
 @pytest.mark.parametrize("name", RANDOM_TARGETS)
 def test_every_way_to_attend_gives_the_same_states(name, path):
@@ -67,8 +92,9 @@ def test_a_merged_model_is_saved_as_it_was(tmp_path, monkeypatch, copied):
     torch.manual_seed(0)
     model = RANDOM_TARGETS["llama"]()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    layer = Target(model).fused.layers[0]
-    merged = layer.qkv_weight.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    assert Target(model).fused is not None
+    queries, keys = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
+    merged = keys.untyped_storage().data_ptr() == queries.untyped_storage().data_ptr()
     assert merged != copied
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).state_dict()

@@ -88,6 +88,7 @@ def test_shapes_are_known_before(frames, vocabulary, max_nodes):
     torch.library.opcheck(torch.ops.draft_heads.prefix_tree, (probs, max_nodes, min(frames, max_nodes)))
     rows, weights = torch.randn(3, 10), library.side_by_side(torch.ones(20, 10, dtype=torch.int8))
     torch.library.opcheck(torch.ops.draft_heads.few_rows, (rows, weights, torch.ones(20)))
+    torch.library.opcheck(torch.ops.draft_heads.float_rows, (rows, library.in_blocks(torch.ones(20, 10)), 20))
 
 
 def test_a_compiled_search_is_the_same_search():
@@ -154,6 +155,49 @@ def test_large_products_on_two_threads():
         wide = library.few_rows(rows, library.side_by_side(weights), scale)
         torch.set_num_threads(1)
         assert torch.equal(wide, library.few_rows(rows, library.side_by_side(weights), scale))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("outputs,inputs", [(1, 1), (32, 64), (33, 5), (70, 512), (100, 513), (31, 2049)])
+def test_products_in_float32_are_as_good_as_others(outputs, inputs):
+    pick = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=pick)
+    blocks = library.in_blocks(weight)
+    rows = torch.randn(20, inputs, generator=pick) * torch.logspace(-3, 3, 20)[:, None]
+    exact = rows.double() @ weight.double().T
+    size = rows.double().abs() @ weight.double().abs().T
+    by_set = []
+    for instructions in (0, 1, 2, 3):
+        try:
+            by_set.append(torch.ops.draft_heads.float_rows_by(rows, blocks, outputs, instructions))
+        except RuntimeError:
+            continue
+        assert ((by_set[-1] - exact).abs() <= 2e-6 * size).all()
+    assert len(by_set) >= 2 and torch.equal(library.float_rows(rows, blocks, outputs), by_set[0])
+    assert all(torch.equal(by_set[0], other) for other in by_set[2:])  # those that multiply and add in one
+    for count in (*range(1, 10), 17):  # a row's result is the same in whatever company
+        assert torch.equal(library.float_rows(rows[:count], blocks, outputs), by_set[0][:count])
+    strided = rows.repeat(1, 2)[:, :inputs]
+    assert torch.equal(library.float_rows(strided, blocks, outputs), by_set[0])
+    assert library.float_rows(rows[:0], blocks, outputs).shape == (0, outputs)
+
+
+def test_a_matrix_made_for_other_rows_is_refused():
+    blocks = library.in_blocks(torch.ones(33, 4))
+    for rows, outputs in ((torch.ones(2, 5), 33), (torch.ones(2, 4), 32), (torch.ones(2, 4).double(), 33)):
+        with pytest.raises(RuntimeError, match="rows"):
+            library.float_rows(rows, blocks, outputs)
+
+
+def test_large_float_products_on_two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        rows, blocks = torch.randn(9, 512), library.in_blocks(torch.randn(2000, 512))
+        wide = library.float_rows(rows, blocks, 2000)
+        torch.set_num_threads(1)
+        assert torch.equal(wide, library.float_rows(rows, blocks, 2000))
     finally:
         torch.set_num_threads(threads)
 
