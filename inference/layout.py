@@ -19,7 +19,7 @@ def by_columns(weight: Tensor) -> Tensor:
     return weight.detach().t().contiguous().t()
 
 
-FEW = 32
+FEW = 64
 """Rows up to which it is faster to read a matrix once for every eight of them than to multiply as for many."""
 
 

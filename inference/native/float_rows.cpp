@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t LANES = 32;      // outputs of a block
 constexpr int64_t AT_ONCE = 8;     // rows that share the reading of a block
 constexpr int64_t AHEAD = 4096;    // bytes of weights that are fetched before they are needed
-constexpr int64_t SEGMENT = 512;   // products that are summed before they are added to those before, to lose less
+constexpr int64_t SEGMENT = 256;   // inputs at a time: sums lose less, and their weights stay at hand for all rows
 
 // Sums [R, 32] of a block [K, 32] for at most AT_ONCE rows that begin `stride` apart.
 using Kernel = void (*)(const float* rows, int64_t stride, int64_t count, const float* block, int64_t inputs, float* sums);
@@ -150,11 +150,12 @@ Tensor product(const Tensor& given, const Tensor& weights, int64_t outputs, Kern
         float sums[AT_ONCE * LANES];
         for (int64_t block = begin; block < end; ++block) {
             const int64_t first = block * LANES, lanes = std::min(LANES, outputs - first);
-            for (int64_t row = 0; row < count; row += AT_ONCE) {
-                const int64_t some = std::min(AT_ONCE, count - row);
-                for (int64_t k = 0; k < inputs; k += SEGMENT) {
-                    const float* part = blocks + (block * inputs + k) * LANES;
-                    kernel(from + row * inputs + k, inputs, some, part, std::min(SEGMENT, inputs - k), sums);
+            for (int64_t k = 0; k < inputs; k += SEGMENT) {
+                const float* part = blocks + (block * inputs + k) * LANES;
+                const int64_t length = std::min(SEGMENT, inputs - k);
+                for (int64_t row = 0; row < count; row += AT_ONCE) {
+                    const int64_t some = std::min(AT_ONCE, count - row);
+                    kernel(from + row * inputs + k, inputs, some, part, length, sums);
                     for (int64_t r = 0; r < some; ++r) {
                         float* to = results + (row + r) * outputs + first;
                         const float* sum = sums + r * LANES;
