@@ -33,11 +33,11 @@ class Account:
         self._squares += sum(tokens * tokens for tokens in brought)
         self.seconds += seconds
         if self.steps > MEMORY:
-            self.__init__([one / 2 for one in self.state()])  # type: ignore[misc]
+            self.steps, self._brought, self._squares, self.seconds = (one / 2 for one in self.state())
 
     def begin_again(self) -> None:
         """What was is no guide to what comes: others draft beside it now, or it was switched off for long."""
-        self.__init__()  # type: ignore[misc]
+        self.steps = self._brought = self._squares = self.seconds = 0.0
 
     def balance(self, seconds_per_step: float) -> tuple[float, float]:
         """Steps that it saved in each, less what it cost of one; and the standard error.

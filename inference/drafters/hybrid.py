@@ -79,7 +79,7 @@ class HybridDrafter(Drafter):
         self._merged: Merged | None = None  # of the present step, as all that follows
         self._fresh = self._trial = False  # see `ledger.Written`
         self._rows = 0
-        self._observed = self._began = self._proposed = 0.0  # when the step before was known, learned from; its tree
+        self._began = self._proposed = 0.0  # when it began, and when its tree was ready
         self._drafting = [0.0] * len(self.parts)  # seconds of each part
 
     @property
@@ -97,6 +97,7 @@ class HybridDrafter(Drafter):
             self._before = self._waiting.steps
             self._waiting = None
         if any([part.off and part.pause_over(ledger.steps) for part in self.parts]):
+            ledger.catch_up()  # with what was done without them
             ledger.begin_again()
         ledger.renew_active()
         for part in ledger.active:
@@ -116,7 +117,7 @@ class HybridDrafter(Drafter):
             self._sole_accepted += len(new) - 1
             return
         now, ledger = self._clock(), self._ledger
-        self._step, self._observed = step, now
+        self._step = step
         if self._merged is not None:
             took = Step(self._rows, now - self._proposed, now - self._began, len(new))
             shared = self._proposed - self._began - sum(self._drafting)

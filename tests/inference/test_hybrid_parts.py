@@ -271,3 +271,17 @@ def test_what_was_long_ago_counts_less_and_less():
     assert Account(account.state()).state() == account.state()
     account.begin_again()
     assert account.steps == 0
+
+
+def test_what_was_done_without_a_part_is_not_laid_to_its_account(llama, llama_prompts):
+    parts = [("ngram", NgramDrafter()), ("copy", PromptLookupDrafter()), ("lookahead", LookaheadDrafter(n=4, w=5))]
+    hybrid = HybridDrafter(parts, llama, 6)
+    hybrid._ledger._judge = lambda: None
+    engine = DecodingEngine(llama, hybrid)
+    hybrid.parts[1].switch_off(0)
+    engine.generate(llama_prompts[0], GenerationSettings(50))
+    assert hybrid._ledger._written
+    hybrid.parts[1]._until = 0
+    engine.generate(llama_prompts[1], GenerationSettings(20))
+    asked = {name: part["asked"] for name, part in hybrid.findings()["parts"].items()}
+    assert asked["copy"] < 20 < 40 < asked["ngram"] == asked["lookahead"]
