@@ -2,9 +2,9 @@
 //
 // Shapes: R rows, K inputs, N outputs in B blocks of 32, the last of which may be filled up with zeros.
 //
-// A general product is made for many rows, or for one: with the eight rows of a tree it takes three times as long as
-// reading the matrix. Here eight rows share every reading. A row's result does not depend on how many rows there are,
-// nor on the processor, as long as it multiplies and adds in one.
+// A general product is made for many rows, or for one: with the eight rows of a tree it takes two to three times as long
+// as with one. Here eight rows share every reading. A row's result does not depend on how many rows there are, nor on
+// the processor, as long as that multiplies and adds in one.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
