@@ -20,7 +20,7 @@ def by_columns(weight: Tensor) -> Tensor:
 
 
 FEW = 64
-"""Rows up to which it is faster to read a matrix once for every eight of them than to multiply as for many."""
+"""Rows up to which it is faster to read a matrix once for every twelve of them than to multiply as for many."""
 
 
 class Product:

@@ -3,7 +3,7 @@
 // Shapes: R rows, K inputs, N outputs in B blocks of 32, the last of which may be filled up with zeros.
 //
 // A general product is made for many rows, or for one: with the eight rows of a tree it takes two to three times as long
-// as with one. Here eight rows share every reading. A row's result does not depend on how many rows there are, nor on
+// as with one. Here twelve rows share every reading. A row's result does not depend on how many rows there are, nor on
 // the processor, as long as that multiplies and adds in one.
 
 #include <torch/csrc/stable/library.h>
@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int64_t LANES = 32;      // outputs of a block
-constexpr int64_t AT_ONCE = 8;     // rows that share the reading of a block
+constexpr int64_t AT_ONCE = 12;    // rows that share the reading of a block
 constexpr int64_t AHEAD = 4096;    // bytes of weights that are fetched before they are needed
 constexpr int64_t SEGMENT = 256;   // inputs at a time: sums lose less, and their weights stay at hand for all rows
 
@@ -72,7 +72,11 @@ void sum_avx512(const float* rows, int64_t stride, int64_t count, const float* b
         case 5: return sum_rows_avx512<5>(rows, stride, block, inputs, sums);
         case 6: return sum_rows_avx512<6>(rows, stride, block, inputs, sums);
         case 7: return sum_rows_avx512<7>(rows, stride, block, inputs, sums);
-        default: return sum_rows_avx512<8>(rows, stride, block, inputs, sums);
+        case 8: return sum_rows_avx512<8>(rows, stride, block, inputs, sums);
+        case 9: return sum_rows_avx512<9>(rows, stride, block, inputs, sums);
+        case 10: return sum_rows_avx512<10>(rows, stride, block, inputs, sums);
+        case 11: return sum_rows_avx512<11>(rows, stride, block, inputs, sums);
+        default: return sum_rows_avx512<12>(rows, stride, block, inputs, sums);
     }
 }
 
@@ -104,14 +108,14 @@ __attribute__((target("avx2,fma"))) void sum_rows_avx2(
 }
 
 void sum_avx2(const float* rows, int64_t stride, int64_t count, const float* block, int64_t inputs, float* sums) {
-    constexpr int64_t most = 2;  // as many rows' sums as there are registers for
+    constexpr int64_t most = 3;  // as many rows' sums as there are registers for
     for (int64_t row = 0; row < count; row += most) {
         const float* from = rows + row * stride;
         float* to = sums + row * LANES;
-        if (count - row == 1) {
-            sum_rows_avx2<1>(from, stride, block, inputs, to);
-        } else {
-            sum_rows_avx2<2>(from, stride, block, inputs, to);
+        switch (std::min(most, count - row)) {
+            case 1: sum_rows_avx2<1>(from, stride, block, inputs, to); break;
+            case 2: sum_rows_avx2<2>(from, stride, block, inputs, to); break;
+            default: sum_rows_avx2<3>(from, stride, block, inputs, to);
         }
     }
 }

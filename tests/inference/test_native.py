@@ -176,7 +176,7 @@ def test_products_in_float32_are_as_good_as_others(outputs, inputs):
         assert ((by_set[-1] - exact).abs() <= 2e-6 * size).all()
     assert len(by_set) >= 2 and torch.equal(library.float_rows(rows, blocks, outputs), by_set[0])
     assert all(torch.equal(by_set[0], other) for other in by_set[2:])  # those that multiply and add in one
-    for count in (*range(1, 10), 17):  # a row's result is the same in whatever company
+    for count in (*range(1, 14), 17):  # a row's result is the same in whatever company
         assert torch.equal(library.float_rows(rows[:count], blocks, outputs), by_set[0][:count])
     strided = rows.repeat(1, 2)[:, :inputs]
     assert torch.equal(library.float_rows(strided, blocks, outputs), by_set[0])
