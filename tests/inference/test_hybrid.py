@@ -137,12 +137,12 @@ def iterate(parents, node):
 
 def test_who_is_needed_for_a_node_is_needed_for_those_behind_it():
     table = NgramTable(3)
-    table.extend([1, 2, 3, 1])
+    table.extend([9, 5, 1, 2, 3, 1])
     first = proposal([2, 7], [-1, 0], [0.6, 0.5])
     tree = merged(first, PhraseSource(table), proposal([9], [-1], [0.5]), table=table)
     needs = {path: tree.needs[node] for node, path in enumerate(in_order(tree))}
     assert needs[2,] == 0 and needs[2, 7] == 0b001 and needs[2, 3] == 0b010 and needs[2, 3, 1] == 0b010
-    assert needs[9,] == 0b100
+    assert needs[9,] == 0b100 and needs[9, 5] == 0b110
     assert [tree.needing(source) for source in range(3)] == [
         sum(needed >> source & 1 for needed in tree.needs) for source in range(3)
     ]

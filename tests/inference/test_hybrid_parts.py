@@ -100,6 +100,26 @@ def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, ll
     assert not merged and result.target_steps <= 1 + -(-99 // 4)
 
 
+@pytest.mark.parametrize("parts,costs", [(2, 1.0), (3, 0.0)])
+def test_merging_is_laid_to_either_of_two_parts_and_to_none_of_three(llama, llama_prompts, monkeypatch, parts, costs):
+    clock = Clock()
+
+    def merging(*arguments):
+        clock.now += 1.0
+        return merge(*arguments)
+
+    clock.slow_forwards(llama, monkeypatch, 1.0)
+    monkeypatch.setattr("inference.drafters.hybrid.merge", merging)
+    names = [str(part) for part in range(parts)]
+    hybrid = HybridDrafter([(name, PromptLookupDrafter()) for name in names], llama, 6, clock=clock)
+    hybrid._ledger._judge = lambda: None
+    engine = DecodingEngine(llama, hybrid)
+    for prompt in llama_prompts:
+        engine.generate(prompt, GenerationSettings(60))
+    for part in hybrid.parts:
+        assert part.account.seconds / part.account.steps == pytest.approx(costs, abs=0.05)
+
+
 def test_of_two_parts_that_say_the_same_one_is_left(llama, llama_prompts, monkeypatch):
     clock = Clock()
     clock.slow_forwards(llama, monkeypatch)
