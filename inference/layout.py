@@ -59,9 +59,10 @@ class Product:
         rows = x.reshape(-1, x.shape[-1])
         if self._blocks is not None and (torch.compiler.is_compiling() or len(rows) <= FEW):
             product = library.float_rows(rows, self._blocks, self.outputs).view(*x.shape[:-1], self.outputs)
+        elif len(self._weights) == 1:
+            return F.linear(x, self._weights[0], self.bias)
         else:
-            parts = [F.linear(x, weight) for weight in self._weights]
-            product = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+            product = torch.cat([F.linear(x, weight) for weight in self._weights], dim=-1)
         return product if self.bias is None else product + self.bias
 
 
