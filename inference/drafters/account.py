@@ -7,8 +7,9 @@ from math import inf, sqrt
 
 MEMORY = 1024
 """Target steps after which the older half of their weight is forgotten."""
-LEAST, CLEAR = 64, 3.0
-"""Target steps before which nothing is clear, and standard errors by which a part loses that is switched off."""
+LOST, CLEAR = 64, 3.0
+"""A part is switched off that has cost so many steps, and loses by so many standard errors: the text of one answer is
+no sample of all, and what hardly matters is no reason."""
 
 
 class Account:
@@ -55,6 +56,6 @@ class Account:
     def loss(self, seconds_per_step: float) -> float:
         """Steps by which it clearly loses; negative: by which it pays, whatever the doubt; 0: nobody knows."""
         balance, error = self.balance(seconds_per_step)
-        if self.steps < LEAST:
-            return 0.0
-        return max(0.0, -balance - CLEAR * error) or min(0.0, -balance)
+        if balance > 0:
+            return -balance
+        return max(0.0, -balance - CLEAR * error) if -balance * self.steps >= LOST else 0.0

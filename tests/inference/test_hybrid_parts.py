@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from inference.drafters.account import CLEAR, LEAST, MEMORY, Account
+from inference.drafters.account import CLEAR, LOST, MEMORY, Account
 from inference.drafters.draft_model import DraftModelDrafter
 from inference.drafters.hybrid import HybridDrafter
 from inference.drafters.hybrid_part import PAUSE, HybridPart
@@ -64,7 +64,7 @@ def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(llama, llama_p
         engine.generate(llama_prompts[0], settings)
     found = hybrid.findings()["parts"]
     steps = found["slow"]["switched"][0]["off"]
-    assert LEAST <= steps <= LEAST + EARLY + 3 * BATCH and found["ngram"]["switched"] == []
+    assert LOST <= steps <= LOST + EARLY + 3 * BATCH and found["ngram"]["switched"] == []
     assert found["slow"]["asked"] == steps and found["slow"]["accepted"] == 0
     spent = clock.now
     engine.generate(llama_prompts[1], settings)
@@ -94,7 +94,7 @@ def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, ll
     engine = DecodingEngine(llama, hybrid)
     while not hybrid.parts[1].off:
         engine.generate(prompt, settings)
-    assert hybrid.parts[1].switched[0]["off"] <= LEAST + EARLY + 3 * BATCH and not hybrid.parts[0].off
+    assert hybrid.parts[1].switched[0]["off"] <= LOST + EARLY + 3 * BATCH and not hybrid.parts[0].off
     merged.clear()
     result = engine.generate(prompt, settings)
     assert not merged and result.target_steps <= 1 + -(-99 // 4)
@@ -235,7 +235,7 @@ def told(hybrid, *brought, seconds):
     """As if parts had decoded: what each brought in the same steps, and what it cost of their second."""
     hybrid._ledger.costs.seconds_per_step = 1.0
     for part, tokens in zip(hybrid.parts, brought):
-        part.account.add([tokens] * LEAST, seconds * LEAST)
+        part.account.add([tokens] * 400, seconds * 400)
     hybrid._ledger._judge()
 
 
@@ -245,7 +245,7 @@ def test_a_part_that_paid_once_more_has_failed_for_the_first_time_afterwards(lla
     paid.failed = failed.failed = True
     told(hybrid, 2, 1, seconds=0.6)  # one saves .8 steps and costs .6, one saves .4
     assert not paid.off and not paid.failed
-    assert failed.off and failed.failed and failed.pause(0) == max(2 * PAUSE, round(100 * 0.2 * LEAST))
+    assert failed.off and failed.failed and failed.pause(0) == max(2 * PAUSE, round(100 * 0.2 * 400))
     assert hybrid._ledger.only is paid and paid.account.steps == 0  # which has to show what it brings alone
 
 
@@ -270,17 +270,25 @@ def test_all_parts_are_judged_over_as_many_steps_when_one_comes_back(llama):
 
 
 def test_a_balance_says_how_sure_it_is():
-    account = Account()
+    account, steps = Account(), 400
     assert account.balance(2.0) == (0.0, math.inf) and account.loss(2.0) == 0
-    account.add([0, 2] * (LEAST // 2 - 1), 0.0)
-    assert account.loss(2.0) == 0  # not yet
-    account.add([0, 2], 0.0)
-    error = 1 / math.sqrt(LEAST)
+    account.add([0, 2] * (steps // 2), 0.0)
+    error = 1 / math.sqrt(steps)
     assert account.balance(2.0) == pytest.approx((1.0, error)) and account.loss(2.0) == pytest.approx(-1.0)
-    account.add([], 1.1 * LEAST)  # .55 of a step; two steps of .45 would have been shorter: may be bad luck
-    assert account.balance(2.0) == pytest.approx((0.45 - 0.55, 0.45 * error)) and account.loss(2.0) == 0
-    account.add([], 0.5 * LEAST)
+    account.add([], 1.05 * steps)  # .525 of a step; two steps of .475 would have been shorter: may be bad luck
+    assert account.balance(2.0) == pytest.approx((0.475 - 0.525, 0.475 * error)) and account.loss(2.0) == 0
+    account.add([], 0.55 * steps)
     assert account.loss(2.0) == pytest.approx(0.8 - 0.2 - CLEAR * 0.2 * error)
+
+
+def test_what_has_not_cost_much_yet_is_no_reason():
+    account = Account()
+    for cost in (0.0, 0.7, 0.01):
+        account.add([0] * 100, 0.0)
+        account.add([], cost * LOST)
+        assert (account.loss(1.0) > 0) == (account.seconds >= LOST)
+    account.add([], 0.3 * LOST)
+    assert account.loss(1.0) == pytest.approx(1.01 * LOST / 300)
 
 
 def test_what_was_long_ago_counts_less_and_less():
