@@ -111,22 +111,29 @@ class Ledger:
         if not costs.seconds_per_token:
             return
         usual = [number for number, step in enumerate(written) if not (step.fresh or step.trial)]
-        # with one fewer of two there would be no tree to merge
-        shared = typical([written[number].shared for number in usual]) if usual and len(self.active) == 2 else 0.0
-        for part in self.active:
-            seconds = sum(step.drafting[part.place] for step in written if step.fresh)
-            if usual:
-                drafting = typical([written[number].drafting[part.place] for number in usual])
-                seconds += len(usual) * (drafting + shared)
-            for number in usual:
-                rows, own = written[number].took.rows, written[number].merged.needing(part.place) + len(part.riders)
-                seconds += costs.seconds(rows) - costs.seconds(max(0, rows - own))
-            part.account.add([brought[number][part.place] for number in usual], seconds)
-        self._judge()
+        if usual:
+            steps = [written[number] for number in usual]
+            for part in self.active:
+                fresh = sum(step.drafting[part.place] for step in written if step.fresh)
+                cost = len(steps) * self._share(part, steps) + fresh / typical([step.took.seconds for step in steps])
+                part.account.add([brought[number][part.place] for number in usual], cost)
+            self._judge()
+
+    def _share(self, part: HybridPart, steps: Sequence[Written]) -> float:
+        """By how much steps in a row would have been shorter without a part, on average, as a share of them."""
+        freed = 0.0
+        for step in steps:
+            own = step.merged.needing(part.place) + len(part.riders)
+            freed += 1 - self.costs.seconds(max(0, step.took.rows - own)) / self.costs.seconds(step.took.rows)
+        seconds = typical([step.took.verify for step in steps]) * freed / len(steps)
+        seconds += typical([step.drafting[part.place] for step in steps])
+        if len(self.active) == 2:  # with one fewer there would be no tree to merge
+            seconds += typical([step.shared for step in steps])
+        return seconds / typical([step.took.seconds for step in steps])
 
     def _judge(self) -> None:
         """Switch off the part that loses most, if one does clearly; the others' accounts begin anew without it."""
-        losses = {part: part.account.loss(self.costs.seconds_per_step) for part in self.active}
+        losses = {part: part.account.loss() for part in self.active}
         for part, loss in losses.items():
             if loss < 0:
                 part.failed = False
