@@ -62,12 +62,12 @@ class FusedDecoder:
         self.head_dim = decoder.layers[0].self_attn.head_dim
         self.eps = config.rms_norm_eps
         self.norm = decoder.norm
-        self.lm_head = model.get_output_embeddings()
-        weight = self.lm_head.weight
+        lm_head = model.get_output_embeddings()
+        weight = lm_head.weight
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         copied = weight.device.type == "cpu" and size <= _COPIED_UP_TO
         self.lm_head_weight = by_columns(weight) if copied else weight  # lent to heads
-        self.logits = Product([self.lm_head], copied)  # H → V
+        self.logits = Product([lm_head], copied)  # H → V
         self.rotary = decoder.rotary_emb
         self.layers = [self._fuse(layer, kind, copied) for layer, kind in zip(decoder.layers, kinds)]
 

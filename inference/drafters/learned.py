@@ -57,9 +57,9 @@ class Learned:
         """What `state_dict` said."""
         parts = []
         for part in state["parts"]:
-            steps, *sums = map(float, part["account"])
+            account = Account([*map(float, part["account"])])
             pause = None if part["pause"] is None else int(part["pause"])
-            parts.append(LearnedPart(Account([steps, *sums]), bool(part["failed"]), pause))
+            parts.append(LearnedPart(account, bool(part["failed"]), pause))
         calibration = Calibration.from_state(state["calibration"], len(parts))
         return cls(int(state["steps"]), calibration, RunningCosts.from_state(state["costs"]), parts)
 

@@ -69,6 +69,7 @@ class Ledger:
 
     def go_on(self, learned: Learned) -> None:
         """Take up what another process learned, as if there had been no end."""
+        self.catch_up()
         self.calibration, self.costs = calibration_of(len(self.parts), learned.calibration), learned.costs
         for part, (account, failed, pause) in zip(self.parts, learned.parts):
             part.go_on(account, failed, pause, self.steps)

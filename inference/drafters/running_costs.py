@@ -134,7 +134,7 @@ class RunningCosts:
     def __init__(self) -> None:
         self.steps = 0
         self._next_trial, self._next_renewal = EVERY, EARLY
-        self.seconds_per_node = self.seconds_per_step = self.seconds_per_token = 0.0
+        self.seconds_per_node = self.seconds_per_token = 0.0
         self._latest: deque[Step] = deque(maxlen=KEPT)
         self._curve: list[tuple[float, float]] = []  # rows, seconds; neither falling
         self._prices: dict[tuple[int, int], Prices] = {}
@@ -166,9 +166,8 @@ class RunningCosts:
 
     def _compute(self) -> None:
         self._next_renewal = self.steps + max(RENEW, len(self._latest) // 2)
-        self.seconds_per_step = typical([step.seconds for step in self._latest])
         tokens = sum(step.tokens for step in self._latest) / len(self._latest)
-        self.seconds_per_token = self.seconds_per_step / tokens
+        self.seconds_per_token = typical([step.seconds for step in self._latest]) / tokens
         most = OUTLIER * median(step.verify for step in self._latest)
         times = [(step.rows, step.verify) for step in self._latest if step.verify <= most]
         self.seconds_per_node = _slope(times)

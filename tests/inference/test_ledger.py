@@ -5,10 +5,13 @@ import json
 import pytest
 
 from inference.drafters import ledger as ledgers
+from inference.drafters.account import Account
+from inference.drafters.calibration import Calibration
 from inference.drafters.hybrid import HybridDrafter
+from inference.drafters.learned import Learned, LearnedPart
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.registry import drafter_for
-from inference.drafters.running_costs import EARLY
+from inference.drafters.running_costs import EARLY, RunningCosts
 from inference.engine import DecodingEngine, GenerationSettings
 from tests.inference.models import make_head, vanilla_tokens
 
@@ -54,6 +57,16 @@ def test_every_step_is_learned_from_and_every_accepted_token_credited(llama, lla
     assert ledger.costs.steps == found["steps"] - fresh > EARLY
     for part in hybrid.parts:
         assert ledger.costs.steps - EARLY - fresh - batch <= part.account.steps <= ledger.costs.steps - EARLY + 1
+
+
+def test_steps_before_learned_figures_are_taken_up_are_credited(llama, llama_prompts, monkeypatch):
+    hybrid, _ = decoded(llama, llama_prompts[:1], monkeypatch, 32)
+    ledger = hybrid._ledger
+    assert ledger._written
+    parts = [LearnedPart(Account(), False, None), LearnedPart(Account(), True, 500)]
+    ledger.go_on(Learned(5, Calibration(), RunningCosts(), parts))
+    assert [part.asked for part in hybrid.parts] == [ledger.steps, ledger.steps]
+    assert [part.account.steps for part in hybrid.parts] == [0, 0] and ledger.only is hybrid.parts[0]
 
 
 def test_what_steps_cost_is_known_as_soon_as_can_be(llama, llama_prompts, monkeypatch):
