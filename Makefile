@@ -35,12 +35,14 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	mkdir -p build/typed/draft_heads
+	for room in data heads inference train; do ln -sfn "$(CURDIR)/$$room" build/typed/draft_heads/$$room; done
 	$(BIN)/mypy
 
 # TARGETS adds folders of real targets to the matrix: make lossless TARGETS="path/to/model"
 lossless: $(READY)
 	$(BIN)/python -m scripts.lossless_trees
-	$(BIN)/python scripts/lossless_matrix.py --prompts 200 --targets $(TARGET) $(TARGETS) --output runs/lossless
+	$(BIN)/python scripts/checks/lossless_matrix.py --prompts 200 --targets $(TARGET) $(TARGETS) --output runs/lossless
 
 clean:
 	rm -rf runs .pytest_cache .mypy_cache .ruff_cache

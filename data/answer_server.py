@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from data.answers import Answer
-from data.loops import loop_start
+from draft_heads.data.answers import Answer
+from draft_heads.data.loops import loop_start
 
 _TIMEOUT = 3600.0  # seconds for one answer; a busy server queues
 

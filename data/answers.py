@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from data.frozen_target import FrozenTarget
-from data.loops import LoopDetector
+from draft_heads.data.frozen_target import FrozenTarget
+from draft_heads.data.loops import LoopDetector
 
 
 @dataclass(frozen=True)

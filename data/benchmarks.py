@@ -14,7 +14,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from data.json_rows import MalformedJson, hub_rows, read_json_rows
+from draft_heads.data.json_rows import MalformedJson, hub_rows, read_json_rows
 
 # A number as people write it: a sign (none where it joins two things, as in 5-3), a currency, thousands separators,
 # decimals. A full stop behind it is not part of it.

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from data.conversations import load_conversations
-from data.datastore import DEPTH, FORMAT_VERSION, MANIFEST, unsigned
-from data.fingerprint import tokenizer_hash
-from data.rendering import Messages
-from data.suffix_array import suffix_array
+from draft_heads.data.conversations import load_conversations
+from draft_heads.data.datastore import DEPTH, FORMAT_VERSION, MANIFEST, unsigned
+from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.rendering import Messages
+from draft_heads.data.suffix_array import suffix_array
 
 Progress = Callable[[str, int, int], None]  # stage, done, of
 

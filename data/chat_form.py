@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from data.frozen_target import load_tokenizer
+from draft_heads.data.frozen_target import load_tokenizer
 
 VICUNA_TEMPLATE = (
     "{{ bos_token }}A chat between a curious user and an artificial intelligence assistant. The assistant gives "

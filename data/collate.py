@@ -15,7 +15,7 @@ import datasets
 import torch
 from torch import Tensor
 
-from data.hidden_cache import hidden_from_bytes
+from draft_heads.data.hidden_cache import hidden_from_bytes
 
 logger = logging.getLogger(__name__)
 

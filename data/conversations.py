@@ -17,8 +17,8 @@ from typing import Any
 
 import datasets
 
-from data.json_rows import MalformedJson, hub_rows, read_json_rows
-from data.rendering import ConversationError, render_conversation, render_prompt
+from draft_heads.data.json_rows import MalformedJson, hub_rows, read_json_rows
+from draft_heads.data.rendering import ConversationError, render_conversation, render_prompt
 
 __all__ = [
     "BadRow",

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from data.fingerprint import tokenizer_hash
+from draft_heads.data.fingerprint import tokenizer_hash
 
 FORMAT_VERSION = 1
 MANIFEST = "datastore.json"

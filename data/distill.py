@@ -24,15 +24,15 @@ from typing import Any
 
 import datasets
 
-from data.answer_server import AnswerServer
-from data.conversations import Conversations, read_conversations
-from data.distill_options import DistillOptions
-from data.distiller import Answerer, Distiller, without_repeats
-from data.fingerprint import check_fingerprint, target_fingerprint
-from data.frozen_target import FrozenTarget, load_target
-from data.hidden_cache import check_disk
-from data.progress import DistillProgress
-from data.shards import DistilledDataset, ShardFolder, load_distilled
+from draft_heads.data.answer_server import AnswerServer
+from draft_heads.data.conversations import Conversations, read_conversations
+from draft_heads.data.distill_options import DistillOptions
+from draft_heads.data.distiller import Answerer, Distiller, without_repeats
+from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint
+from draft_heads.data.frozen_target import FrozenTarget, load_target
+from draft_heads.data.hidden_cache import check_disk
+from draft_heads.data.progress import DistillProgress
+from draft_heads.data.shards import DistilledDataset, ShardFolder, load_distilled
 
 __all__ = [
     "DistillOptions",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data.frozen_target import DTYPES
+from draft_heads.data.frozen_target import DTYPES
 
 
 @dataclass

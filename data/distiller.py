@@ -10,13 +10,13 @@ from typing import Any
 import datasets
 import torch
 
-from data.answers import Answer, answer_prompts
-from data.collate import unit_hash
-from data.distill_options import DistillOptions
-from data.frozen_target import DTYPES, FrozenTarget
-from data.hidden_cache import hidden_bytes
-from data.progress import DistillProgress
-from data.rendering import ChatRenderer, ConversationError
+from draft_heads.data.answers import Answer, answer_prompts
+from draft_heads.data.collate import unit_hash
+from draft_heads.data.distill_options import DistillOptions
+from draft_heads.data.frozen_target import DTYPES, FrozenTarget
+from draft_heads.data.hidden_cache import hidden_bytes
+from draft_heads.data.progress import DistillProgress
+from draft_heads.data.rendering import ChatRenderer, ConversationError
 
 # (prompts, most new tokens of each, progress) → an answer each
 Answerer = Callable[[list[list[int]], list[int], Callable[[int], None]], list[Answer]]

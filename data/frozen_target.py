@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from data.rendering import end_token_ids
+from draft_heads.data.rendering import end_token_ids
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.distill import select_conversations, server_answerer
-from data.distill_options import DistillOptions
-from data.distiller import Distiller
-from data.frozen_target import load_target
+from draft_heads.data.distill import select_conversations, server_answerer
+from draft_heads.data.distill_options import DistillOptions
+from draft_heads.data.distiller import Distiller
+from draft_heads.data.frozen_target import load_target
 
 TRAINED = "black on green"
 

@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
-from data.fingerprint import check_fingerprint
+from draft_heads.data.fingerprint import check_fingerprint
 
 __all__ = ["DistilledDataset", "ShardFolder", "check_fingerprint", "load_distilled"]
 

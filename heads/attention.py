@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from heads.block import Attend, grouped_attention
+from draft_heads.heads.block import Attend, grouped_attention
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(b, head, query, key) → visible; for scalar tensors (FlexAttention) and broadcast index tensors alike."""

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from heads.draft_vocab import check_draft_vocab, classes_of, rows_of
-from heads.windows import Windows, select_windows
+from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, rows_of
+from draft_heads.heads.windows import Windows, select_windows
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from data.fingerprint import check_fingerprint
-from heads.base import DraftHead, HeadConfig
+from draft_heads.data.fingerprint import check_fingerprint
+from draft_heads.heads.base import DraftHead, HeadConfig
 
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 
 
 HEADS = {
-    "chimera": "heads.chimera:ChimeraHead:ChimeraConfig",
-    "ctc": "heads.ctc:CTCHead:CTCConfig",
-    "hydra": "heads.hydra:HydraHead:HydraConfig",
-    "medusa": "heads.medusa:MedusaHead:MedusaConfig",
+    "chimera": "draft_heads.heads.chimera:ChimeraHead:ChimeraConfig",
+    "ctc": "draft_heads.heads.ctc:CTCHead:CTCConfig",
+    "hydra": "draft_heads.heads.hydra:HydraHead:HydraConfig",
+    "medusa": "draft_heads.heads.medusa:MedusaHead:MedusaConfig",
 }
 """Kind → module, head class and configuration class; imported on first use."""
 

@@ -25,14 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.accuracy import offset_hits
-from heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
-from heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
-from heads.block import Attend, DecoderBlock
-from heads.draft_vocab import OUTSIDE
-from heads.losses import linear_cross_entropy
-from heads.medusa import OffsetConfig
-from heads.windows import Windows
+from draft_heads.heads.accuracy import offset_hits
+from draft_heads.heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
+from draft_heads.heads.block import Attend, DecoderBlock
+from draft_heads.heads.draft_vocab import OUTSIDE
+from draft_heads.heads.losses import linear_cross_entropy
+from draft_heads.heads.medusa import OffsetConfig
+from draft_heads.heads.windows import Windows
 
 ENCODERS = ("kgram", "target_layer0_frozen", "target_layer0_finetuned")
 PROJECTIONS = ("full", "shared")

@@ -24,19 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.attention import (
+from draft_heads.heads.attention import (
     before_anchor,
     causal_attention,
     chain_attention,
     dense_frame_attention,
     flex_frame_attention,
 )
-from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at, root_mean_square
-from heads.block import Attend, DecoderBlock, grouped_attention
-from heads.draft_vocab import cut_before_outside
-from heads.losses import ctc_loss_fused, soft_cross_entropy
-from heads.prefix_scores import teacher_forced_hits
-from heads.windows import Windows
+from draft_heads.heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at, root_mean_square
+from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
+from draft_heads.heads.draft_vocab import cut_before_outside
+from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy
+from draft_heads.heads.prefix_scores import teacher_forced_hits
+from draft_heads.heads.windows import Windows
 
 
 @dataclass

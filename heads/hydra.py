@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from heads.accuracy import offset_hits
-from heads.attention import causal_attention
-from heads.base import HeadLoss, Rows, TargetView, at
-from heads.block import DecoderBlock
-from heads.draft_vocab import OUTSIDE
-from heads.losses import linear_cross_entropy, soft_cross_entropy
-from heads.medusa import MedusaConfig, OffsetHead, OffsetHeads
-from heads.windows import Windows
+from draft_heads.heads.accuracy import offset_hits
+from draft_heads.heads.attention import causal_attention
+from draft_heads.heads.base import HeadLoss, Rows, TargetView, at
+from draft_heads.heads.block import DecoderBlock
+from draft_heads.heads.draft_vocab import OUTSIDE
+from draft_heads.heads.losses import linear_cross_entropy, soft_cross_entropy
+from draft_heads.heads.medusa import MedusaConfig, OffsetHead, OffsetHeads
+from draft_heads.heads.windows import Windows
 
 
 @dataclass

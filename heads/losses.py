@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heads.base import TargetView
+from draft_heads.heads.base import TargetView
 
 IMPOSSIBLE = -1e30  # finite: −inf would turn the gradient of logaddexp into NaN
 

@@ -16,12 +16,12 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from heads.accuracy import offset_hits
-from heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
-from heads.block import ResidualLayer
-from heads.draft_vocab import OUTSIDE
-from heads.losses import linear_cross_entropy
-from heads.windows import Windows
+from draft_heads.heads.accuracy import offset_hits
+from draft_heads.heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from draft_heads.heads.block import ResidualLayer
+from draft_heads.heads.draft_vocab import OUTSIDE
+from draft_heads.heads.losses import linear_cross_entropy
+from draft_heads.heads.windows import Windows
 
 
 @dataclass

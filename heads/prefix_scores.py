@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from heads.accuracy import TOP, top_hits
+from draft_heads.heads.accuracy import TOP, top_hits
 
 
 @dataclass(frozen=True)

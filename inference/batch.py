@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, VerifiedStep
-from inference.engine import Generation, GenerationSettings, Stopper, choices, room
-from inference.kv_cache import KVCache
-from inference.program import program
-from inference.target import Target
-from inference.tree import DraftTree, ancestor_rows, depths
-from inference.verify import accepted_rows, greedy_path
+from draft_heads.inference.drafters.base import Drafter, VerifiedStep
+from draft_heads.inference.engine import Generation, GenerationSettings, Stopper, choices, room
+from draft_heads.inference.target.compiled import program
+from draft_heads.inference.target.kv_cache import KVCache
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
+from draft_heads.inference.verify import accepted_rows, greedy_path
 
 
 @dataclass

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inference.captured import CapturedSteps
-from inference.drafters.base import Drafter, VerifiedStep
-from inference.host import asking_nothing
-from inference.kv_cache import KVCache
-from inference.program import program
-from inference.sampling import Sampling
-from inference.target import Target
-from inference.tree import DraftTree, ancestor_rows, depths
-from inference.verify import TypicalAcceptance, accepted_rows, greedy_path
+from draft_heads.inference.drafters.base import Drafter, VerifiedStep
+from draft_heads.inference.host_sync import asking_nothing
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.compiled import program
+from draft_heads.inference.target.cuda_graphs import CapturedSteps
+from draft_heads.inference.target.kv_cache import KVCache
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
+from draft_heads.inference.verify import TypicalAcceptance, accepted_rows, greedy_path
 
 
 class ContextError(ValueError):

@@ -20,12 +20,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.sampling import Sampling
-from inference.target import Target
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.target import Target
 
 if TYPE_CHECKING:
-    from inference.drafters.base import Drafter
+    from draft_heads.inference.drafters.base import Drafter
 
 _NOT_KEPT = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 

@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHead, TargetView
-from heads.block import DecoderBlock
-from inference.layout import for_drafting
-from inference.native import library
+from draft_heads.heads.base import DraftHead, TargetView
+from draft_heads.heads.block import DecoderBlock
+from draft_heads.inference.native import library
+from draft_heads.inference.target.layout import for_drafting
 
 Head = TypeVar("Head", bound=DraftHead)
 Module = TypeVar("Module", bound=nn.Module)

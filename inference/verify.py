@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree
 
 
 def greedy_path(tree: DraftTree, choices: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from data.collate import DraftCollator
-from heads.accuracy import TOP
-from heads.base import DraftHead
-from heads.checkpoint import load_head
-from inference.config_file import parse_with_config
-from inference.options import load_target, target_parser
-from inference.target import Target
-from train.options import RunOptions
-from train.run import load_data
+from draft_heads.data.collate import DraftCollator
+from draft_heads.heads.accuracy import TOP
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.checkpoint import load_head
+from draft_heads.inference.config_file import parse_with_config
+from draft_heads.inference.evaluation.options import load_target, target_parser
+from draft_heads.inference.target.target import Target
+from draft_heads.train.options import RunOptions
+from draft_heads.train.run import load_data
 
 
 @torch.inference_mode()

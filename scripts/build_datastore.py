@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from data.build_datastore import build_datastore
-from data.chat_form import chat_tokenizer
-from data.datastore import MANIFEST
-from inference.config_file import parse_with_config
-from inference.report import check_output
-from inference.terminal import progress_bar
+from draft_heads.data.build_datastore import build_datastore
+from draft_heads.data.chat_form import chat_tokenizer
+from draft_heads.data.datastore import MANIFEST
+from draft_heads.inference.config_file import parse_with_config
+from draft_heads.inference.evaluation.report import check_output
+from draft_heads.inference.evaluation.terminal import progress_bar
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data.distill import DistillOptions, distill
-from data.preview import preview
-from inference.config_file import read_config
+from draft_heads.data.distill import DistillOptions, distill
+from draft_heads.data.preview import preview
+from draft_heads.inference.config_file import read_config
 
 
 def parser() -> argparse.ArgumentParser:

@@ -19,15 +19,16 @@ from functools import partial
 
 from rich.console import Console
 
-from data.benchmarks import gsm8k_answer, load_benchmark
-from data.loops import LoopDetector
-from data.rendering import render_prompt
-from inference.answers import AnswerFiles
-from inference.drafters.base import Drafter
-from inference.engine import DecodingEngine
-from inference.evaluate import BASELINES, VANILLA, Benchmark, Engine, evaluate
-from inference.lossless import Oracle
-from inference.options import (
+from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
+from draft_heads.data.loops import LoopDetector
+from draft_heads.data.rendering import render_prompt
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.answers import AnswerFiles
+from draft_heads.inference.evaluation.evaluate import BASELINES, VANILLA, Benchmark, Engine, evaluate
+from draft_heads.inference.evaluation.hf_generate import PlainGenerate, baseline_words
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.evaluation.options import (
     decoding_parser,
     describe_settings,
     describe_target,
@@ -38,10 +39,9 @@ from inference.options import (
     named_files,
     parse_options,
 )
-from inference.plain_generate import PlainGenerate, baseline_words
-from inference.report import build_report, check_output, clear_output, write_report
-from inference.target import Target
-from inference.terminal import progress_bar, summary_table
+from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, write_report
+from draft_heads.inference.evaluation.terminal import progress_bar, summary_table
+from draft_heads.inference.target.target import Target
 
 
 def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:

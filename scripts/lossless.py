@@ -18,14 +18,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data.benchmarks import load_benchmark
-from data.loops import LoopDetector
-from data.rendering import render_prompt
-from inference.engine import DecodingEngine
-from inference.evaluate import Benchmark, TurnRecord, evaluate
-from inference.lossless import LosslessCounts, Oracle
-from inference.metrics import lossless_counts
-from inference.options import (
+from draft_heads.data.benchmarks import load_benchmark
+from draft_heads.data.loops import LoopDetector
+from draft_heads.data.rendering import render_prompt
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.evaluate import Benchmark, TurnRecord, evaluate
+from draft_heads.inference.evaluation.lossless import LosslessCounts, Oracle
+from draft_heads.inference.evaluation.metrics import lossless_counts
+from draft_heads.inference.evaluation.options import (
     decoding_parser,
     describe_settings,
     describe_target,
@@ -36,9 +36,9 @@ from inference.options import (
     named_files,
     parse_options,
 )
-from inference.report import check_output, clear_output, environment, write_json
-from inference.target import Target
-from inference.terminal import progress_bar
+from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json
+from draft_heads.inference.evaluation.terminal import progress_bar
+from draft_heads.inference.target.target import Target
 
 SHOWN = 5  # unexplained differences printed; lossless.json has all
 CONTEXT_TOKENS = 20

@@ -5,7 +5,7 @@
     python scripts/make_tiny_target.py --dataset chats.json --tokenizer runs/small --layers 1 \\
         --output runs/draft
 
-Without --dataset it learns the synthetic corpus of `data.synthetic`, arithmetic included. The folder
+Without --dataset it learns the synthetic corpus of `data.synthetic.corpus`, arithmetic included. The folder
 loads with `AutoModelForCausalLM` and `AutoTokenizer`. The last line of output is one JSON object.
 """
 
@@ -35,11 +35,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from data.bpe import train_tokenizer
-from data.conversations import load_conversations, parse_record
-from data.loops import loop_start
-from data.rendering import ChatRenderer, ConversationError, end_token_ids
-from data.synthetic import conversations, drills, questions, word_problems
+from draft_heads.data.bpe import train_tokenizer
+from draft_heads.data.conversations import load_conversations, parse_record
+from draft_heads.data.loops import loop_start
+from draft_heads.data.rendering import ChatRenderer, ConversationError, end_token_ids
+from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 
 PRACTICE = 0.3  # share of the time in which the synthetic corpus is sums only: tables are learnt by repetition
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote

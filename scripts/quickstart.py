@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.rule import Rule
 
-from data.synthetic import conversations, questions, word_problems
+from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"

@@ -20,16 +20,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from data.benchmarks import Question, load_benchmark
-from data.chat_form import chat_tokenizer
-from data.json_rows import read_json_rows
-from data.rendering import render_prompt
-from inference.answers import read_answers
-from inference.config_file import parse_with_config
-from inference.drafters.registry import DrafterSpec
-from inference.replay import asked_of, recorded_turns, replay_all, text_drafters
-from inference.report import build_report, check_output, clear_output, write_report
-from inference.terminal import progress_bar, summary_table
+from draft_heads.data.benchmarks import Question, load_benchmark
+from draft_heads.data.chat_form import chat_tokenizer
+from draft_heads.data.json_rows import read_json_rows
+from draft_heads.data.rendering import render_prompt
+from draft_heads.inference.config_file import parse_with_config
+from draft_heads.inference.drafters.registry import DrafterSpec
+from draft_heads.inference.evaluation.answers import read_answers
+from draft_heads.inference.evaluation.replay import asked_of, recorded_turns, replay_all, text_drafters
+from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, write_report
+from draft_heads.inference.evaluation.terminal import progress_bar, summary_table
 
 
 def parser() -> argparse.ArgumentParser:

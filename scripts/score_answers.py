@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from inference.answers import AnswerScore, QuestionId, read_answers, read_jsonl, score_answers
+from draft_heads.inference.evaluation.answers import AnswerScore, QuestionId, read_answers, read_jsonl, score_answers
 
 HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)", "γ", "equal texts")
 

@@ -21,20 +21,20 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from data.collate import DraftCollator
-from heads.base import DraftHead, Rows, TargetView
-from heads.checkpoint import load_head, write_text
-from inference.config_file import parse_with_config
-from inference.drafters.registry import drafter_for
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.evaluate import in_turn
-from inference.options import load_target, target_parser
-from inference.report import environment
-from inference.target import Target
-from train.options import RunOptions
-from train.run import load_data
-from train.simulate import ProposeAt, simulate_row
+from draft_heads.data.collate import DraftCollator
+from draft_heads.heads.base import DraftHead, Rows, TargetView
+from draft_heads.heads.checkpoint import load_head, write_text
+from draft_heads.inference.config_file import parse_with_config
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.evaluate import in_turn
+from draft_heads.inference.evaluation.options import load_target, target_parser
+from draft_heads.inference.evaluation.report import environment
+from draft_heads.inference.target.target import Target
+from draft_heads.train.options import RunOptions
+from draft_heads.train.run import load_data
+from draft_heads.train.simulate import ProposeAt, simulate_row
 
 NODES = (2, 4, 8, 16, 32, 64)
 GRID = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)

@@ -9,11 +9,11 @@ The trained head ends up in RUN/head. The same command again resumes; `--help` l
 
 from __future__ import annotations
 
-from heads.base import Rows, TargetView
-from heads.chimera import ChimeraHead
-from inference.drafters.chimera import draft_tree, row_contexts
-from train.run import train_head
-from train.simulate import ProposeAt
+from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.chimera import ChimeraHead
+from draft_heads.inference.drafters.heads.chimera import draft_tree, row_contexts
+from draft_heads.train.run import train_head
+from draft_heads.train.simulate import ProposeAt
 
 
 def propose_from(head: ChimeraHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from heads.base import Rows, TargetView
-from heads.ctc import CTCHead
-from inference.drafters.ctc import draft_tree
-from train.run import train_head
-from train.simulate import ProposeAt
+from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.ctc import CTCHead
+from draft_heads.inference.drafters.heads.ctc import draft_tree
+from draft_heads.train.run import train_head
+from draft_heads.train.simulate import ProposeAt
 
 
 def propose_from(head: CTCHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:

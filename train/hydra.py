@@ -9,11 +9,11 @@ The trained head ends up in RUN/head. The same command again resumes; `--help` l
 
 from __future__ import annotations
 
-from heads.base import Rows, TargetView
-from heads.hydra import HydraHead
-from inference.drafters.hydra import draft_tree
-from train.run import train_head
-from train.simulate import ProposeAt
+from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.hydra import HydraHead
+from draft_heads.inference.drafters.heads.hydra import draft_tree
+from draft_heads.train.run import train_head
+from draft_heads.train.simulate import ProposeAt
 
 
 def propose_from(head: HydraHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:

@@ -9,11 +9,11 @@ The trained head ends up in RUN/head. The same command again resumes; `--help` l
 
 from __future__ import annotations
 
-from heads.base import Rows, TargetView
-from heads.medusa import MedusaHead
-from inference.drafters.medusa import draft_tree, rank_paths
-from train.run import train_head
-from train.simulate import ProposeAt
+from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.medusa import MedusaHead
+from draft_heads.inference.drafters.heads.medusa import draft_tree, rank_paths
+from draft_heads.train.run import train_head
+from draft_heads.train.simulate import ProposeAt
 
 
 def propose_from(head: MedusaHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:

@@ -15,8 +15,8 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 
-from heads.base import HeadConfig
-from inference.config_file import read_config
+from draft_heads.heads.base import HeadConfig
+from draft_heads.inference.config_file import read_config
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 _SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf"), "vicuna-33b"))

@@ -16,18 +16,18 @@ import datasets
 import torch
 from transformers import set_seed
 
-from data.collate import DraftCollator, split_held_out
-from data.fingerprint import check_fingerprint
-from data.shards import DistilledDataset, load_distilled
-from data.token_counts import label_counts
-from heads.base import DraftHead, HeadConfig, Rows, TargetView, target_sizes
-from heads.checkpoint import CONFIG, head_classes, save_head, write_text
-from heads.draft_vocab import frequent_tokens
-from inference.target import Target
-from train.options import HeadTrainingArguments, RunOptions, parse_options
-from train.simulate import ProposeAt
-from train.trainer import DraftHeadTrainer
-from train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
+from draft_heads.data.collate import DraftCollator, split_held_out
+from draft_heads.data.fingerprint import check_fingerprint
+from draft_heads.data.shards import DistilledDataset, load_distilled
+from draft_heads.data.token_counts import label_counts
+from draft_heads.heads.base import DraftHead, HeadConfig, Rows, TargetView, target_sizes
+from draft_heads.heads.checkpoint import CONFIG, head_classes, save_head, write_text
+from draft_heads.heads.draft_vocab import frequent_tokens
+from draft_heads.inference.target.target import Target
+from draft_heads.train.options import HeadTrainingArguments, RunOptions, parse_options
+from draft_heads.train.simulate import ProposeAt
+from draft_heads.train.trainer import DraftHeadTrainer
+from draft_heads.train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
 
 SETTINGS = "run.json"
 # May differ between a run and its resumption: they change where and how often, not what is learned.

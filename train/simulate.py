@@ -13,9 +13,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads.base import DraftHead, Rows, TargetView
-from inference.tree import DraftTree, ancestor_rows, depths
-from inference.verify import greedy_path
+from draft_heads.heads.base import DraftHead, Rows, TargetView
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
+from draft_heads.inference.verify import greedy_path
 
 ProposeAt = Callable[[int], DraftTree]
 

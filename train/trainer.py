@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import ProgressCallback, Trainer
 
-from data.collate import DraftCollator
-from heads.accuracy import TOP
-from heads.base import DraftHead, HeadLoss
-from inference.target import Target
-from train.optimizer import MuonWithAdamW
-from train.options import HeadTrainingArguments
-from train.simulate import simulate_row
-from train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
+from draft_heads.data.collate import DraftCollator
+from draft_heads.heads.accuracy import TOP
+from draft_heads.heads.base import DraftHead, HeadLoss
+from draft_heads.inference.target.target import Target
+from draft_heads.train.optimizer import MuonWithAdamW
+from draft_heads.train.options import HeadTrainingArguments
+from draft_heads.train.simulate import simulate_row
+from draft_heads.train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
 
 
 class EpochSampler(Sampler[int]):

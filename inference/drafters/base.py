@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Drafter(Protocol):
 
     def generate_fn(self, streamer: Any = None) -> Callable[..., Tensor]:
         """For `model.generate(…, custom_generate=…)` of transformers; see `inference.generate`."""
-        from inference.generate import generate_fn  # which needs the engine, and that needs this contract
+        from draft_heads.inference.generate import generate_fn  # which needs the engine, and that needs this contract
 
         return generate_fn(self, streamer)
 

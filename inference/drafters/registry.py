@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from heads.base import DraftHead
-from heads.checkpoint import load_head, read_config
-from inference.drafters.base import Drafter
-from inference.drafters.vanilla import VanillaDrafter
-from inference.target import Target
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.checkpoint import load_head, read_config
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -83,24 +83,24 @@ def _kind_at(place: str) -> str:
 
 
 HEAD_DRAFTERS = {
-    "chimera": "inference.drafters.chimera:ChimeraDrafter",
-    "ctc": "inference.drafters.ctc:CTCDrafter",
-    "hydra": "inference.drafters.hydra:HydraDrafter",
-    "medusa": "inference.drafters.medusa:MedusaDrafter",
+    "chimera": "draft_heads.inference.drafters.heads.chimera:ChimeraDrafter",
+    "ctc": "draft_heads.inference.drafters.heads.ctc:CTCDrafter",
+    "hydra": "draft_heads.inference.drafters.heads.hydra:HydraDrafter",
+    "medusa": "draft_heads.inference.drafters.heads.medusa:MedusaDrafter",
 }
 """Head kind → module and class of its drafter, imported on first use. The class is called with (head, target,
 max_nodes, **options) and names its options with their defaults in `options`."""
 
 
 FREE_DRAFTERS: dict[str, str] = {
-    "cascade": "inference.drafters.draft_model:CascadeDrafter",
-    "draft_model": "inference.drafters.draft_model:DraftModelDrafter",
-    "ngram": "inference.drafters.ngram:NgramDrafter",
-    "lookahead": "inference.drafters.lookahead:LookaheadDrafter",
-    "ouroboros": "inference.drafters.ouroboros:OuroborosDrafter",
-    "prompt_lookup": "inference.drafters.prompt_lookup:PromptLookupDrafter",
-    "rest": "inference.drafters.rest:RESTDrafter",
-    "self_speculative": "inference.drafters.self_speculative:SelfSpeculativeDrafter",
+    "cascade": "draft_heads.inference.drafters.models.draft_model:CascadeDrafter",
+    "draft_model": "draft_heads.inference.drafters.models.draft_model:DraftModelDrafter",
+    "ngram": "draft_heads.inference.drafters.text.ngram:NgramDrafter",
+    "lookahead": "draft_heads.inference.drafters.text.lookahead:LookaheadDrafter",
+    "ouroboros": "draft_heads.inference.drafters.models.ouroboros:OuroborosDrafter",
+    "prompt_lookup": "draft_heads.inference.drafters.text.prompt_lookup:PromptLookupDrafter",
+    "rest": "draft_heads.inference.drafters.text.rest:RESTDrafter",
+    "self_speculative": "draft_heads.inference.drafters.models.self_speculative:SelfSpeculativeDrafter",
 }
 """Training-free kind → module and class of its drafter, imported on first use. The class is made by
 `from_options(path, target, max_nodes, **options)` and names its options with their defaults in `options`; in `tuned` it
@@ -169,8 +169,8 @@ def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32) -> Dra
 
 def _composed(spec: DrafterSpec, target: Target, max_nodes: int) -> Drafter:
     """Several sources in one tree; options that are the whole's, not a source's, may stand behind any of them."""
-    from inference.drafters.hybrid import HybridDrafter
-    from inference.drafters.learned import LearnedFile
+    from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+    from draft_heads.inference.drafters.hybrid.learned import LearnedFile
 
     if any(part.kind == "vanilla" for part in spec.parts):
         raise ValueError(f"drafter {spec.name!r} joins vanilla, which drafts nothing, to others; leave it out")

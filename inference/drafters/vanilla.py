@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, VerifiedStep
-from inference.tree import DraftTree
+from draft_heads.inference.drafters.base import Drafter, VerifiedStep
+from draft_heads.inference.tree import DraftTree
 
 
 class VanillaDrafter(Drafter):

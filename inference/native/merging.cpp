@@ -1,4 +1,4 @@
-// Trees of several sources as one, best first by calibrated acceptance. inference/drafters/merged_tree.py and
+// Trees of several sources as one, best first by calibrated acceptance. inference/drafters/hybrid/merged_tree.py and
 // calibration.py say what and why, and do the same.
 //
 // S sources. What a source says of a token is an entry, evidence is one entry a source.

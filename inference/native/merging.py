@@ -1,7 +1,7 @@
 """N-grams, calibration and the merging of drafts in C++ (`merging.cpp`): what the classes they stand in for do.
 
-    inference.drafters.ngram_table.NgramTable    inference.drafters.calibration.Calibration
-    inference.drafters.merged_tree.MergedTree
+    NgramTable    Calibration
+    draft_heads.inference.drafters.hybrid.merged_tree.MergedTree
 
 In Python a tree of seven nodes takes longer than a tenth of a small target's step: the target's weights have gone
 through the processor's caches, and every dictionary has to come back from memory.
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.drafters import calibration, ngram_table
-from inference.drafters.merged_tree import LevelSource, PhraseSource, Source, TreeSource
-from inference.drafters.ngram_table import Context, Followers
-from inference.native import library
-from inference.tree import DraftTree, all_of
+from draft_heads.inference.drafters.hybrid import calibration
+from draft_heads.inference.drafters.hybrid.merged_tree import LevelSource, PhraseSource, Source, TreeSource
+from draft_heads.inference.drafters.text import ngram_table
+from draft_heads.inference.drafters.text.ngram_table import Context, Followers
+from draft_heads.inference.native import library
+from draft_heads.inference.tree import DraftTree, all_of
 
 SILENT = -(1 << 31)  # the entry of a source that says nothing
 

@@ -1,4 +1,4 @@
-// Counts of what followed what. inference/drafters/ngram_table.py says what and why; here n-grams are a trie.
+// Counts of what followed what. inference/drafters/text/ngram_table.py says what and why; here n-grams are a trie.
 
 #pragma once
 

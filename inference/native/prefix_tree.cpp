@@ -1,4 +1,4 @@
-// The draft tree that is optimal under a CTC head, best prefix first. inference/ctc_search.py says what and why.
+// The draft tree that is optimal under a CTC head, best prefix first. inference/drafters/heads/ctc_search.py says what and why.
 //
 // Shapes: T frames, V vocabulary, C labels that can be in the answer, M nodes.
 

@@ -7,11 +7,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from data.answer_server import AnswerServer
-from data.answers import answer_prompts
-from data.distill import distill
-from data.frozen_target import load_target
-from data.shards import load_distilled
+from draft_heads.data.answer_server import AnswerServer
+from draft_heads.data.answers import answer_prompts
+from draft_heads.data.distill import distill
+from draft_heads.data.frozen_target import load_target
+from draft_heads.data.shards import load_distilled
 from tests.tiny_chat import save_target, write_sharegpt
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration
 
-from data.answers import answer_prompts
-from data.frozen_target import load_target, wrap_target
-from data.loops import loop_start
+from draft_heads.data.answers import answer_prompts
+from draft_heads.data.frozen_target import load_target, wrap_target
+from draft_heads.data.loops import loop_start
 from tests.tiny_chat import byte_tokenizer, random_llama, save_target, template
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 290 for j in range(4 + 5 * i)] for i in range(7)]

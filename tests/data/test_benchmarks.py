@@ -5,7 +5,7 @@ from decimal import Decimal
 
 import pytest
 
-from data.benchmarks import BenchmarkError, Question, gsm8k_answer, load_benchmark
+from draft_heads.data.benchmarks import BenchmarkError, Question, gsm8k_answer, load_benchmark
 
 
 def write(path, *rows):

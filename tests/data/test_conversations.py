@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.conversations import ConversationError, load_conversations, read_conversations
+from draft_heads.data.conversations import ConversationError, load_conversations, read_conversations
 
 GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]

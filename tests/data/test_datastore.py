@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 
-from data.build_datastore import build_datastore
-from data.chat_form import chat_tokenizer
-from data.datastore import MANIFEST, Datastore
-from data.fingerprint import tokenizer_hash
-from data.rendering import render_conversation
-from data.suffix_array import suffix_array
-from scripts import build_datastore as script
+from draft_heads.data.build_datastore import build_datastore
+from draft_heads.data.chat_form import chat_tokenizer
+from draft_heads.data.datastore import MANIFEST, Datastore
+from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.rendering import render_conversation
+from draft_heads.data.suffix_array import suffix_array
+from draft_heads.scripts import build_datastore as script
 
 TINY = "data/tiny_target"
 

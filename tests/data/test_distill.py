@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.conversations import ConversationError, load_conversations
-from data.distill import distill
-from data.distiller import prefix_length
-from data.rendering import ChatRenderer, render_conversation, render_prompt
-from data.shards import load_distilled
+from draft_heads.data.conversations import ConversationError, load_conversations
+from draft_heads.data.distill import distill
+from draft_heads.data.distiller import prefix_length
+from draft_heads.data.rendering import ChatRenderer, render_conversation, render_prompt
+from draft_heads.data.shards import load_distilled
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs, write_sharegpt
 
 QUIET = {"show_progress": False, "batch_size": 4, "shard_rows": 4}
@@ -256,7 +256,7 @@ def test_max_length_beyond_the_targets_positions_is_refused(target, source, tmp_
 
 KILLED = """
 import os, pathlib, signal, sys
-from data import shards
+from draft_heads.data import shards
 moment, target, source, output = sys.argv[1:]
 writes = 0
 def replace(self, other, real=pathlib.Path.replace):
@@ -268,8 +268,8 @@ def replace(self, other, real=pathlib.Path.replace):
     if writes == 3 and moment == "after":     # renamed, but not in the manifest
         os.kill(os.getpid(), signal.SIGKILL)
 pathlib.Path.replace = replace
-from data.distill import distill
-from data.distiller import prefix_length
+from draft_heads.data.distill import distill
+from draft_heads.data.distiller import prefix_length
 distill(target, source, output, labels="generate", max_new_tokens=12, show_progress=False, batch_size=4, shard_rows=4)
 """
 

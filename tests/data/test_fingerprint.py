@@ -2,7 +2,7 @@
 
 import pytest
 
-from data.fingerprint import check_fingerprint, target_fingerprint
+from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint
 from tests.tiny_chat import byte_tokenizer, random_llama, template, word_tokenizer
 
 MODEL = random_llama()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from data.loops import LoopDetector, loop_start
+from draft_heads.data.loops import LoopDetector, loop_start
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.rendering import (
+from draft_heads.data.rendering import (
     ChatRenderer,
     ConversationError,
     end_token_ids,

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from data.conversations import parse_record
-from data.synthetic import _collect, conversations, questions, split_of, word_problems
-from data.synthetic_forms import FIRST, KEYS
-from data.synthetic_problems import MAX_OPERAND, SCENARIOS, draw_drill, draw_problem, operands, working
-from data.synthetic_topics import TOPICS
+from draft_heads.data.conversations import parse_record
+from draft_heads.data.synthetic.corpus import _collect, conversations, questions, split_of, word_problems
+from draft_heads.data.synthetic.forms import FIRST, KEYS
+from draft_heads.data.synthetic.problems import MAX_OPERAND, SCENARIOS, draw_drill, draw_problem, operands, working
+from draft_heads.data.synthetic.topics import TOPICS
 
 EQUATION = re.compile(r"\d+(?: [+\-*] \d+)?(?: = \d+(?: [+\-*] \d+)?)+")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from heads.base import Rows, TargetView
+from draft_heads.heads.base import Rows, TargetView
 
 SIZES = {
     "hidden_size": 32,

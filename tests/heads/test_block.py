@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heads.block import folded_attention, grouped_attention
+from draft_heads.heads.block import folded_attention, grouped_attention
 
 
 @pytest.mark.parametrize("heads, shared", [(4, 4), (4, 2), (6, 1)])

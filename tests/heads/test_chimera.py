@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.attention import dense_fusion_attention, dense_mask, flex_fusion_attention, fusion_mask
-from heads.base import Rows, TargetView
-from heads.block import grouped_attention
-from heads.chimera import ChimeraConfig, ChimeraHead
-from inference.target import Target
+from draft_heads.heads.attention import dense_fusion_attention, dense_mask, flex_fusion_attention, fusion_mask
+from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.block import grouped_attention
+from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
+from draft_heads.inference.target.target import Target
 from tests.heads.small import SIZES, disturbed, lent_target, text
 
 VARIANTS = [{}, {"order": 1}, {"order": 5}, {"projection": "shared"}, {"residual": False}]

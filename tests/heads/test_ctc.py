@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from heads.attention import dense_frame_attention, dense_mask, flex_frame_attention, frame_mask
-from heads.base import Rows
-from heads.block import grouped_attention
-from heads.checkpoint import load_head, save_head
-from heads.ctc import CTCConfig, CTCHead
+from draft_heads.heads.attention import dense_frame_attention, dense_mask, flex_frame_attention, frame_mask
+from draft_heads.heads.base import Rows
+from draft_heads.heads.block import grouped_attention
+from draft_heads.heads.checkpoint import load_head, save_head
+from draft_heads.heads.ctc import CTCConfig, CTCHead
 from tests.heads.small import FINGERPRINT, SIZES, disturbed, lent_target
 
 

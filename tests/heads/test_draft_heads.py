@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from heads.base import Rows
-from heads.checkpoint import HEADS, head_classes, load_head, save_head
-from heads.chimera import ChimeraConfig, ChimeraHead
-from heads.ctc import CTCConfig, CTCHead
-from heads.hydra import HydraConfig, HydraHead
-from heads.medusa import MedusaConfig, MedusaHead
+from draft_heads.heads.base import Rows
+from draft_heads.heads.checkpoint import HEADS, head_classes, load_head, save_head
+from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
+from draft_heads.heads.ctc import CTCConfig, CTCHead
+from draft_heads.heads.hydra import HydraConfig, HydraHead
+from draft_heads.heads.medusa import MedusaConfig, MedusaHead
 from tests.heads.small import FINGERPRINT, SIZES, disturbed, lent_target, text
 
 VARIANTS = {

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from data.token_counts import label_counts
-from heads.base import TargetView
-from heads.checkpoint import HEADS, load_head, save_head
-from heads.draft_vocab import check_draft_vocab, classes_of, cut_before_outside, frequent_tokens, rows_of
-from heads.losses import ctc_loss_reference
+from draft_heads.data.token_counts import label_counts
+from draft_heads.heads.base import TargetView
+from draft_heads.heads.checkpoint import HEADS, load_head, save_head
+from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, cut_before_outside, frequent_tokens, rows_of
+from draft_heads.heads.losses import ctc_loss_reference
 from tests.heads.small import FINGERPRINT, disturbed, lent_target, text
 from tests.heads.test_draft_heads import VARIANTS, loss_of
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from heads.base import TargetView
-from heads.losses import (
+from draft_heads.heads.base import TargetView
+from draft_heads.heads.losses import (
     _fused_linear_cross_entropy,
     ctc_loss_fused,
     ctc_loss_reference,
@@ -17,7 +17,7 @@ from heads.losses import (
     linear_cross_entropy,
     soft_cross_entropy,
 )
-from inference.ctc_search import collapsed
+from draft_heads.inference.drafters.heads.ctc_search import collapsed
 
 
 def problem(count=48, frames=8, size=4, vocabulary=60, hidden=16, seed=0):

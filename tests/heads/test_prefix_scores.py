@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
+from draft_heads.heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
 
 
 def test_the_worked_example_of_runs():

@@ -2,7 +2,7 @@
 
 import torch
 
-from heads.windows import IGNORED, label_windows, select_windows
+from draft_heads.heads.windows import IGNORED, label_windows, select_windows
 
 P, A, B, C, D, Q, E = 9, 1, 2, 3, 4, 5, 0  # E ends a turn
 

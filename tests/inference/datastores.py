@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import torch
 
-import data.build_datastore
-import data.datastore
-from data.build_datastore import build_datastore
-from data.datastore import Datastore
+import draft_heads.data.build_datastore
+import draft_heads.data.datastore
+from draft_heads.data.build_datastore import build_datastore
+from draft_heads.data.datastore import Datastore
 
 
 def write_datastore(folder, corpora, vocabulary, monkeypatch):
@@ -19,7 +19,7 @@ def write_datastore(folder, corpora, vocabulary, monkeypatch):
     ]
     source = folder.with_suffix(".json")
     source.write_text(json.dumps(rows))
-    for module in (data.build_datastore, data.datastore):
+    for module in (draft_heads.data.build_datastore, draft_heads.data.datastore):
         monkeypatch.setattr(module, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
     build_datastore(str(source), StubTokenizer(vocabulary), folder)
     return Datastore.open(folder)

@@ -1,6 +1,6 @@
 """One cell of `make lossless`, small: seven prompts, one of every node budget."""
 
-from scripts.lossless_matrix import RANDOM_TARGETS, check
+from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS, check
 
 TARGETS = [*RANDOM_TARGETS, "data/tiny_target"]
 

@@ -3,14 +3,14 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.base import target_sizes
-from heads.checkpoint import head_classes
-from inference.drafters.base import Drafter
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import DecodingEngine
-from inference.target import Target
-from inference.tree import DraftTree
-from scripts.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
+from draft_heads.heads.base import target_sizes
+from draft_heads.heads.checkpoint import head_classes
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
+from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
 
 __all__ = [
     "RANDOM_TARGETS",

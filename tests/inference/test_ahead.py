@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.captured import CapturedSteps, Rerun
-from inference.drafters.registry import drafter_for
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import DecodingEngine, GenerationSettings, padded_nodes
-from inference.host import asking_nothing, may_ask
-from inference.kv_cache import ShardedKVCache
-from inference.lossless import Oracle, Turn, judge_all
-from inference.sampling import Sampling
-from inference.target import Target
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings, padded_nodes
+from draft_heads.inference.evaluation.lossless import Oracle, Turn, judge_all
+from draft_heads.inference.host_sync import asking_nothing, may_ask
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
+from draft_heads.inference.target.kv_cache import ShardedKVCache
+from draft_heads.inference.target.target import Target
 from tests.inference.models import (
     RANDOM_TARGETS,
     ForkedDrafter,

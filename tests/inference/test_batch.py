@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from inference.batch import BatchEngine
-from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.registry import drafter_for
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import ContextError, DecodingEngine, GenerationSettings
-from inference.lossless import Oracle
-from inference.sampling import Sampling
-from inference.verify import TypicalAcceptance
-from scripts.lossless_matrix import trained_head
+from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import ContextError, DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.verify import TypicalAcceptance
+from draft_heads.scripts.checks.lossless_matrix import trained_head
 from tests.inference.models import load_target, make_prompts
 
 

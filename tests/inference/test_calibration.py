@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from inference.drafters.calibration import Calibration, confidence
-from inference.drafters.running_costs import EARLY, EVERY, KEPT, RunningCosts, Step
+from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
+from draft_heads.inference.drafters.hybrid.running_costs import EARLY, EVERY, KEPT, RunningCosts, Step
 
 # ---- calibration -----------------------------------------------------------------------------------------
 

@@ -5,8 +5,14 @@ import itertools
 import pytest
 import torch
 
-from inference.ctc_search import alignment_tree, build_tree, collapsed, prefix_tree, until_blank
-from inference.tree import check_tree
+from draft_heads.inference.drafters.heads.ctc_search import (
+    alignment_tree,
+    build_tree,
+    collapsed,
+    prefix_tree,
+    until_blank,
+)
+from draft_heads.inference.tree import check_tree
 
 
 def every_prefix(log_probs):

@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from inference.batch import BatchEngine
-from inference.drafters.base import Drafter
-from inference.drafters.draft_loop import DraftLoop
-from inference.drafters.draft_model import CascadeDrafter, DraftModelDrafter
-from inference.drafters.lookahead import LookaheadDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
-from inference.drafters.self_speculative import SelfSpeculativeDrafter, skipped_layers
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.lossless import Oracle
-from inference.sampling import Sampling
-from inference.target import Target
-from inference.tree import DraftTree
+from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.models.draft_loop import DraftLoop
+from draft_heads.inference.drafters.models.draft_model import CascadeDrafter, DraftModelDrafter
+from draft_heads.inference.drafters.models.self_speculative import SelfSpeculativeDrafter, skipped_layers
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
 from tests.inference.models import make_head, make_prompts, small_model, vanilla_tokens
 
 TINY = "data/tiny_target"

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from heads.base import Rows
-from inference.drafters.registry import drafter_for
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.lossless import Oracle
-from inference.tree import check_tree
-from scripts.lossless_matrix import trained_head
+from draft_heads.heads.base import Rows
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.tree import check_tree
+from draft_heads.scripts.checks.lossless_matrix import trained_head
+from draft_heads.train.simulate import simulate_row
 from tests.inference.models import load_target, make_head, make_prompts
 from tests.inference.test_ahead import HostQuestions
-from train.simulate import simulate_row
 
 HEADS = [
     ("medusa", {"layers": 1}),

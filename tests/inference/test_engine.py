@@ -5,16 +5,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from heads.base import Rows
-from inference.drafters.base import Drafter
-from inference.drafters.block_cache import BlockCache
-from inference.drafters.ctc import CTCDrafter
-from inference.drafters.registry import drafter_for
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import ContextError, DecodingEngine, GenerationSettings
-from inference.lossless import Oracle
-from inference.target import Target
-from inference.tree import DraftTree, ancestor_rows, depths
+from draft_heads.heads.base import Rows
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.heads.block_cache import BlockCache
+from draft_heads.inference.drafters.heads.ctc import CTCDrafter
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import ContextError, DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
 
 PROMPT = list(range(3, 40))

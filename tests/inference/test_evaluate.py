@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from inference.engine import ContextError, GenerationSettings
-from inference.evaluate import evaluate, order
-from inference.metrics import accept_length_histogram, result_rows
+from draft_heads.inference.engine import ContextError, GenerationSettings
+from draft_heads.inference.evaluation.evaluate import evaluate, order
+from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
 
 

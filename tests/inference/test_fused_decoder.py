@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from inference import fused_decoder
-from inference.fused_decoder import FusedDecoder
-from inference.layout import FEW, Product
-from inference.program import program
-from inference.target import Target
-from inference.tree import ancestor_rows, depths
-from inference.tree_attention import TREE_ATTENTION
-from scripts.lossless_matrix import RANDOM_TARGETS
+from draft_heads.inference.target import fused_decoder
+from draft_heads.inference.target.compiled import program
+from draft_heads.inference.target.fused_decoder import FusedDecoder
+from draft_heads.inference.target.layout import FEW, Product
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION
+from draft_heads.inference.tree import ancestor_rows, depths
+from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 
 TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
 
@@ -51,7 +51,7 @@ def test_it_equals_the_modules_before_and_after_the_merge(name, dtype, tolerance
 @pytest.mark.parametrize("compiler", [False, True])
 def test_a_product_is_that_of_its_linears_for_any_number_of_rows(monkeypatch, bias, compiler):
     if not compiler:
-        monkeypatch.setattr("inference.layout.library.load", lambda: False)
+        monkeypatch.setattr("draft_heads.inference.target.layout.library.load", lambda: False)
     torch.manual_seed(0)
     linears = [torch.nn.Linear(24, size, bias) for size in (40, 8, 9)]
     product = Product(linears, copied=True)

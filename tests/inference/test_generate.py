@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
-from inference.drafters.draft_model import DraftModelDrafter
-from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.lookahead import LookaheadDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.ouroboros import OuroborosDrafter
-from inference.drafters.prompt_lookup import PromptLookupDrafter
-from inference.drafters.registry import drafter_for
-from inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
+from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from tests.inference.models import load_target, make_head, make_prompts, small_model
 
 

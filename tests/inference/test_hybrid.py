@@ -6,20 +6,26 @@ import math
 import pytest
 import torch
 
-from inference.drafters.calibration import Calibration, confidence
-from inference.drafters.draft_model import DraftModelDrafter
-from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.lookahead import LookaheadDrafter
-from inference.drafters.merged_tree import LevelSource, MergedTree, PhraseSource, SilentSource, TreeSource
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.ngram_table import NgramTable
-from inference.drafters.ouroboros import OuroborosDrafter
-from inference.drafters.prompt_lookup import PromptLookupDrafter
-from inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.rank_paths import RankPaths
-from inference.sampling import Sampling
-from inference.tree import DraftTree, ancestor_rows, check_tree, depths
+from draft_heads.inference.drafters.heads.rank_paths import RankPaths
+from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.hybrid.merged_tree import (
+    LevelSource,
+    MergedTree,
+    PhraseSource,
+    SilentSource,
+    TreeSource,
+)
+from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
+from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.text.ngram_table import NgramTable
+from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
 
 
@@ -239,7 +245,7 @@ def hybrids(llama, **options):
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
 @pytest.mark.parametrize("fit", [0, 1])
 def test_decoding_is_exact(llama, llama_prompts, name, sampling, fit):
-    from inference.drafters.vanilla import VanillaDrafter
+    from draft_heads.inference.drafters.vanilla import VanillaDrafter
 
     settings = GenerationSettings(60, sampling=sampling)
     parts = dict(hybrids(llama))[name]

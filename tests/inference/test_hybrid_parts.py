@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from inference.drafters.account import CLEAR, LOST, MEMORY, Account
-from inference.drafters.draft_model import DraftModelDrafter
-from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.hybrid_part import PAUSE, HybridPart
-from inference.drafters.ledger import BATCH
-from inference.drafters.lookahead import LookaheadDrafter
-from inference.drafters.merging import merge
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.prompt_lookup import PromptLookupDrafter
-from inference.drafters.registry import drafter_for
-from inference.drafters.running_costs import EARLY
-from inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.drafters.hybrid.account import CLEAR, LOST, MEMORY, Account
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.hybrid.hybrid_part import PAUSE, HybridPart
+from draft_heads.inference.drafters.hybrid.ledger import BATCH
+from draft_heads.inference.drafters.hybrid.merging import merge
+from draft_heads.inference.drafters.hybrid.running_costs import EARLY
+from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
 from tests.inference.models import ScriptedDrafter, make_head, vanilla_tokens
 
 
@@ -95,7 +95,7 @@ def test_n_grams_that_cost_more_than_they_bring_leave_a_head_to_itself(llama, ll
         return merge(*arguments)
 
     clock.slow_forwards(llama, monkeypatch, 0.1)
-    monkeypatch.setattr("inference.drafters.hybrid.merge", merging)
+    monkeypatch.setattr("draft_heads.inference.drafters.hybrid.hybrid.merge", merging)
     prompt, settings = llama_prompts[0], GenerationSettings(100)
     head = ScriptedDrafter(vanilla_tokens(llama, prompt, settings), 3)
     hybrid = HybridDrafter([("head", head), ("ngram", NgramDrafter())], llama, 8, clock=clock)
@@ -116,7 +116,7 @@ def test_merging_is_laid_to_either_of_two_parts_and_to_none_of_three(llama, llam
         return merge(*arguments)
 
     clock.slow_forwards(llama, monkeypatch, 1.0)
-    monkeypatch.setattr("inference.drafters.hybrid.merge", merging)
+    monkeypatch.setattr("draft_heads.inference.drafters.hybrid.hybrid.merge", merging)
     names = [str(part) for part in range(parts)]
     hybrid = HybridDrafter([(name, PromptLookupDrafter()) for name in names], llama, 6, clock=clock)
     hybrid._ledger._judge = lambda: None

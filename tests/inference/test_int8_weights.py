@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference.drafters.medusa import MedusaDrafter
-from inference.drafters.registry import drafter_for
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.int8_weights import DraftingHead, Int8Linear, Int8View, in_eight_bits
-from inference.native import library
-from inference.program import program
+from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.int8_weights import DraftingHead, Int8Linear, Int8View, in_eight_bits
+from draft_heads.inference.native import library
+from draft_heads.inference.target.compiled import program
 from tests.inference.models import load_target, make_head, make_prompts, vanilla_tokens
 
 

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from inference.drafters import ledger as ledgers
-from inference.drafters.account import Account
-from inference.drafters.calibration import Calibration
-from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.learned import Learned, LearnedPart
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.registry import drafter_for
-from inference.drafters.running_costs import EARLY, RunningCosts
-from inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.drafters.hybrid import ledger as ledgers
+from draft_heads.inference.drafters.hybrid.account import Account
+from draft_heads.inference.drafters.hybrid.calibration import Calibration
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.hybrid.learned import Learned, LearnedPart
+from draft_heads.inference.drafters.hybrid.running_costs import EARLY, RunningCosts
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
 from tests.inference.models import make_head, vanilla_tokens
 
 

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from inference.batch import BatchEngine
-from inference.drafters.base import VerifiedStep
-from inference.drafters.lookahead import LookaheadDrafter, fitting
-from inference.drafters.phrase_pool import PhrasePool
-from inference.drafters.registry import DrafterSpec, build_drafter
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.lossless import Oracle
-from inference.sampling import Sampling
-from inference.tree import DraftTree, ancestor_rows, check_tree, depths
+from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.base import VerifiedStep
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter, fitting
+from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
 from tests.inference.models import make_prompts
 
 

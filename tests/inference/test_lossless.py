@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import GenerationSettings
-from inference.lossless import (
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import GenerationSettings
+from draft_heads.inference.evaluation.lossless import (
     LosslessCounts,
     Oracle,
     Turn,
@@ -19,7 +19,7 @@ from inference.lossless import (
     judge_all,
     top_two_gap,
 )
-from inference.target import Target
+from draft_heads.inference.target.target import Target
 
 PROMPT = (3, 1, 4, 1, 5)
 

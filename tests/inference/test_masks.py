@@ -2,8 +2,8 @@
 
 import torch
 
-from inference.masks import behind_text, by_kind
-from inference.tree import ancestor_rows, depths
+from draft_heads.inference.target.masks import behind_text, by_kind
+from draft_heads.inference.tree import ancestor_rows, depths
 
 
 def test_rows_see_the_text_their_ancestors_and_nothing_behind_them():

@@ -7,9 +7,9 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference.drafters.registry import drafter_for
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.target import Target
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 
 TOKENS = 10_000

@@ -6,10 +6,10 @@ import os
 import pytest
 import torch
 
-from inference.ctc_search import build_tree, prefix_tree
-from inference.native import library
-from inference.program import program
-from inference.tree import check_tree
+from draft_heads.inference.drafters.heads.ctc_search import build_tree, prefix_tree
+from draft_heads.inference.native import library
+from draft_heads.inference.target.compiled import program
+from draft_heads.inference.tree import check_tree
 from tests.inference.test_ctc_search import every_prefix, paths
 
 

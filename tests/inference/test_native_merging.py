@@ -7,14 +7,15 @@ import random
 import pytest
 import torch
 
-from inference.drafters import calibration, merged_tree, ngram_table
-from inference.drafters.hybrid import HybridDrafter
-from inference.drafters.merged_tree import LevelSource, PhraseSource, SilentSource, TreeSource
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.registry import drafter_for
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.native import library, merging
-from inference.tree import DraftTree, check_tree
+from draft_heads.inference.drafters.hybrid import calibration, merged_tree
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.hybrid.merged_tree import LevelSource, PhraseSource, SilentSource, TreeSource
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text import ngram_table
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.native import library, merging
+from draft_heads.inference.tree import DraftTree, check_tree
 from tests.inference.models import make_head
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.ngram_table import NgramTable
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.text.ngram_table import NgramTable
 from tests.inference.text_drafters import begin, go_on, proposal, texts
 
 

@@ -5,18 +5,18 @@ import json
 import pytest
 import torch
 
-from inference.batch import BatchEngine
-from inference.drafters.base import VerifiedStep
-from inference.drafters.draft_model import DraftModelDrafter
-from inference.drafters.ouroboros import OuroborosDrafter, agreement, matching_runs
-from inference.drafters.registry import DrafterSpec, build_drafter
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.lossless import Oracle
-from inference.sampling import Sampling
-from inference.target import Target
-from inference.tree import check_tree
-from scripts.tune_ouroboros import main
+from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.base import VerifiedStep
+from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
+from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter, agreement, matching_runs
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import check_tree
+from draft_heads.scripts.tune_ouroboros import main
 from tests.inference.models import make_prompts, small_model
 
 TINY = "data/tiny_target"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference.drafters.phrase_pool import PhrasePool, TokenTrie
+from draft_heads.inference.drafters.text.phrase_pool import PhrasePool, TokenTrie
 
 
 def test_the_oldest_phrase_of_a_first_token_goes_and_one_seen_again_is_the_newest():

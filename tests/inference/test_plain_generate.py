@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import ContextError, DecodingEngine, GenerationSettings
-from inference.lossless import Oracle
-from inference.plain_generate import PlainGenerate, end, steps
-from inference.sampling import Sampling
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import ContextError, DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.hf_generate import PlainGenerate, end, steps
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.sampling import Sampling
 from tests.inference.models import load_target, make_prompts
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(200 + i) for i in ids))

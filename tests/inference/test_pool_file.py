@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.ouroboros import OuroborosDrafter
-from inference.drafters.pool_file import PoolFile
-from inference.drafters.registry import DrafterSpec, build_drafter
-from inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.text.pool_file import PoolFile
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
 from tests.inference.models import load_target, make_prompts, small_model
 from tests.inference.text_drafters import begin, proposal
 

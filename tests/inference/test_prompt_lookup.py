@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference.drafters.prompt_lookup import PromptLookupDrafter
+from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from tests.inference.text_drafters import begin, go_on, proposal, texts
 
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from inference.level_tree import grow_tree
-from inference.rank_paths import RankPaths
-from inference.tree import check_tree
+from draft_heads.inference.drafters.heads.level_tree import grow_tree
+from draft_heads.inference.drafters.heads.rank_paths import RankPaths
+from draft_heads.inference.tree import check_tree
 
 
 @pytest.mark.parametrize(

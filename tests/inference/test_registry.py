@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from heads.checkpoint import save_head
-from inference.drafters.ctc import CTCDrafter
-from inference.drafters.registry import DrafterSpec, build_drafter
-from inference.drafters.vanilla import VanillaDrafter
-from inference.target import Target
+from draft_heads.heads.checkpoint import save_head
+from draft_heads.inference.drafters.heads.ctc import CTCDrafter
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 
 TINY = "data/tiny_target"

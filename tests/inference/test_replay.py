@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from data.benchmarks import Question
-from inference.answers import Answer, AnsweredTurn
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.prompt_lookup import PromptLookupDrafter
-from inference.drafters.registry import DrafterSpec
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.metrics import result_rows
-from inference.replay import (
+from draft_heads.data.benchmarks import Question
+from draft_heads.inference.drafters.registry import DrafterSpec
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.answers import Answer, AnsweredTurn
+from draft_heads.inference.evaluation.metrics import result_rows
+from draft_heads.inference.evaluation.replay import (
     RecordedTurn,
     accepted,
     answer_tokens,
@@ -21,7 +21,7 @@ from inference.replay import (
     replay_all,
     text_drafters,
 )
-from inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree
 from tests.inference.models import RANDOM_TARGETS, load_target, make_prompts
 
 DRAFTERS = {

@@ -6,10 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
-from inference import plots
-from inference.answers import AnswerFiles, read_answers, score_answers
-from inference.evaluate import evaluate
-from inference.report import (
+from draft_heads.inference.evaluation import plots
+from draft_heads.inference.evaluation.answers import AnswerFiles, read_answers, score_answers
+from draft_heads.inference.evaluation.evaluate import evaluate
+from draft_heads.inference.evaluation.report import (
     build_report,
     check_output,
     clear_output,
@@ -19,7 +19,7 @@ from inference.report import (
     write_json,
     write_report,
 )
-from inference.terminal import summary_table
+from draft_heads.inference.evaluation.terminal import summary_table
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, question, render
 
 TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu"}

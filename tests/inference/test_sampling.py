@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inference.drafters.vanilla import VanillaDrafter
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.lossless import Oracle, check_prompts
-from inference.sampling import Sampling, gumbel, uniform
-from inference.tree import DraftTree, ancestor_rows
-from inference.verify import TypicalAcceptance, greedy_path
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.lossless import Oracle, check_prompts
+from draft_heads.inference.sampling import Sampling, gumbel, uniform
+from draft_heads.inference.tree import DraftTree, ancestor_rows
+from draft_heads.inference.verify import TypicalAcceptance, greedy_path
 from tests.inference.models import ScriptedDrafter, load_target, make_prompts
 
 

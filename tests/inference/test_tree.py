@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from inference.tree import DraftTree, ancestor_rows, check_tree, depths
-from inference.verify import accepted_rows, greedy_path
+from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
+from draft_heads.inference.verify import accepted_rows, greedy_path
 
 X, Y, Z, W = 10, 11, 12, 13
 

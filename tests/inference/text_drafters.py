@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from inference.drafters.base import VerifiedStep
-from inference.tree import DraftTree, check_tree
+from draft_heads.inference.drafters.base import VerifiedStep
+from draft_heads.inference.tree import DraftTree, check_tree
 
 
 def texts(count, length, alphabet=3, seed=0):

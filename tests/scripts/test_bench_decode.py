@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from inference.drafters.registry import drafter_for
-from inference.engine import GenerationSettings
-from inference.scripted import ScriptedEngine, schedule
-from scripts import bench_decode
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.engine import GenerationSettings
+from draft_heads.inference.evaluation.scripted import ScriptedEngine, schedule
+from draft_heads.scripts.bench import decode as bench_decode
 from tests.inference.models import load_target, make_head
 
 SMALL = ["--questions", "1", "--prompt_tokens", "32", "--new_tokens", "12", "--repeats", "2", "--max_nodes", "8"]

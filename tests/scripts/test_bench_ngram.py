@@ -2,7 +2,7 @@
 
 import json
 
-from scripts import bench_ngram
+from draft_heads.scripts.bench import ngram as bench_ngram
 
 
 def test_it_ends_with_one_json_object(capsys):

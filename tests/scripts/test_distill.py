@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from data.preview import coloured
-from data.shards import load_distilled
-from scripts import distill
+from draft_heads.data.preview import coloured
+from draft_heads.data.shards import load_distilled
+from draft_heads.scripts import distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, write_sharegpt
 
 ROOT = Path(__file__).parents[2]

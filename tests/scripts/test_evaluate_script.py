@@ -7,9 +7,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from inference.engine import DecodingEngine
-from inference.options import IncrementalStop, drafter_specs
-from scripts import evaluate, lossless
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.options import IncrementalStop, drafter_specs
+from draft_heads.scripts import evaluate, lossless
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</s>' }}{% endfor %}"

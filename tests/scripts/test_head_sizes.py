@@ -2,7 +2,7 @@
 
 from transformers import LlamaConfig
 
-from scripts.head_sizes import sizes, table
+from draft_heads.scripts.bench.head_sizes import sizes, table
 
 
 def test_the_sizes_of_a_small_shape_by_hand():

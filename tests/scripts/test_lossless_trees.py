@@ -2,8 +2,8 @@
 
 import pytest
 
-from inference.tree_attention import TREE_ATTENTION
-from scripts.lossless_trees import RUNS, SAMPLINGS, check
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION
+from draft_heads.scripts.checks.lossless_trees import RUNS, SAMPLINGS, check
 
 
 @pytest.mark.parametrize("run", RUNS)

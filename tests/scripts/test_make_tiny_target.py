@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.loops import loop_start
-from data.rendering import render_conversation, render_prompt
-from data.synthetic import conversations, questions, word_problems
-from scripts.make_tiny_target import answer, batches, final_number, main, parse_options, solved
+from draft_heads.data.loops import loop_start
+from draft_heads.data.rendering import render_conversation, render_prompt
+from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
+from draft_heads.scripts.make_tiny_target import answer, batches, final_number, main, parse_options, solved
 
 EMBEDDED = Path(__file__).parents[2] / "data" / "tiny_target"
 TINY = ["--max_minutes", "0.03", "--hidden", "32", "--layers", "1", "--questions", "4", "--threads", "1"]

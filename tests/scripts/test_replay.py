@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from data.chat_form import chat_tokenizer
-from scripts import build_datastore, replay
+from draft_heads.data.chat_form import chat_tokenizer
+from draft_heads.scripts import build_datastore, replay
 
 TINY = "data/tiny_target"
 ANSWERS = ["One apple and one apple are two apples.", "Two apples and two apples are four apples."]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from scripts import score_answers
+from draft_heads.scripts import score_answers
 
 
 def row(question_id, texts, new_tokens, wall_time, **steps):

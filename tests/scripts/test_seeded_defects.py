@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.seeded_defects import ROOT, kills, listed
+from draft_heads.scripts.checks.seeded_defects import ROOT, kills, listed
 
 DEFECTS = listed()
 

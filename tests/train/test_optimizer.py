@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from train.optimizer import Muon, MuonWithAdamW, orthogonalised
+from draft_heads.train.optimizer import Muon, MuonWithAdamW, orthogonalised
 
 
 def make(seed=0):

@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from heads.checkpoint import HEADS, head_classes
-from heads.ctc import CTCConfig
-from train.options import RECIPES, parse_options, recipe_for
+from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.ctc import CTCConfig
+from draft_heads.train.options import RECIPES, parse_options, recipe_for
 
 TARGET = "data/tiny_target"
 
@@ -68,7 +68,7 @@ def test_large_targets_get_the_papers_recipes(monkeypatch):
         "lmsys/vicuna-33b-v1.3": LlamaConfig(hidden_size=6656, intermediate_size=17920, num_hidden_layers=60),
         "meta-llama/Llama-2-7b-chat-hf": LlamaConfig(),
     }
-    monkeypatch.setattr("train.options.AutoConfig.from_pretrained", sizes.__getitem__)
+    monkeypatch.setattr("draft_heads.train.options.AutoConfig.from_pretrained", sizes.__getitem__)
     names = [recipe_for("ctc", target).stem for target in sizes]
     assert names == ["vicuna-7b", "vicuna-13b", "vicuna-33b", "llama2-chat-7b"]
 

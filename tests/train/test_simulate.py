@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from heads.base import Rows
-from inference.ctc_search import build_tree
-from inference.drafters.ctc import CTCDrafter
-from inference.engine import DecodingEngine, GenerationSettings
-from inference.tree import DraftTree
-from scripts.lossless_matrix import load_target, make_prompts, trained_head
-from train.simulate import answers, walk
+from draft_heads.heads.base import Rows
+from draft_heads.inference.drafters.heads.ctc import CTCDrafter
+from draft_heads.inference.drafters.heads.ctc_search import build_tree
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.tree import DraftTree
+from draft_heads.scripts.checks.lossless_matrix import load_target, make_prompts, trained_head
+from draft_heads.train.simulate import answers, walk
 
 
 def chain(tokens):
@@ -51,6 +51,6 @@ def test_simulated_beta_is_the_decoders_beta(mode):
 
 
 def _head(target):
-    from scripts.lossless_matrix import untrained_head
+    from draft_heads.scripts.checks.lossless_matrix import untrained_head
 
     return untrained_head(target).to(target.dtype)

@@ -15,15 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.collate import DraftCollator
-from data.shards import load_distilled
-from data.synthetic import conversations
-from data.token_counts import label_counts
-from heads.checkpoint import load_head
-from inference.drafters.registry import DrafterSpec, build_drafter
-from inference.target import Target
-from train.options import RunOptions
-from train.run import load_data
+from draft_heads.data.collate import DraftCollator
+from draft_heads.data.shards import load_distilled
+from draft_heads.data.synthetic.corpus import conversations
+from draft_heads.data.token_counts import label_counts
+from draft_heads.heads.checkpoint import load_head
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.target.target import Target
+from draft_heads.train.options import RunOptions
+from draft_heads.train.run import load_data
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "data" / "tiny_target")

@@ -1,0 +1,222 @@
+"""Drafting with a Chimera head: level by level, every node with its own k-gram and its own ancestors.
+
+Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden, C capacity.
+
+The block reads h_1 … h_n, g_1 … g_n and the drafted tokens' g. Attention does not care about the order of its keys, so
+h and g of a token lie side by side (slots 2i+1 and 2i) in one buffer that grows at its end; drafts lie behind and are
+overwritten.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from draft_heads.heads.attention import Memory, TreeAttention
+from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.block import DecoderBlock
+from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
+from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
+from draft_heads.inference.drafters.heads.block_cache import BlockCache
+from draft_heads.inference.drafters.heads.kgram_cache import KGramCache
+from draft_heads.inference.drafters.heads.level_tree import grow_tree
+from draft_heads.inference.int8_weights import DraftingHead
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
+
+
+class GivenMemory:
+    """Keys and values [1, G, C, D] in buffers of their own; see `Memory`."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See `Memory`."""
+        self.keys.index_copy_(2, slots, keys)
+        self.values.index_copy_(2, slots, values)
+
+
+class ChimeraContext:
+    """What a draft behind n committed tokens reads.
+
+    fusion   keys, values [1, G, C, D] of the block, h and g side by side; the first 2n slots are the context
+    encoder  keys, values of an attending encoder (`target_layer0_…`), first n slots; None for k-grams
+    length   [] int64, n
+    last     [H] h_n
+    recent   [k−1] int64, the last committed tokens, oldest first; −1 where there is none
+    """
+
+    def __init__(self, fusion: Memory, encoder: Memory | None, length: Tensor, last: Tensor, recent: Tensor) -> None:
+        self.fusion, self.encoder, self.length, self.last, self.recent = fusion, encoder, length, last, recent
+
+
+def draft_tree(
+    head: ChimeraHead,
+    view: TargetView,
+    context: ChimeraContext,
+    base: Tensor,
+    max_nodes: int,
+    cache: KGramCache | None = None,
+) -> DraftTree:
+    """The best tree behind base token `base []`."""
+    length = context.length
+    fusion = TreeAttention(context.fusion, 2 * length)
+    encoder = TreeAttention(context.encoder, length) if context.encoder is not None else None
+    grams = context.recent[None]  # [W, k−1], the tokens before a node's own
+
+    def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        nonlocal grams
+        positions = (length + level).expand(1, len(tokens))
+        grams = torch.cat([grams[parents], tokens[:, None]], dim=1)
+        if encoder is not None:
+            encoder.enter(parents)
+            encoded = head.encoder(view.embed(tokens)[None].to(head.dtype), positions, encoder)
+        else:
+            encoded = encode_grams(head, view, grams, cache)[None]
+        grams = grams[:, 1:]
+        fusion.enter(parents)
+        fused = head.fuse(encoded, positions, fusion)[0]
+        logits = head.head_logits(level, context.last.expand(len(tokens), -1), fused, view)
+        return tempered(logits.float().log_softmax(-1), head.config.tree_temperature)
+
+    root = torch.zeros(1, dtype=torch.long, device=base.device)
+    first = level_log_probs(0, base[None], root)[0]
+    return grow_tree(first, level_log_probs, max_nodes, head.config.heads, head.draft_vocab)
+
+
+def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGramCache | None = None) -> Tensor:
+    """g [W, H] of k-grams [W, k] (−1: before the first token), through the cache where there is one."""
+
+    def encode(some: Tensor) -> Tensor:
+        known = some >= 0
+        states = head.token_states(some.clamp(min=0), view) * known[..., None]
+        return head.encoder(states)
+
+    return encode(grams) if cache is None else cache.lookup(grams, encode)
+
+
+def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> Any:
+    """anchor n → the context of a draft at that anchor of one row, as the drafter would have it there."""
+    encoded = head.encode_rows(rows, view)
+    past = head.block.context_keys_values(rows.hidden, rows.position_ids)
+    grams = head.block.context_keys_values(encoded, rows.position_ids)
+    fusion = [torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past)]
+    encoder = None
+    if isinstance(head.encoder, DecoderBlock):
+        states = view.embed(rows.input_ids).to(head.dtype)
+        encoder = head.encoder.context_keys_values(states, rows.position_ids)
+    ids = torch.nn.functional.pad(rows.input_ids[0], (head.config.order - 1, 0), value=-1)
+
+    def upto(pair: Any, count: int) -> GivenMemory:
+        return GivenMemory(*(torch.nn.functional.pad(x[:, :, :count], (0, 0, 0, room)) for x in pair))
+
+    def at_anchor(anchor: int) -> ChimeraContext:
+        length = anchor + 1
+        recent = ids[length : length + head.config.order - 1]
+        return ChimeraContext(
+            upto(fusion, 2 * length),
+            None if encoder is None else upto(encoder, length),
+            torch.tensor(length, device=ids.device),
+            rows.hidden[0, anchor],
+            recent,
+        )
+
+    return at_anchor
+
+
+class ChimeraDrafter(Drafter):
+    """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
+
+    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0, "int8": 1}
+
+    def __init__(
+        self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0, int8: int = 1
+    ) -> None:
+        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew;
+        int8: 1 drafts with weights of eight bits where that is faster, in compiled programs on a CPU."""
+        if kgram_cache and not isinstance(head.encoder, KGramEncoder):
+            raise ValueError(
+                f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
+            )
+        self.drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
+        self.max_nodes = check_max_nodes(max_nodes)
+        self.max_depth = min(head.config.heads, self.max_nodes)
+        self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
+        self._context: ChimeraContext | None = None
+        self._base: Tensor | None = None
+        self._length = torch.zeros((), dtype=torch.long, device=target.device)
+        self._recent = torch.full((head.config.order - 1,), -1, device=target.device)
+        self._behind = self.max_nodes * head.config.heads + self.max_depth + 1  # rows that are written behind the text
+        self._fusion = BlockCache(head)
+        self._encoder = BlockCache(head) if isinstance(head.encoder, DecoderBlock) else None
+
+    @property
+    def on_device(self) -> bool:
+        """The table of k-grams is kept by the host."""
+        return self.cache is None
+
+    def prepare(self) -> None:
+        """See `Drafter.prepare`: the weights in eight bits."""
+        self.drafting.prepare()
+
+    def memory(self) -> list[Tensor]:
+        """See `Drafter.memory`."""
+        return [
+            self._length,
+            self._recent,
+            *(buffer for cache in (self._fusion, self._encoder) if cache is not None for buffer in cache.memory()),
+        ]
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """Room for `capacity` tokens and a tree of drafts."""
+        self._context = None
+        self._length.zero_()
+        self._recent.fill_(-1)
+        self._fusion.reserve(2 * (capacity + self._behind))
+        if self._encoder is not None:
+            self._encoder.reserve(capacity + self._behind)
+
+    def reach(self, tokens: int) -> None:
+        """See `Drafter.reach`."""
+        self._fusion.reach(2 * (tokens + self._behind))
+        if self._encoder is not None:
+            self._encoder.reach(tokens + self._behind)
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Append keys and values of the newly committed tokens' h and g."""
+        head = self.drafting.head
+        hidden = step.hidden.to(head.dtype)
+        text = torch.cat([self._recent, step.tokens])
+        slots = self._length + torch.arange(len(hidden), device=hidden.device)
+        encoded = self._encode(text, step.tokens, slots)
+        grams = head.block.context_keys_values(encoded[None], slots[None])
+        past = head.block.context_keys_values(hidden[None], slots[None])
+        keys, values = (torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past))
+        self._fusion.write(torch.stack([2 * slots, 2 * slots + 1], dim=1).flatten(), keys, values)
+        self._length += step.count
+        recent = text[step.count + torch.arange(len(self._recent), device=text.device)]
+        self._recent.copy_(recent)
+        self._context = ChimeraContext(
+            self._fusion,
+            self._encoder,
+            self._length.clone(),
+            hidden[-1],
+            recent,
+        )
+        self._base = step.base
+
+    def _encode(self, text: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        """g [A, H] of the newly committed tokens, which enter at `slots [A]`."""
+        head, view = self.drafting.head, self.drafting.view
+        if self._encoder is None:
+            return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
+        states = view.embed(tokens).to(head.dtype)
+        return head.encoder(states[None], slots[None], self._encoder.entering(slots, causal=True))[0]
+
+    def propose(self) -> DraftTree:
+        """The best tree of at most `max_nodes` drafts."""
+        assert self._context is not None and self._base is not None, "observe the prefill before proposing"
+        return draft_tree(self.drafting.head, self.drafting.view, self._context, self._base, self.max_nodes, self.cache)

@@ -1,0 +1,176 @@
+"""From the frames of a CTC head to a draft tree of collapsed candidates.
+
+Shapes: T frames, V vocabulary, M nodes, C labels considered, P alignments.
+
+Every tree is a trie of *collapsed* candidates: a node's position in the text is its depth in the trie, and it sees
+exactly its ancestors. Alignments, blanks and repeats leave no trace in it.
+
+`prefix`  the M prefixes of highest Ψ. E[accepted length] of a prefix-closed tree S is Σ_{p∈S} Ψ(p) and a child's Ψ is
+          never above its parent's, so these are the best M nodes under the head's own distribution.
+`raw`     the paper's: the most probable alignments, each collapsed (merge repeats, drop blanks), duplicates dropped.
+`plain`   no collapse; an alignment counts up to its first blank (Table 2's "Medusa verify").
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draft_heads.heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
+from draft_heads.inference.drafters.heads.level_tree import best_indices
+from draft_heads.inference.host_sync import may_ask
+from draft_heads.inference.native import library
+from draft_heads.inference.tree import DraftTree
+
+TREE_MODES = ("prefix", "raw", "plain")
+
+
+def build_tree(
+    log_probs: Tensor,
+    max_nodes: int,
+    mode: str = "prefix",
+    max_depth: int | None = None,
+    vocabulary: Tensor | None = None,
+) -> DraftTree:
+    """The draft tree of one anchor's frames `[T, V+1]` (blank last): at most `max_nodes` nodes.
+
+    vocabulary [V]: the token of each class but the blank; None: the class is the token.
+    Raises ValueError for an unknown mode or a budget below one node.
+    """
+    if mode not in TREE_MODES:
+        raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {mode!r}")
+    if max_nodes < 1:
+        raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
+    if mode == "prefix" and _native(log_probs):
+        deepest = min(max_depth or len(log_probs), max_nodes)
+        tree = DraftTree.build(*library.prefix_tree(log_probs.exp(), max_nodes, deepest))
+    elif mode == "prefix":
+        tree = prefix_tree(log_probs, max_nodes, max_depth)
+    else:
+        tree = alignment_tree(log_probs, max_nodes, collapse=mode == "raw")
+    return tree if vocabulary is None else replace(tree, tokens=vocabulary[tree.tokens])
+
+
+def _native(log_probs: Tensor) -> bool:
+    """Whether the search in C++ is there and takes these."""
+    if log_probs.device.type != "cpu" or log_probs.dtype != torch.float32:
+        return False
+    return library.loaded() if torch.compiler.is_compiling() else library.load()
+
+
+def prefix_tree(
+    log_probs: Tensor, max_nodes: int, max_depth: int | None = None, labels_considered: int | None = None
+) -> DraftTree:
+    """The `max_nodes` prefixes of highest Ψ over all depths; equal scores: the shorter prefix first.
+
+    In torch operations, for devices and types that `native/prefix_tree.cpp` is not for.
+
+    Level by level: the children of the level's nodes are one [M, T]×[T, C] product, the M best of them are the next
+    level, and at the end the M best of all levels are kept. No node of the answer is lost, because its ancestors
+    score at least as high. Shapes depend on the sizes only, so nothing is read back to the host.
+
+    A label whose frame probabilities sum to less than the M-th best Ψ cannot be in the answer: the C labels with the
+    largest sums are considered (default 4M + 32), which is exact whenever the next sum is below that score.
+    """
+    frames, classes = log_probs.shape
+    vocabulary = classes - 1
+    probs, blank = log_probs.exp().split([vocabulary, 1], dim=1)
+    considered = min(vocabulary, labels_considered or 4 * max_nodes + 32)
+    if considered < vocabulary:
+        labels = probs.sum(0).topk(considered, sorted=False).indices
+        probs = probs[:, labels]
+    else:
+        labels = torch.arange(vocabulary, device=probs.device)
+
+    by_label = torch.cat([probs, blank], dim=1).T  # [C + 1, T]
+    every_run = runs(by_label)
+    state, spells = empty_prefix(every_run[-1]), Spells.of(every_run[:-1], every_run[-1])
+    beam_index = torch.full((1,), -1, dtype=torch.long, device=probs.device)  # node number of each beam entry
+    scores: list[Tensor] = []
+    tokens: list[Tensor] = []
+    parents: list[Tensor] = []
+    offset = 0
+    deepest = min(max_depth or frames, max_nodes)
+    for depth in range(deepest):
+        level = child_scores(state, probs, labels)
+        width = min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
+        best, flat = level.flatten().topk(width)
+        parent, column = flat // considered, flat % considered
+        if offset >= max_nodes and may_ask(best.device) and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]:
+            break  # no deeper node is among the best
+        scores.append(best)
+        tokens.append(labels[column])
+        parents.append(beam_index[parent])
+        if depth + 1 == deepest:
+            break
+        state = extend(state, parent, labels[column], by_label[column], spells[column])
+        beam_index = torch.arange(offset, offset + width, device=probs.device)
+        offset += width
+
+    all_scores = torch.cat(scores)
+    tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), all_scores.clamp(min=1e-37).log())
+    return tree.take(best_indices(all_scores, max_nodes))  # of equals the shorter prefix; parents before children
+
+
+def best_alignments(log_probs: Tensor, count: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """The `count` most probable class sequences built from each frame's `top_k`: ([P, T] classes, [P] log-probs).
+
+    Frames are independent, so the best `count` of the first t frames extend to the best of the first t+1.
+    """
+    frames, classes = log_probs.shape
+    values, indices = log_probs.topk(min(top_k, classes), dim=-1)
+    total = values.new_zeros(1)
+    paths = indices.new_zeros(1, 0)
+    for t in range(frames):
+        combined = (total[:, None] + values[t]).flatten()
+        total, flat = combined.topk(min(count, combined.numel()))
+        choice = indices[t][flat % indices.shape[1]]
+        paths = torch.cat([paths[flat // indices.shape[1]], choice[:, None]], dim=1)
+    return paths, total
+
+
+def collapsed(alignment: list[int], blank: int) -> list[int]:
+    """Merge adjacent repeats, then drop blanks: `a a ε a b b → a a b`."""
+    merged = [c for i, c in enumerate(alignment) if i == 0 or c != alignment[i - 1]]
+    return [c for c in merged if c != blank]
+
+
+def until_blank(alignment: list[int], blank: int) -> list[int]:
+    """The alignment up to its first blank, repeats kept."""
+    return alignment[: alignment.index(blank)] if blank in alignment else alignment
+
+
+def alignment_tree(log_probs: Tensor, max_nodes: int, collapse: bool, top_k: int = 10) -> DraftTree:
+    """The trie of the most probable alignments' candidates, in order, until it holds `max_nodes` nodes.
+
+    Alignments are read back to the host here: one synchronisation that only these two modes pay.
+    """
+    to_candidate = collapsed if collapse else until_blank
+    blank = log_probs.shape[-1] - 1
+    paths, totals = best_alignments(log_probs, 8 * max_nodes + 64, top_k)
+    node_of: dict[tuple[int, int], int] = {}
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    for alignment, score in zip(paths.tolist(), totals.tolist()):
+        parent = -1
+        for token in to_candidate(alignment, blank):
+            node = node_of.get((parent, token))
+            if node is None:
+                if len(tokens) == max_nodes:
+                    break
+                node = node_of[parent, token] = len(tokens)
+                tokens.append(token)
+                parents.append(parent)
+                scores.append(score)
+            parent = node
+        if len(tokens) == max_nodes:
+            break
+    device = log_probs.device
+    return DraftTree.build(
+        torch.tensor(tokens, dtype=torch.long, device=device),
+        torch.tensor(parents, dtype=torch.long, device=device),
+        torch.tensor(scores, dtype=torch.float32, device=device),
+    )

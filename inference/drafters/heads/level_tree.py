@@ -1,0 +1,86 @@
+"""Trees grown level by level from heads that draft one offset after another (Hydra, Chimera).
+
+Shapes: W nodes expanded at a level, V vocabulary, M nodes of the tree.
+
+The tree of M nodes with the highest accumulated log-probabilities: a child is never more probable than its parent, so
+the best M of everything seen is prefix-closed, and a node outside of it can have no child inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from draft_heads.inference.host_sync import may_ask
+from draft_heads.inference.tree import DraftTree
+
+Expand = Callable[[int, Tensor, Tensor], Tensor]
+"""(level, tokens [W], parents [W]) → [W, V] log-probabilities of what follows each node.
+
+`level` counts from 1; `parents` are indices into the nodes expanded at the level before (level 0: the base token)."""
+
+
+def grow_tree(
+    first: Tensor, expand: Expand, max_nodes: int, levels: int, vocabulary: Tensor | None = None
+) -> DraftTree:
+    """The best `max_nodes` drafts behind the base token.
+
+    first [V]: log-probabilities of what follows the base token; `expand` is called at most `levels − 1` times, each
+    time with the best nodes of one level: where the host may ask, only those that are still among the best of all.
+    A node of depth d brings d − 1 ancestors along, so of that depth no more than `max_nodes − d + 1` can be in.
+    vocabulary [V]: the token of each column of the log-probabilities; None: the column is the token.
+    """
+    device = first.device
+    tokens, parents, scores = [], [], []
+    log_probs, reached = first[None], first.new_zeros(1)
+    rows = torch.full((1,), -1, dtype=torch.long, device=device)  # index in the tree of every expanded node
+    count = 0
+    for level in range(1, min(levels, max_nodes) + 1):
+        width = max_nodes - level + 1
+        best, parent, token = best_children(reached, log_probs, width)
+        if vocabulary is not None:
+            token = vocabulary[token]
+        scores.append(best)
+        tokens.append(token)
+        parents.append(rows[parent])
+        if level == levels or width == 1:
+            break
+        rows = torch.arange(count, count + len(token), device=device)
+        if may_ask(device):
+            kept = (best_indices(torch.cat(scores), max_nodes) >= count).sum()  # the level is sorted: its first ones
+            if not kept:
+                break
+            best, token, parent, rows = best[:kept], token[:kept], parent[:kept], rows[:kept]
+        elif len(token) == width:  # one fewer of the next depth: the last here can have no child
+            best, token, parent, rows = best[:-1], token[:-1], parent[:-1], rows[:-1]
+        log_probs, reached = expand(level, token, parent), best
+        count += len(tokens[-1])
+    tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), torch.cat(scores))
+    return tree.take(best_indices(tree.log_probs, max_nodes))
+
+
+def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` best of all children: their accumulated log-probabilities, best first, their parents and tokens.
+
+    reached [W] is what the parents have accumulated, log_probs [W, V] what follows each. No parent has more than
+    `count` children among the best, which are found first: a search over W·count instead of W·V.
+    """
+    own, token = log_probs.topk(min(count, log_probs.shape[1]))
+    total = (reached[:, None] + own).flatten()
+    best, index = total.topk(min(count, len(total)))
+    return best, index // own.shape[1], token.flatten()[index]
+
+
+def best_indices(scores: Tensor, count: int) -> Tensor:
+    """Ascending indices of the `count` highest scores; of equals the earlier, so a parent goes before its child.
+
+    Scores are compared as float32. No sorting of all of them, which for the few of a small tree costs a CPU ten times
+    as much: number and index are put into one integer, whose highest are unique.
+    """
+    count = min(count, len(scores))
+    bits = scores.float().view(torch.int32).long()
+    ranks = torch.where(bits < 0, -(bits + 2**31), bits)  # integers in the order of the numbers, both zeros alike
+    highest = (ranks << 32) - torch.arange(len(scores), device=scores.device)
+    return highest.topk(count, sorted=False).indices.topk(count, largest=False).values

@@ -1,0 +1,110 @@
+"""Speculative decoding: a smaller model of the target's tokenizer drafts what it would say itself."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.models.draft_loop import DraftLoop
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
+
+
+class DraftModelDrafter(TextDrafter):
+    """A chain of the k tokens that the draft model says, greedily, behind the base token."""
+
+    sources = ("draft_model",)
+    text_only = False
+    options: ClassVar[dict[str, Any]] = {"k": 5, "via": ""}
+
+    def __init__(self, model: Target, inner: Drafter | None = None, max_nodes: int = 32, k: int = 5) -> None:
+        """model: on the target's device; inner: drafts for it (a cascade); k: tokens drafted at most."""
+        check_positive(k=k, max_nodes=max_nodes)
+        super().__init__(model.device, min(k, max_nodes), min(k, max_nodes))
+        self.loop = DraftLoop(model, inner)
+        self._text: list[int] = []
+
+    @classmethod
+    def from_options(
+        cls, path: str, target: Target, max_nodes: int = 32, via: str = "", **options: int
+    ) -> DraftModelDrafter:
+        """See `FREE_DRAFTERS`. via: `KIND[:PATH]` of a drafter for the draft model, "" for none."""
+        model = load_draft_model(cls.sources[0], path, target)
+        return cls(model, inner_drafter(via, model, max_nodes), max_nodes, **options)
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """Room for `capacity` tokens in the draft model's cache."""
+        super().begin(prompt, capacity)
+        self.loop.begin(capacity)
+
+    def start(self) -> None:
+        """Forget the last text."""
+        self._text.clear()
+
+    def read(self, tokens: list[int]) -> None:
+        """Keep it: the draft model is fed what it does not hold yet when it drafts."""
+        self._text += tokens
+
+    def propose(self) -> DraftTree:
+        """See the class; fewer tokens, or none, where the draft model's context ends."""
+        return self.chain(self.loop.draft(self._text, self.max_depth)[: self.max_depth])
+
+    def findings(self) -> dict[str, Any]:
+        """How many tokens a forward of the draft model gave."""
+        return {"tokens_a_draft_forward": self.loop.drafted / max(1, self.loop.forwards)}
+
+
+class CascadeDrafter(DraftModelDrafter):
+    """A draft model that is drafted for itself, by default from n-grams."""
+
+    sources = ("cascade",)
+    options: ClassVar[dict[str, Any]] = {"k": 8, "via": "ngram"}
+
+
+def load_draft_model(kind: str, path: str, target: Target) -> Target:
+    """The model at a folder or hub id, on the target's device and of its type.
+
+    Raises ValueError for what is no causal language model, or one whose tokens are not the target's.
+    """
+    if not path:
+        raise ValueError(f"{kind} drafts with a smaller model; got no path; write {kind}=DIR")
+    try:
+        model = Target.from_pretrained(path, target.dtype, target.device)
+    except OSError as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{kind} needs the folder or hub id of a causal language model; {path} is none ({first}); name another"
+        ) from None
+    check_same_tokens(kind, model, target)
+    if target.compiled and model.fused is not None:
+        model.compile()
+    return model
+
+
+def check_same_tokens(kind: str, model: Target, target: Target) -> None:
+    """ValueError unless token ids mean the same to both; without tokenizers, sizes are all there is to compare."""
+    differs = ""
+    if model.config.vocab_size != target.config.vocab_size:
+        differs = f"has a vocabulary of {model.config.vocab_size} against the target's {target.config.vocab_size}"
+    elif model.tokenizer is not None and target.tokenizer is not None:
+        hashes = tokenizer_hash(model.tokenizer), tokenizer_hash(target.tokenizer)
+        if hashes[0] != hashes[1]:
+            differs = f"has the tokenizer {hashes[0]} against the target's {hashes[1]}"
+    if differs:
+        raise ValueError(
+            f"a {kind} drafter must share the target's tokenizer; {model.name} {differs}; pick a model of the target's "
+            "family, or train one with the target's tokenizer"
+        )
+
+
+def inner_drafter(via: str, model: Target, max_nodes: int) -> Drafter | None:
+    """The drafter that `via` names, drafting for `model`."""
+    if not via:
+        return None
+    drafter = build_drafter(DrafterSpec.parse(f"via={via}"), model, max_nodes)
+    return drafter if drafter.max_nodes else None

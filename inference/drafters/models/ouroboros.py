@@ -1,0 +1,201 @@
+"""Ouroboros: a draft model that drafts phrase by phrase, lengthened by phrases (https://arxiv.org/abs/2402.13720).
+
+Its four ingredients have a switch each, in the order of the paper's Table 4:
+
+accelerate         lookahead decoding inside the draft model; its N-grams are the phrases (section 3.1)
+lengthen           the K newest phrases that begin with the draft's last token are verified behind it (3.2)
+from_verification  what the target said about refused drafts and unused phrases becomes phrases (3.3)
+reuse_history      the phrases of one prompt serve the next (3.4)
+
+Without all of them it is speculative decoding. Two options go beyond the paper; 0 leaves them out. `beside`, part of
+lengthen: so many phrases that begin with the base token are verified beside the trunk, or a draft that fails early is
+lost. `from_text`, part of from_verification: what stands in the text, prompt and answer, becomes phrases.
+
+Names: d the draft, v what the target says (v_i where d_i stands, v_1 behind the base token), p phrases of P tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from draft_heads.inference.drafters.base import VerifiedStep
+from draft_heads.inference.drafters.models.draft_loop import DraftLoop
+from draft_heads.inference.drafters.models.draft_model import load_draft_model
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, own_choices
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
+from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool, TokenTrie
+from draft_heads.inference.drafters.text.pool_file import PoolFile
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
+
+
+class OuroborosDrafter(TextDrafter):
+    """A trunk that the draft model says and, behind its last token, branches from the pool of phrases."""
+
+    sources = ("ouroboros",)
+    text_only = False
+    reads_choices = True
+    options: ClassVar[dict[str, Any]] = {
+        "gamma": 7,
+        "w": 15,
+        "p": 6,
+        "k": 3,
+        "beside": 3,
+        "from_text": 1,
+        "accelerate": 1,
+        "lengthen": 1,
+        "from_verification": 1,
+        "reuse_history": 1,
+        "pool": "",
+        "max_nodes": 0,
+    }
+    tuned = ("gamma", "w", "p", "k")
+
+    def __init__(
+        self,
+        model: Target,
+        max_nodes: int = 0,
+        gamma: int = 7,
+        w: int = 15,
+        p: int = 6,
+        k: int = 3,
+        beside: int = 3,
+        from_text: int = 1,
+        accelerate: int = 1,
+        lengthen: int = 1,
+        from_verification: int = 1,
+        reuse_history: int = 1,
+        pool: PoolFile | None = None,
+    ) -> None:
+        """model: the draft model, on the target's device; gamma: tokens of the trunk at least; w: columns of the draft
+        model's window, and most phrases of a first token; p: tokens of a phrase (the paper's β); k: phrases that
+        lengthen; beside: phrases below the base token; max_nodes: phrases, then the trunk give way to it, 0: as many as
+        are needed; pool: keeps the phrases beyond the process. The other options are 0 or 1, see above."""
+        switches = (accelerate, lengthen, from_verification, reuse_history, from_text)
+        check_positive(gamma=gamma, w=w, k=k)
+        if pool is not None and not reuse_history:
+            raise ValueError(
+                "Ouroboros' pool is a history that is reused; got pool and reuse_history=0; drop one of them"
+            )
+        if not {*switches} <= {0, 1} or min(beside, max_nodes) < 0:
+            raise ValueError(
+                "Ouroboros' switches (accelerate, lengthen, from_verification, reuse_history, from_text) are 0 or 1, "
+                f"beside and max_nodes are not negative; got {', '.join(map(str, switches))}, {beside} and {max_nodes}"
+            )
+        self.pool = PhrasePool(p, w)
+        self._file = pool
+        for phrase in [] if pool is None else pool.load():
+            self.pool.add(phrase)
+        trunk = gamma + (p - 1) * accelerate  # the draft model's last forward may give a whole phrase
+        needed = trunk + (k + beside) * (p - 1) * lengthen
+        nodes = min(needed, max_nodes or needed)
+        super().__init__(model.device, nodes, min(nodes, trunk + (p - 1) * lengthen))
+        self.gamma, self.longest = min(gamma, nodes), min(trunk, nodes)
+        self.k, self.beside = (k, beside) if lengthen else (0, 0)
+        self.from_verification, self.reuse_history, self.from_text = map(bool, switches[2:])
+        self.loop = DraftLoop(model, LookaheadDrafter(model.device, n=p, w=w, pool=self.pool) if accelerate else None)
+        self._text: list[int] = []
+        self._trunk: list[int] = []
+        self._branches: list[tuple[Phrase, list[int]]] = []  # each with the nodes of its tokens but the first
+        self._proposed: DraftTree | None = None
+
+    @classmethod
+    def from_options(cls, path: str, target: Target, pool: str = "", **options: Any) -> OuroborosDrafter:
+        """See `FREE_DRAFTERS`; pool: a file."""
+        file = PoolFile(pool, "ouroboros", target) if pool else None
+        return cls(load_draft_model("ouroboros", path, target), **options, pool=file)
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """A new text; the phrases stay where history is reused."""
+        super().begin(prompt, capacity)
+        self.loop.begin(capacity)
+
+    def start(self) -> None:
+        """Forget the last text."""
+        self._text.clear()
+        self._proposed = None
+        if not self.reuse_history:
+            self.pool.clear()
+
+    def read(self, tokens: list[int]) -> None:
+        """Keep it: the draft model is fed what it does not hold yet when it drafts."""
+        self._text += tokens
+        if self.from_text and self.from_verification:
+            length, end = self.pool.length, len(self._text)
+            for start in range(max(0, end - len(tokens) - length + 1), end - length + 1):
+                self.pool.add(self._text[start : start + length])
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Take in the new tokens, and what the target said about the drafts."""
+        super().observe(step)
+        said = own_choices(step, self._proposed) if self.from_verification else None
+        if said is not None:
+            self._learn(said)
+
+    def propose(self) -> DraftTree:
+        """The trunk is the tree's first nodes."""
+        self._trunk = self.loop.draft(self._text, self.gamma)[: self.longest]
+        trie = TokenTrie(self.max_nodes)
+        nodes = trie.add(self._trunk)
+        phrases = self.pool.newest(self._trunk[-1], self.k) if nodes else []
+        self._branches = [(phrase, trie.add(phrase[1:], nodes[-1])) for phrase in phrases]
+        for phrase in self.pool.newest(self._text[-1], self.beside):
+            trie.add(phrase[1:])
+        self._proposed = self.tree(trie.tokens, trie.parents, [0.0] * len(trie.tokens))
+        return self._proposed
+
+    def _learn(self, said: list[int]) -> None:
+        """New phrases from `said`, the target's choices at the base token and at every node."""
+        runs = matching_runs(self._trunk, said)
+        if runs is not None:
+            for run in runs:
+                for start in range(max(1, len(run) - self.pool.length + 1)):
+                    self.pool.add(run[start : start + self.pool.length])
+            return
+        after = [
+            (phrase, [said[len(self._trunk)], *(said[node + 1] for node in nodes)]) for phrase, nodes in self._branches
+        ]
+        agreed = [agreement(phrase, v) for phrase, v in after]
+        used = agreed.index(max(agreed)) if any(agreed) else None
+        for place, (phrase, v) in reversed(list(enumerate(after))):  # the newest of them stays the newest
+            if place != used and min(v) >= 0 and len(v) == len(phrase):  # all its nodes were verified
+                self.pool.remove(phrase)
+                self.pool.add([phrase[0], *v])
+
+    def close(self) -> None:
+        """Write the phrases where a file was named for them."""
+        if self._file is not None:
+            self._file.save(map(list, self.pool.phrases()))
+
+    def findings(self) -> dict[str, Any]:
+        """How many tokens a forward of the draft model gave, and how many phrases there are."""
+        return {"tokens_a_draft_forward": self.loop.drafted / max(1, self.loop.forwards), "phrases": len(self.pool)}
+
+
+def agreement(phrase: Phrase, said: list[int]) -> int:
+    """How many of a phrase's tokens behind the first one are what the target said in their place."""
+    count = 0
+    for token, v in zip(phrase[1:], said):
+        if token != v:
+            break
+        count += 1
+    return count
+
+
+def matching_runs(draft: list[int], said: list[int]) -> list[list[int]] | None:
+    """The runs d_i = v_i behind the first refused draft; None where every draft is accepted.
+
+    Worked example: d = (a, b, x, c, e, f) and v = (a, b, y, c, e, g): x is refused, of what follows (c, e) is a run.
+    """
+    agrees = [token == v for token, v in zip(draft, said)]
+    if all(agrees):
+        return None
+    runs: list[list[int]] = [[]]
+    for token, same in list(zip(draft, agrees))[agrees.index(False) :]:
+        if same:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]

@@ -1,0 +1,136 @@
+"""Lookahead decoding (Fu et al., https://arxiv.org/abs/2402.02057): the target drafts for itself, by Jacobi iteration.
+
+A grid of N−1 rows and W columns of guesses rides in the target's forward. Cell (r, w) hangs below cell (r−1, w), row 0
+is a chain below the base token: the ancestors of a cell are what it shall see, its depth is 1 + r + w. What the target
+says at the last row completes W N-grams for the pool; then row 0 is dropped and the answers become the last row. The
+N-grams that begin with the base token are verified in the same forward.
+
+Worked example (N = 3, W = 2; rows of the target forward behind base b, which is row 0)::
+
+    cell    (0,0) (0,1) (1,0) (1,1)        parent row  0(b)  1     1     2
+    row      1     2     3     4           depth       1     2     2     3
+    sees rows  0,1   0,1,2   0,1,3   0,1,2,4
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from draft_heads.inference.drafters.base import VerifiedStep
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, own_choices, refuse_path
+from draft_heads.inference.drafters.text.phrase_pool import PhrasePool, TokenTrie
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
+
+
+class LookaheadDrafter(TextDrafter):
+    """Verifies the newest phrases of the pool behind the base token while the window makes new ones."""
+
+    sources = ("lookahead",)
+    text_only = False
+    reads_choices = True
+    options: ClassVar[dict[str, Any]] = {"n": 5, "w": 15, "g": 0, "max_nodes": 0}
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        max_nodes: int = 0,
+        n: int = 5,
+        w: int = 15,
+        g: int = 0,
+        pool: PhrasePool | None = None,
+    ) -> None:
+        """n: tokens of an N-gram; w: columns of the window; g: N-grams verified a step, 0: as many as columns;
+        max_nodes: the window and the N-grams give way to it evenly, 0: as many as they need; pool: shared, and cleared
+        by its owner; None: one of its own, of each prompt."""
+        if n < 2:
+            raise ValueError(f"drafter option n must be at least 2; got {n}; 5 is usual")
+        check_positive(w=w)
+        if g < 0 or max_nodes < 0:
+            raise ValueError(f"drafter options g and max_nodes must not be negative; got {g} and {max_nodes}")
+        self.width, self.phrases = fitting(n, w, g or w, max_nodes)
+        super().__init__(device, (n - 1) * (self.width + self.phrases), self.width + n - 2)
+        self.n = n
+        self.pool = PhrasePool(n, g or w) if pool is None else pool
+        self._owner = pool is None
+        self._rows: list[list[int]] = []  # of the window, each of `width` tokens
+        self._base = 0
+        self._proposed: DraftTree | None = None
+        cell = torch.arange((n - 1) * self.width, device=self.device)
+        self._cell_parents = torch.where(cell < self.width, cell - 1, cell - self.width)
+
+    @classmethod
+    def from_options(cls, path: str, target: Target, **options: Any) -> LookaheadDrafter:
+        """See `FREE_DRAFTERS`."""
+        refuse_path("lookahead", path)
+        return cls(target.device, **options)
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """Forget the last text's phrases; the window's first row is drawn from the prompt."""
+        if self._owner:
+            self.pool.clear()
+        self._rows = [random.Random(0).choices(prompt.tolist(), k=self.width)]
+        self._proposed = None
+
+    def rewind(self, text: VerifiedStep, capacity: int) -> None:
+        """Phrases and window are as good behind another text."""
+        self._proposed = None
+        self.observe(text)
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Fill the window row by row; once it is full, every step makes N-grams."""
+        said = own_choices(step, self._proposed)
+        if said is not None:
+            last = 1 + (len(self._rows) - 1) * self.width
+            self._advance(said[last : last + self.width])
+        self._base = int(step.base)
+
+    def _advance(self, said: list[int]) -> None:
+        """The target's choices behind the last row."""
+        if len(self._rows) == self.n - 1:
+            for phrase in zip(*self._rows, said):
+                self.pool.add(phrase)
+            del self._rows[0]
+        self._rows.append(said)
+
+    def propose(self) -> DraftTree:
+        """The window's cells, row by row, and behind them the phrases merged into a tree."""
+        trie = TokenTrie(self.phrases * (self.n - 1))
+        for phrase in self.pool.newest(self._base, self.phrases):
+            trie.add(phrase[1:])
+        self._proposed = self._with_window(trie)
+        return self._proposed
+
+    def _with_window(self, trie: TokenTrie) -> DraftTree:
+        """The tree of drafts behind the cells."""
+        cells = len(self._rows) * self.width
+        tokens = [token for row in self._rows for token in row] + trie.tokens
+        below = torch.tensor(
+            [parent + cells if parent >= 0 else -1 for parent in trie.parents], dtype=torch.long, device=self.device
+        )
+        tree = DraftTree.build(
+            torch.tensor(tokens, dtype=torch.long, device=self.device), torch.cat([self._cell_parents[:cells], below])
+        )
+        tree.candidate[:cells] = False
+        return tree
+
+
+def fitting(n: int, w: int, g: int, max_nodes: int) -> tuple[int, int]:
+    """Columns and phrases, each of n − 1 nodes, for a node budget (0: no bound); ValueError where it leaves none.
+
+    n = 5, w = g = 15 need 120 nodes; 32 nodes leave 4 columns and 4 phrases.
+    """
+    fit = max_nodes // (n - 1)
+    if not max_nodes or w + g <= fit:
+        return w, g
+    if fit < 2:
+        raise ValueError(
+            f"lookahead with n={n} needs at least {2 * (n - 1)} nodes (a column of the window, a phrase); got "
+            f"max_nodes={max_nodes}; leave it out for as many as are needed"
+        )
+    columns = min(max(1, fit * w // (w + g)), fit - 1)
+    return columns, fit - columns

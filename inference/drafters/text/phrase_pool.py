@@ -1,0 +1,78 @@
+"""Phrases by their first token, as lookahead decoding and Ouroboros keep them, and the tree they are verified as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from draft_heads.inference.drafters.text.base import check_positive
+
+Phrase = tuple[int, ...]
+
+
+class PhrasePool:
+    """At most `most` phrases for a first token, newest last: the oldest goes, one seen again becomes the newest.
+
+    Phrases have 2 to `length` tokens; longer ones are cut, shorter ones say nothing and are dropped.
+    """
+
+    def __init__(self, length: int, most: int) -> None:
+        check_positive(most=most)
+        if length < 2:
+            raise ValueError(f"a phrase has at least 2 tokens; got {length}; 5 to 7 are usual")
+        self.length, self.most = length, most
+        self._phrases: dict[int, dict[Phrase, None]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._phrases.values()))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._phrases.clear()
+
+    def add(self, phrase: Sequence[int]) -> None:
+        """The newest phrase of its first token."""
+        if len(phrase) < 2:
+            return
+        kept = tuple(phrase[: self.length])
+        same = self._phrases.setdefault(kept[0], {})
+        same.pop(kept, None)
+        if len(same) == self.most:
+            del same[next(iter(same))]
+        same[kept] = None
+
+    def phrases(self) -> list[Phrase]:
+        """All of them, for each first token oldest first."""
+        return [phrase for same in self._phrases.values() for phrase in same]
+
+    def remove(self, phrase: Phrase) -> None:
+        """Forget one phrase, if it is still there."""
+        self._phrases.get(phrase[0], {}).pop(phrase, None)
+
+    def newest(self, first: int, count: int) -> list[Phrase]:
+        """Up to `count` phrases that begin with a token, the newest first."""
+        return list(self._phrases.get(first, ()))[: -count - 1 : -1]
+
+
+class TokenTrie:
+    """A tree of drafts as lists, equal beginnings merged; at most `most` nodes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, path: Iterable[int], parent: int = -1) -> list[int]:
+        """Put a path below a node (−1: the base token); its nodes, fewer than tokens where the tree is full."""
+        nodes = []
+        for token in path:
+            node = self._children.get((parent, token))
+            if node is None:
+                if len(self.tokens) == self.most:
+                    break
+                node = self._children[parent, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(parent)
+            nodes.append(node)
+            parent = node
+        return nodes

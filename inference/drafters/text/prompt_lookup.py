@@ -1,0 +1,62 @@
+"""Prompt lookup: what followed the last place where the text's newest tokens stood before."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path
+from draft_heads.inference.drafters.text.ngram_table import LANE
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
+
+
+class PromptLookupDrafter(TextDrafter):
+    """Copies up to k tokens from behind the latest match of the longest matching suffix, of at most n tokens."""
+
+    sources = ("prompt_lookup",)
+    options: ClassVar[dict[str, Any]] = {"n": 3, "k": 10}
+
+    def __init__(self, device: torch.device | str = "cpu", max_nodes: int = 32, n: int = 3, k: int = 10) -> None:
+        """n: tokens of the longest suffix that is looked up; k: tokens copied at most."""
+        check_positive(n=n, k=k, max_nodes=max_nodes)
+        super().__init__(device, min(k, max_nodes), min(k, max_nodes))
+        self._text: list[int] = []
+        self._code = 0  # of the last n tokens, in lanes as `NgramTable`'s
+        self._sizes: list[tuple[int, int, dict[int, int]]] = [
+            (1 << LANE * (size - 1), (1 << LANE * size) - 1, {}) for size in range(1, n + 1)
+        ]  # smallest number with so many lanes, mask, place behind the latest occurrence by suffix
+
+    @classmethod
+    def from_options(cls, path: str, target: Target, **options: int) -> PromptLookupDrafter:
+        """See `FREE_DRAFTERS`."""
+        refuse_path("prompt_lookup", path)
+        return cls(target.device, **options)
+
+    def start(self) -> None:
+        """Forget the last text."""
+        self._text.clear()
+        self._code = 0
+        for _, _, places in self._sizes:
+            places.clear()
+
+    def read(self, tokens: list[int]) -> None:
+        """Note what each new token stands behind; the newest suffix itself has nothing behind it yet."""
+        code, whole = self._code, self._sizes[-1][1]
+        for token in tokens:
+            for least, mask, places in self._sizes:
+                if code < least:
+                    break
+                places[code & mask] = len(self._text)
+            self._text.append(token)
+            code = (code << LANE | token + 1) & whole
+        self._code = code
+
+    def propose(self) -> DraftTree:
+        """See the class."""
+        for _, mask, places in reversed(self._sizes):
+            place = places.get(self._code & mask)
+            if place is not None:
+                return self.chain(self._text[place : place + self.max_depth])
+        return self.chain([])

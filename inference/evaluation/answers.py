@@ -1,0 +1,258 @@
+"""Answer files in FastChat's JSONL form: what `scripts/evaluate.py` writes and other projects record.
+
+A turn's steps are counted in one of two ways. Our own files say `decoding_steps`: target forwards, the
+prefill included. Files recorded by the CTC-drafter authors say `idxs`, which counts from 0: `idxs` 74 is 75
+steps. Here a turn always carries target steps; `idxs` is `steps - 1`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draft_heads.inference.evaluation.evaluate import TurnRecord
+
+QuestionId = int | str
+QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
+
+
+@dataclass(frozen=True)
+class AnsweredTurn:
+    """One answer: its text, target steps (prefill included), new tokens (EOS included) and seconds."""
+
+    text: str
+    steps: int
+    new_tokens: int
+    wall_time: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All answered turns of one question; our files name its benchmark, as ids may repeat among them."""
+
+    question_id: QuestionId
+    turns: tuple[AnsweredTurn, ...]
+    benchmark: str | None = None
+
+    @property
+    def key(self) -> QuestionKey:
+        return self.benchmark, self.question_id
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(turn.text for turn in self.turns)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(line number, object) of every line that is not blank; ValueError names file, line and reason."""
+    rows: list[tuple[int, dict[str, Any]]] = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a JSONL file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be UTF-8, byte {error.start} is not; re-encode it") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
+        rows.append((number, row))
+    if not rows:
+        raise ValueError(f"{path}: has no rows; give a JSONL file with one object a line")
+    return rows
+
+
+def read_answers(path: Path) -> dict[QuestionKey, Answer]:
+    """Answers by question, `choices[0]` of each row; ValueError names file, line and reason."""
+    answers: dict[QuestionKey, Answer] = {}
+    for number, row in read_jsonl(path):
+        try:
+            answer = _parse_answer(row)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+        if answer.key in answers:
+            raise ValueError(f"{path}:{number}: question_id {answer.question_id!r} appears a second time")
+        answers[answer.key] = answer
+    return answers
+
+
+def _parse_answer(row: dict[str, Any]) -> Answer:
+    question_id = row.get("question_id")
+    if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
+        raise ValueError(f"question_id must be a number or a string, got {question_id!r}")
+    choices = row.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ValueError("choices must be a list that starts with an object")
+    choice = choices[0]
+    if "decoding_steps" not in choice and "idxs" not in choice:
+        raise ValueError("choices[0] must have decoding_steps or idxs (steps per turn), has neither")
+    texts = _column(choice, "turns", (str,))
+    if "decoding_steps" in choice:
+        steps = _column(choice, "decoding_steps", (int,), len(texts))
+    else:
+        steps = [index + 1 for index in _column(choice, "idxs", (int,), len(texts))]
+    new_tokens = _column(choice, "new_tokens", (int,), len(texts))
+    wall_time = _column(choice, "wall_time", (int, float), len(texts))
+    benchmark = row.get("benchmark")
+    turns = tuple(AnsweredTurn(*turn) for turn in zip(texts, steps, new_tokens, wall_time))
+    return Answer(question_id, turns, benchmark if isinstance(benchmark, str) else None)
+
+
+def _column(choice: dict[str, Any], name: str, kinds: tuple[type, ...], turns: int | None = None) -> list[Any]:
+    """The list `choice[name]`, one entry a turn, each of one of `kinds` and not negative."""
+    values, where = choice.get(name), f"choices[0].{name}"
+    if not isinstance(values, list):
+        raise ValueError(f"{where} must be a list with one entry a turn, got {type(values).__name__}")
+    if turns is not None and len(values) != turns:
+        raise ValueError(f"{where} must have one entry a turn: {turns} turns, {len(values)} entries")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"{where} must hold {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise ValueError(f"{where} must not be negative, got {value!r}")
+    return values
+
+
+# ----------------------------------------------------------------------------------------------------
+# Writing
+
+
+class AnswerFiles:
+    """`answers/NAME.jsonl` in FastChat form, one line a question, written as the answers come."""
+
+    def __init__(self, folder: Path, drafters: Sequence[str]) -> None:
+        """Start one empty file per drafter; answers of an earlier run go."""
+        self.folder = folder / "answers"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in self.folder.glob("*.jsonl"):
+            stale.unlink()
+        for name in drafters:
+            self.path(name).write_text("", encoding="utf-8")
+
+    def path(self, drafter: str) -> Path:
+        return self.folder / f"{drafter}.jsonl"
+
+    def add(self, turns: Sequence[TurnRecord]) -> None:
+        """Append one question's turns; a question without an answered turn leaves no line."""
+        if turns:
+            with self.path(turns[0].drafter).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(answer_row(turns), ensure_ascii=False) + "\n")
+
+
+def answer_row(turns: Sequence[TurnRecord]) -> dict[str, Any]:
+    """One question in FastChat form, with the counts that Spec-Bench's `speed.py` reads."""
+    first, generations = turns[0], [turn.generation for turn in turns]
+    choice = {
+        "index": 0,
+        "turns": [turn.text for turn in turns],
+        "decoding_steps": [generation.target_steps for generation in generations],
+        "new_tokens": [len(generation.tokens) for generation in generations],
+        "wall_time": [generation.seconds["total"] for generation in generations],
+        "accept_lengths": [length for generation in generations for length in generation.accept_lengths],
+        "accept_lengths_per_turn": [list(generation.accept_lengths) for generation in generations],
+    }
+    return {
+        "question_id": first.question_id,
+        "category": first.category or first.benchmark,
+        "benchmark": first.benchmark,
+        "answer_id": f"{first.drafter}-{first.benchmark}-{first.question_id}",
+        "model_id": first.drafter,
+        "choices": [choice],
+        "tstamp": time.time(),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# Scoring
+
+
+@dataclass
+class AnswerScore:
+    """Totals over questions of one drafter against a baseline; ratios are None without a denominator."""
+
+    questions: int = 0
+    turns: int = 0
+    equal_texts: int = 0
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    baseline_tokens: int = 0
+    baseline_seconds: float = 0.0
+
+    def add(self, answer: Answer, baseline: Answer) -> None:
+        """Count one question."""
+        self.questions += 1
+        self.turns += len(answer.turns)
+        self.equal_texts += answer.texts == baseline.texts
+        self.steps += sum(turn.steps for turn in answer.turns)
+        self.tokens += sum(turn.new_tokens for turn in answer.turns)
+        self.seconds += sum(turn.wall_time for turn in answer.turns)
+        self.baseline_tokens += sum(turn.new_tokens for turn in baseline.turns)
+        self.baseline_seconds += sum(turn.wall_time for turn in baseline.turns)
+
+    @property
+    def beta(self) -> float | None:
+        """New tokens / target steps (idxs + 1 a turn)."""
+        return self.tokens / self.steps if self.steps else None
+
+    @property
+    def beta_idxs(self) -> float | None:
+        """New tokens / idxs: the prefill of every turn left out."""
+        idxs = self.steps - self.turns
+        return self.tokens / idxs if idxs > 0 else None
+
+    @property
+    def gamma(self) -> float | None:
+        """Baseline seconds per token / drafter seconds per token, each over all tokens of the file."""
+        if not (self.tokens and self.seconds and self.baseline_tokens):
+            return None
+        return (self.baseline_seconds / self.baseline_tokens) / (self.seconds / self.tokens)
+
+
+def score_answers(
+    answers: dict[QuestionKey, Answer],
+    baseline: dict[QuestionKey, Answer],
+    categories: dict[QuestionId, str | None] | None = None,
+) -> dict[str | None, AnswerScore]:
+    """Scores of the whole file (key None) and, with `categories`, of each category in order of appearance.
+
+    Ratios are of totals: gamma weighs every token the same, a mean of per-question speeds would not.
+    """
+    _same_questions("the baseline", answers, baseline)
+    if categories is not None and (missing := [id_ for _, id_ in answers if id_ not in categories]):
+        raise ValueError(f"every answered question must be in the questions file; it lacks {some(missing)}")
+    scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
+    for key, answer in answers.items():
+        groups = {None, categories[answer.question_id]} if categories is not None else {None}
+        for group in groups:
+            scores.setdefault(group, AnswerScore()).add(answer, baseline[key])
+    return scores
+
+
+def _same_questions(name: str, answers: Iterable[QuestionKey], other: Iterable[QuestionKey]) -> None:
+    wanted, got = set(answers), set(other)
+    rule = "both files must answer the same questions"
+    if missing := sorted((id_ for _, id_ in wanted - got), key=str):
+        raise ValueError(f"{rule}; {name} lacks {some(missing)}")
+    if extra := sorted((id_ for _, id_ in got - wanted), key=str):
+        raise ValueError(f"{rule}; only {name} has {some(extra)}")
+
+
+def some(keys: Sequence[QuestionId]) -> str:
+    """The first five of `keys` and how many more there are."""
+    listed = ", ".join(repr(key) for key in keys[:5])
+    return f"{listed} and {len(keys) - 5} more" if len(keys) > 5 else listed

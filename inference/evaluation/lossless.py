@@ -1,0 +1,247 @@
+"""Is decoding lossless? Every answer against transformers' own `generate`, differences judged by their size.
+
+The oracle shares nothing with the engine but the weights: its own cache, its own loop, one token at a time.
+Two correct programs may still part where the two best tokens are as good as equal, because they add the same
+numbers in another order. So each answer is judged at its first difference (what follows depends on it): a
+*near tie* when, one precision higher, the two tokens are no further apart than the noise of transformers' own
+arithmetic, measured here; anything else is *unexplained*, and one unexplained difference is a failure. In
+float64 every difference is unexplained.
+
+Shapes: L length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.evaluation.hf_generate import drawn_as, end, generated
+from draft_heads.inference.target.target import Target
+
+NOISE_PROMPTS = 4
+
+# float64 is exact enough to allow no difference at all; there is nothing to rescore in.
+HIGHER_PRECISION = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The oracle
+
+
+class Oracle:
+    """transformers' greedy answers with one rule for stopping, and its verdict on differences.
+
+    `settings` are the engine's. Answers are computed once per distinct prompt, so drafters share them.
+    """
+
+    def __init__(self, target: Target, settings: GenerationSettings) -> None:
+        self.target = target
+        self.settings = settings
+        self._answers: dict[tuple[int, ...], list[int]] = {}
+        self._noise: float | None = None
+        self._precise: Any = None
+
+    def answer(self, prompt: Sequence[int]) -> list[int]:
+        """The new tokens of `generate` on `prompt`, EOS included, cut where the settings stop."""
+        key = tuple(prompt)
+        if key not in self._answers:
+            self._answers[key] = self._generate(key)
+        return self._answers[key]
+
+    def _generate(self, prompt: tuple[int, ...]) -> list[int]:
+        settings, target = self.settings, self.target
+        room = min(settings.max_new_tokens, target.max_positions - len(prompt))
+        if room < 1:
+            raise ValueError(
+                f"a prompt must leave room for one token: {len(prompt)} tokens, the target has "
+                f"{target.max_positions} positions; shorten it"
+            )
+        tokens = generated(target, prompt, settings, room)
+        return tokens[: end(tokens, settings, target.tokenizer)]  # `generate` itself stops at EOS only
+
+    @property
+    def noise(self) -> float:
+        """Largest change of the top-two gap between prefill and one-by-one decode.
+
+        Measured when first read, at every position of up to `NOISE_PROMPTS` prompts with their answers,
+        spread evenly over those answered so far.
+        """
+        if self._noise is None:
+            texts = [prompt + tuple(answer) for prompt, answer in self._answers.items()]
+            if not texts:
+                raise ValueError("noise is measured on answered prompts; ask for an answer first")
+            chosen = texts[:: max(1, len(texts) // NOISE_PROMPTS)][:NOISE_PROMPTS]
+            noise = max(gap_noise(self.target.model, text, self.target.device) for text in chosen)
+            sampling = self.settings.sampling
+            self._noise = noise if sampling is None else noise / sampling.temperature
+        return self._noise
+
+    @property
+    def measured_noise(self) -> float | None:
+        """The noise if a difference has made measuring it necessary."""
+        return self._noise
+
+    @torch.inference_mode()
+    def gap(self, context: Sequence[int], token: int, other: int) -> float:
+        """Distance of two next-token logits after `context`, one precision higher than the target's."""
+        if self._precise is None:
+            self._precise = copy.deepcopy(self.target.model).to(HIGHER_PRECISION[self.target.dtype])
+        ids_1L = torch.tensor([list(context)], device=self.target.device)
+        logits_1V = self._precise(input_ids=ids_1L, use_cache=False).logits[:, -1]
+        for process in drawn_as(self.settings.sampling):
+            logits_1V = process(ids_1L, logits_1V)
+        return abs(float(logits_1V[0, token]) - float(logits_1V[0, other]))
+
+
+@torch.inference_mode()
+def gap_noise(model: Any, tokens: Sequence[int], device: torch.device | str) -> float:
+    """max over positions of |top-two gap by prefill - by one-by-one decode|, on transformers' own forward."""
+    ids_1L = torch.tensor([list(tokens)], device=device)
+    prefill_L = top_two_gap(model(input_ids=ids_1L, use_cache=False).logits[0])
+    cache, gaps = None, []
+    for position in range(ids_1L.shape[1]):
+        output = model(input_ids=ids_1L[:, position : position + 1], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        gaps.append(top_two_gap(output.logits[0, -1]))
+    return float((prefill_L - torch.stack(gaps)).abs().max())
+
+
+def top_two_gap(logits: Tensor) -> Tensor:
+    """[..., V] -> [...] float64: best minus second-best logit. (3, 1, 2.5) -> 0.5"""
+    best = logits.double().topk(2, dim=-1).values
+    return best[..., 0] - best[..., 1]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Comparing and judging
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One decoded answer: what was asked, what came out, and where it stands (for messages)."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where an answer and the oracle's part; None where one of them has already ended.
+
+    position counts new tokens from 0; gap and noise are None when the length or float64 settles the matter.
+    """
+
+    turn: Turn
+    position: int
+    expected: int | None
+    received: int | None
+    near_tie: bool
+    gap: float | None = None
+    noise: float | None = None
+
+
+@dataclass
+class LosslessCounts:
+    """identical_turns + near_ties + unexplained = turns; `tokens` counts new tokens."""
+
+    identical_turns: int = 0
+    turns: int = 0
+    near_ties: int = 0
+    unexplained: int = 0
+    tokens: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, judged: Iterable[Difference | None], tokens: int) -> LosslessCounts:
+        """Count verdicts, None for an identical turn, over `tokens` new tokens."""
+        verdicts = list(judged)
+        differences = [difference for difference in verdicts if difference is not None]
+        near_ties = sum(difference.near_tie for difference in differences)
+        return cls(
+            identical_turns=len(verdicts) - len(differences),
+            turns=len(verdicts),
+            near_ties=near_ties,
+            unexplained=len(differences) - near_ties,
+            tokens=tokens,
+            differences=differences,
+        )
+
+    def __add__(self, other: LosslessCounts) -> LosslessCounts:
+        return LosslessCounts(
+            self.identical_turns + other.identical_turns,
+            self.turns + other.turns,
+            self.near_ties + other.near_ties,
+            self.unexplained + other.unexplained,
+            self.tokens + other.tokens,
+            self.differences + other.differences,
+        )
+
+    @property
+    def tokens_per_near_tie(self) -> float | None:
+        return self.tokens / self.near_ties if self.near_ties else None
+
+    def as_dict(self) -> dict[str, int]:
+        """The four counts of `report.json`."""
+        return {
+            "identical_turns": self.identical_turns,
+            "turns": self.turns,
+            "near_ties": self.near_ties,
+            "unexplained": self.unexplained,
+        }
+
+
+def first_difference(expected: Sequence[int], received: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or where the shorter one ends: ([5, 6], [5, 6, 7]) -> 2."""
+    for position, (token, other) in enumerate(zip(expected, received)):
+        if token != other:
+            return position
+    return None if len(expected) == len(received) else min(len(expected), len(received))
+
+
+def judge(oracle: Oracle, turn: Turn) -> Difference | None:
+    """None when the answer is the oracle's; else its first difference and the verdict on it."""
+    expected = oracle.answer(turn.prompt)
+    position = first_difference(expected, turn.tokens)
+    if position is None:
+        return None
+    token = expected[position] if position < len(expected) else None
+    other = turn.tokens[position] if position < len(turn.tokens) else None
+    if token is None or other is None or oracle.target.dtype not in HIGHER_PRECISION:
+        return Difference(turn, position, token, other, near_tie=False)
+    gap = oracle.gap((*turn.prompt, *expected[:position]), token, other)
+    return Difference(turn, position, token, other, gap <= oracle.noise, gap, oracle.noise)
+
+
+def judge_all(oracle: Oracle, turns: Iterable[Turn]) -> LosslessCounts:
+    """Counts over `turns`. All are answered before the first is judged, so one noise serves all."""
+    turns = list(turns)
+    tokens = sum(len(oracle.answer(turn.prompt)) for turn in turns)
+    return LosslessCounts.of([judge(oracle, turn) for turn in turns], tokens)
+
+
+def check_prompts(
+    target: Target,
+    drafter: Drafter,
+    prompts: Iterable[Sequence[int]],
+    settings: GenerationSettings,
+    oracle: Oracle | None = None,
+) -> LosslessCounts:
+    """Decode every prompt with `drafter` and judge it; one `oracle` can serve many drafters."""
+    engine = DecodingEngine(target, drafter)
+    turns = [
+        Turn(tuple(prompt), tuple(engine.generate(list(prompt), settings).tokens), f"prompt {index}")
+        for index, prompt in enumerate(prompts)
+    ]
+    return judge_all(oracle or Oracle(target, settings), turns)

@@ -1,0 +1,152 @@
+"""From answered turns to the rows of `report.json`: beta, gamma, time shares, losslessness, accuracy.
+
+Suffixes: B bootstrap samples, Q questions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, VANILLA, Evaluation, TurnRecord
+from draft_heads.inference.evaluation.lossless import LosslessCounts
+
+BOOTSTRAP_SAMPLES = 2000
+TIME_KEYS = ("draft", "verify", "accept", "other")
+
+
+def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
+    """One row per benchmark and drafter (category None), and one for each category of the benchmark."""
+    rows = []
+    for benchmark in evaluation.benchmarks:
+        categories = dict.fromkeys(question.category for question in benchmark.questions)
+        for category in dict.fromkeys([None, *categories]):
+            chosen = [
+                record
+                for record in evaluation.records
+                if record.benchmark == benchmark.name and category in (None, record.category)
+            ]
+            by_drafter = {
+                drafter: [record for record in chosen if record.drafter == drafter] for drafter in evaluation.drafters
+            }
+            baselines = by_drafter.get(VANILLA, []), by_drafter.get(TRANSFORMERS, [])
+            asked = [q for q in benchmark.questions if category in (None, q.category)]
+            for drafter, records in by_drafter.items():
+                row = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
+                row |= result_row(records, *baselines, asked, seed)
+                rows.append(row | {"accepted_by_source": accepted_by_source(records, evaluation.sources.get(drafter))})
+    return rows
+
+
+def result_row(
+    records: Sequence[TurnRecord],
+    vanilla: Sequence[TurnRecord],
+    transformers: Sequence[TurnRecord],
+    asked: Sequence[Any],
+    seed: int,
+) -> dict[str, Any]:
+    """The figures of one drafter on one group of questions; ratios without a denominator are None.
+
+    gamma is the speed over `vanilla`, over_transformers that over transformers' own `generate` (no turns: not run).
+    questions counts those asked; turns + skipped = turns asked (a turn that does not fit the context ends its
+    question, so it and what follows are skipped). Turns without seconds are replayed ones, which were neither timed nor
+    compared with anything: what follows from that is None.
+    """
+    turns = len(records)
+    new_tokens = sum(len(record.generation.tokens) for record in records)
+    steps = sum(record.generation.target_steps for record in records)
+    decoded = all(record.generation.seconds for record in records)
+    seconds = sum(record.generation.seconds["total"] for record in records) if decoded else None
+    gamma, interval = speedup(records, vanilla, seed) if decoded else (None, None)
+    return {
+        "questions": len(asked),
+        "turns": turns,
+        "skipped": sum(len(question.turns) for question in asked) - turns,
+        "new_tokens": new_tokens,
+        "target_steps": steps,
+        "wall_seconds": seconds,
+        "beta": new_tokens / steps if steps else None,
+        "gamma": gamma,
+        "gamma_ci95": interval,
+        "over_transformers": speedup(records, transformers, seed)[0] if decoded else None,
+        "tokens_per_second": new_tokens / seconds if seconds else None,
+        "lossless": lossless_counts(records).as_dict() if decoded else None,
+        "time_share": time_share(records) if decoded else None,
+        "accept_length_histogram": accept_length_histogram(records),
+        "score": score(records),
+    }
+
+
+def speedup(
+    records: Sequence[TurnRecord], baseline: Sequence[TurnRecord], seed: int
+) -> tuple[float | None, list[float] | None]:
+    """Baseline seconds per token over the drafter's, on turns both answered (gamma for vanilla), and its 95 % interval.
+
+    The interval is a bootstrap over questions: whole questions are drawn with replacement, baseline and
+    drafter together, so that hard questions weigh on both.
+    """
+    drafted = {(record.question, record.turn): record for record in records}
+    sums: dict[int, list[float]] = {}
+    for base in baseline:
+        record = drafted.get((base.question, base.turn))
+        if record is None:
+            continue
+        entry = sums.setdefault(base.question, [0.0] * 4)
+        for offset, one in ((0, base), (2, record)):
+            entry[offset] += one.generation.seconds["total"]
+            entry[offset + 1] += len(one.generation.tokens)
+    if not sums:
+        return None, None
+    sums_Q4 = torch.tensor(list(sums.values()), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    draws_BQ = torch.randint(len(sums), (BOOTSTRAP_SAMPLES, len(sums)), generator=generator)
+    speedups_B = _speedup(sums_Q4[draws_BQ].sum(1))
+    low, high = torch.quantile(speedups_B, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return float(_speedup(sums_Q4.sum(0))), [low, high]
+
+
+def _speedup(sums: Tensor) -> Tensor:
+    """[..., (baseline seconds, baseline tokens, seconds, tokens)] -> [...]."""
+    baseline_seconds, baseline_tokens, seconds, tokens = sums.unbind(-1)
+    return (baseline_seconds / baseline_tokens) / (seconds / tokens)
+
+
+def lossless_counts(records: Sequence[TurnRecord]) -> LosslessCounts:
+    """How the judged turns came out, each at its first difference."""
+    return LosslessCounts.of(
+        (record.difference for record in records), sum(len(record.generation.tokens) for record in records)
+    )
+
+
+def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:
+    """Share of the decoding time by what it was spent on; sums to 1, None when nothing was decoded."""
+    seconds = {key: sum(record.generation.seconds[key] for record in records) for key in TIME_KEYS}
+    total = sum(seconds.values())
+    return {key: value / total for key, value in seconds.items()} if total else None
+
+
+def accept_length_histogram(records: Sequence[TurnRecord]) -> list[int]:
+    """Entry a = target steps after the prefill that kept a drafted tokens.
+
+    Kept lengths include the base token and begin with the prefill's: [1, 3, 1, 2] -> [1, 1, 1].
+    """
+    counts = Counter(max(kept - 1, 0) for record in records for kept in record.generation.accept_lengths[1:])
+    return [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
+
+
+def accepted_by_source(records: Sequence[TurnRecord], names: Sequence[str] | None) -> dict[str, int] | None:
+    """How many of the new tokens each source drafted; None where nobody drafts."""
+    if not names:
+        return None
+    counts = Counter(source for record in records for source in record.generation.sources)
+    return {name: counts[source] for source, name in enumerate(names)}
+
+
+def score(records: Sequence[TurnRecord]) -> dict[str, float] | None:
+    """Accuracy over the questions that were scored."""
+    scored = [record.correct for record in records if record.correct is not None]
+    return {"accuracy": sum(scored) / len(scored)} if scored else None

@@ -1,0 +1,240 @@
+"""Command-line options that the decoding scripts share; a YAML file given with --config supplies defaults."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from draft_heads.inference.config_file import parse_with_config
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.engine import GenerationSettings
+from draft_heads.inference.evaluation.evaluate import BASELINES
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION
+from draft_heads.inference.verify import TypicalAcceptance
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+ACCEPTANCE = ("exact", "typical")
+DESCRIBED = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "acceptance",
+    "seed",
+    "max_nodes",
+    "limit",
+    "stop_at_loops",
+    "compile",
+    "attention",
+)
+REQUIRED = ("target", "drafters", "benchmarks", "output")
+
+
+def target_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags that `load_target` reads, and --config."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
+    add("--target", help="folder or hub id of the target")
+    add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
+    add("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
+    add("--device", help="default: cuda if there is one, else cpu; auto spreads layers")
+    add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
+    add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="how tree rows attend (default masked)")
+    add("--threads", type=int, help="CPU threads (default: torch's choice)")
+    return parser
+
+
+def decoding_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of `scripts/evaluate.py` and `scripts/lossless.py`."""
+    parser = target_parser(description)
+    add = parser.add_argument
+    add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="vanilla always runs")
+    add(
+        "--benchmarks",
+        nargs="+",
+        metavar="NAME=FILE",
+        help="question files, for example mt_bench=FILE gsm8k=FILE",
+    )
+    add("--output", type=Path, help="folder for the results")
+    add("--overwrite", action="store_true", help="replace a finished run in --output")
+    add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")
+    add("--limit", type=int, help="only the first N questions of each benchmark")
+    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--stop_at_loops", action="store_true", help="end an answer where it repeats itself for good")
+    add("--temperature", type=float, default=0.0, help="above 0: draw tokens, losslessly; 0: greedy (default)")
+    add("--top_k", type=int, default=0, help="draw among the k most probable tokens only; 0: all")
+    add("--top_p", type=float, default=1.0, help="draw among the most probable tokens of this total; 1: all")
+    add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
+    add("--seed", type=int, default=0, help="of drawn tokens and of the bootstrap over questions (default 0)")
+    return parser
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse flags over the defaults of --config and check them; ValueError says rule, value and remedy."""
+    options = parse_with_config(parser, arguments, REQUIRED)
+    for name in ("max_new_tokens", "max_nodes", "limit", "threads"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+    if options.acceptance not in ACCEPTANCE:
+        raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
+    if options.temperature < 0:
+        raise ValueError(f"--temperature must be 0 (greedy) or more, got {options.temperature:g}")
+    if options.temperature == 0 and (options.top_k, options.top_p) != (0, 1.0):
+        raise ValueError(
+            f"--top_k and --top_p need --temperature above 0 (greedy decoding draws nothing), got {options.top_k} and "
+            f"{options.top_p:g}; set it or leave them out"
+        )
+    GenerationSettings(**_acceptance(options))  # its rules hold before anything is loaded
+    if options.dtype not in (None, *DTYPES):
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
+    return options
+
+
+def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `GenerationSettings` that say which tokens are kept."""
+    drawn = Sampling(options.temperature, options.top_k, options.top_p, options.seed) if options.temperature else None
+    return {"sampling": drawn, "typical": TypicalAcceptance() if options.acceptance == "typical" else None}
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the options describe
+
+
+def load_target(options: argparse.Namespace) -> Target:
+    """The target in the precision and on the device asked for; sets the number of threads first."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    target = Target.from_pretrained(
+        options.target, dtype, options.device, options.target_adapter, options.chat_template
+    )
+    return prepared(target, options)
+
+
+def prepared(target: Target, options: argparse.Namespace) -> Target:
+    """The target as --attention and --compile want it."""
+    if options.attention not in TREE_ATTENTION:
+        raise ValueError(f"--attention must be one of {', '.join(TREE_ATTENTION)}, got {options.attention!r}")
+    if options.attention != "masked":
+        target.attend(options.attention)
+    if options.compile:
+        target.compile()
+    return target
+
+
+KEPT = ("pool", "learned")
+"""Options of drafters that name a file they write."""
+
+
+def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
+    """The drafters asked for, vanilla first whether it was or not; ValueError for a name given twice or reserved."""
+    specs = [DrafterSpec.parse("vanilla")]
+    for text in texts:
+        if text == "vanilla":
+            continue
+        if (name := text.partition("=")[0]) in BASELINES:
+            raise ValueError(
+                f"the name {name!r} is reserved for the target's own generate, a baseline of "
+                f"scripts/evaluate.py and no drafter; got {text!r}; rename the drafter or leave it out"
+            )
+        spec = DrafterSpec.parse(text)
+        if spec.name in [other.name for other in specs]:
+            raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
+        specs.append(spec)
+    files = [value for spec in specs for part in spec.parts for key, value in part.options.items() if key in KEPT]
+    if twice := sorted({file for file in files if files.count(file) > 1}):
+        raise ValueError(
+            f"what drafters keep must go to different files ({' and '.join(KEPT)}); {twice[0]!r} is given twice, and "
+            "the last to end would write over the others; rename one"
+        )
+    return specs
+
+
+def load_drafters(specs: Sequence[DrafterSpec], target: Target, max_nodes: int) -> dict[str, Drafter]:
+    """The drafters by the names that reports use."""
+    return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
+
+
+class Detector(Protocol):
+    """Takes an answer token by token and says when it should end."""
+
+    def push(self, token: int) -> bool: ...
+
+
+class IncrementalStop:
+    """A detector as the `stop` rule of `GenerationSettings`, which sees the whole answer every time.
+
+    The engine asks after every token. Tokens already pushed are not pushed again as long as the answer
+    continues the one seen last.
+    """
+
+    def __init__(self, new_detector: Callable[[], Detector]) -> None:
+        self._new_detector = new_detector
+        self._restart()
+
+    def _restart(self) -> None:
+        self._detector = self._new_detector()
+        self._tokens: list[int] = []
+        self._ended = False
+
+    def __call__(self, tokens: list[int]) -> int | None:
+        """The length at which the detector ends `tokens`, None if it does not."""
+        if self._ended or tokens[: len(self._tokens)] != self._tokens:
+            self._restart()
+        for token in tokens[len(self._tokens) :]:
+            self._tokens.append(token)
+            if self._detector.push(token):
+                self._ended = True
+                return len(self._tokens)
+        return None
+
+
+def generation_settings(
+    options: argparse.Namespace, target: Target, new_loop_detector: Callable[[], Detector]
+) -> GenerationSettings:
+    """When to stop: the target's EOS tokens, --max_new_tokens and, with --stop_at_loops, the detector."""
+    return GenerationSettings(
+        max_new_tokens=options.max_new_tokens,
+        eos_token_ids=target.eos_token_ids,
+        stop=IncrementalStop(new_loop_detector) if options.stop_at_loops else None,
+        **_acceptance(options),
+    )
+
+
+def named_files(arguments: Sequence[str]) -> dict[str, str]:
+    """["mt_bench=FILE"] -> {"mt_bench": "FILE"}; ValueError for anything else and for a name given twice."""
+    files: dict[str, str] = {}
+    for text in arguments:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ValueError(f"--benchmarks takes NAME=FILE, got {text!r}; write for example mt_bench={text}")
+        if name in files:
+            raise ValueError(f"benchmarks must have different names, {name!r} is given twice")
+        files[name] = path
+    return files
+
+
+def describe_target(target: Target) -> dict[str, Any]:
+    """The target's entry in a report."""
+    return {
+        "path": target.name,
+        "parameters": target.parameters,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "fingerprint": target.fingerprint(),
+    }
+
+
+def describe_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings' entry in a report."""
+    lossy = {"acceptance": "typical (LOSSY)"} if options.acceptance == "typical" else {}
+    return {name: getattr(options, name) for name in DESCRIBED} | lossy

@@ -1,0 +1,292 @@
+"""The report of an evaluation: report.json, report.md, three pictures and the answers, in one folder."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draft_heads.inference.evaluation import plots
+from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
+from draft_heads.inference.evaluation.metrics import TIME_KEYS, result_rows
+
+PICTURES = {
+    "speedup.png": plots.speedup,
+    "accepted_length.png": plots.accepted_length,
+    "time_share.png": plots.time_share,
+}
+HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
+REPLAY_PICTURES = ("accepted_length.png",)
+REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
+OVER_TRANSFORMERS = "over transformers"
+
+EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of vanilla over the
+drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns identical to
+transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
+within the numerical noise."""
+EXPLANATION_REPLAY = """β: new tokens per target step, the prefill included, as greedy decoding would have had it.
+Recorded answers were replayed through drafters that read text only; no target ran, nothing was timed or compared."""
+EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `generate`, without this project's engine;
+over transformers: its seconds per token over the drafter's, as γ is vanilla's."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is reported
+
+
+def build_report(
+    evaluation: Evaluation, target: dict[str, Any] | None, settings: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    """The content of report.json; `target` and `settings` describe the run; None: recorded answers were replayed."""
+    return {
+        "target": target,
+        "settings": settings,
+        "results": result_rows(evaluation, seed),
+        "findings": evaluation.findings,
+        "noise": evaluation.noise,
+        "environment": environment((target or {}).get("device", "cpu")),
+    }
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What figures depend on beside the settings: versions, machine, threads."""
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    return {
+        "python": platform.python_version(),
+        **packages,
+        "machine": platform.machine(),
+        "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
+        "threads": torch.get_num_threads(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------
+# The folder
+
+
+def check_output(folder: Path, overwrite: bool, finished: str = "report.json") -> None:
+    """ValueError when `folder` holds a finished run and `overwrite` is not set."""
+    if (folder / finished).exists() and not overwrite:
+        raise ValueError(
+            f"--output {folder} holds a finished run ({finished}); choose another folder or add --overwrite"
+        )
+
+
+def clear_output(folder: Path, finished: str = "report.json") -> None:
+    """Create `folder`; from here on an earlier run in it no longer counts as finished."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / finished).unlink(missing_ok=True)
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
+    """Write pictures, report.md and, last and whole, report.json; the paths of the pictures."""
+    pictures = []
+    for name in PICTURES if report["target"] else REPLAY_PICTURES:
+        figure = PICTURES[name](report["results"])
+        figure.savefig(folder / name, dpi=150)
+        pictures.append(folder / name)
+    (folder / "report.md").write_text(markdown(report), encoding="utf-8")
+    write_json(folder / "report.json", report)
+    return pictures
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replace `path` in one step: a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tables
+
+
+def overall(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of whole benchmarks."""
+    return [row for row in results if row["category"] is None]
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def ran_transformers(results: Sequence[dict[str, Any]]) -> bool:
+    """Whether transformers' own `generate` was run as a baseline."""
+    return any(row["drafter"] == TRANSFORMERS for row in results)
+
+
+def header(results: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """The columns of the main table: `HEADER`, with speed over transformers behind γ's interval where that ran."""
+    return (*HEADER[:5], OVER_TRANSFORMERS, *HEADER[5:]) if ran_transformers(results) else HEADER
+
+
+def columns_of(report: dict[str, Any]) -> tuple[str, ...]:
+    """The columns of the table of whole benchmarks that fits 80 columns of a terminal."""
+    return HEADER if report["target"] else REPLAY_HEADER
+
+
+def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
+    """A row's figures in the order of `columns`."""
+    interval = row["gamma_ci95"]
+    figures = {
+        "benchmark": row["benchmark"],
+        "drafter": row["drafter"],
+        "β": number(row["beta"]),
+        "γ": f"{number(row['gamma'])}×",
+        "95 %": "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
+        OVER_TRANSFORMERS: f"{number(row['over_transformers'])}×",
+        "tokens/s": number(row["tokens_per_second"], ".1f"),
+        "lossless": lossless_cell(row["lossless"]),
+        "accuracy": "–" if row["score"] is None else f"{row['score']['accuracy']:.1%}",
+        "new tokens": f"{row['new_tokens']:,}",
+        "target steps": f"{row['target_steps']:,}",
+    }
+    return [figures[column] for column in columns]
+
+
+def lossless_cell(counts: dict[str, int] | None) -> str:
+    """`160/160`, and near ties or unexplained differences where there are any."""
+    if counts is None:
+        return "–"
+    parts = [f"{counts['identical_turns']}/{counts['turns']}"]
+    if counts["near_ties"]:
+        parts.append(f"{counts['near_ties']} near {'tie' if counts['near_ties'] == 1 else 'ties'}")
+    if counts["unexplained"]:
+        parts.append(f"{counts['unexplained']} UNEXPLAINED")
+    return ", ".join(parts)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
+    """A Markdown table whose first `text_columns` columns are left-aligned, the others right-aligned."""
+    rule = ["---" if index < text_columns else "--:" for index in range(len(header))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """report.md."""
+    if report["target"] is None:
+        return replay_markdown(report)
+    whole = overall(report["results"])
+    columns = header(whole)
+    return "\n\n".join(
+        [
+            "# Evaluation",
+            setting_sentence(report),
+            markdown_table(columns, [cells(row, columns) for row in whole], 2),
+            *skipped_note(whole),
+            EXPLANATION,
+            *([EXPLANATION_TRANSFORMERS] if ran_transformers(whole) else []),
+            "![speedup](speedup.png)",
+            "![accepted drafts per step](accepted_length.png)",
+            "## Where the time goes",
+            markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), [time_cells(row) for row in whole], 2),
+            "![time shares](time_share.png)",
+            *source_table(whole),
+            *findings_note(report["findings"]),
+            *category_tables(report["results"]),
+            "",
+        ]
+    )
+
+
+def replay_markdown(report: dict[str, Any]) -> str:
+    """report.md of recorded answers that were replayed."""
+    rows = [cells(row, REPLAY_HEADER) for row in overall(report["results"])]
+    given = ", ".join(f"{key} {value}" for key, value in report["settings"].items() if value is not None)
+    return "\n\n".join(
+        [
+            "# Recorded answers, replayed",
+            f"{given}.",
+            markdown_table(REPLAY_HEADER, rows, 2),
+            EXPLANATION_REPLAY,
+            "![accepted drafts per step](accepted_length.png)",
+            *category_tables(report["results"]),
+            "",
+        ]
+    )
+
+
+def setting_sentence(report: dict[str, Any]) -> str:
+    """What was run, and on what."""
+    target, machine = report["target"], report["environment"]
+    parts = [
+        f"Target `{target['path']}`, {target['parameters']:,} parameters",
+        f"{target['dtype']} on {target['device']}",
+        ", ".join(f"{key} {value}" for key, value in report["settings"].items()),
+        f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['threads']} threads",
+        *([machine["accelerator"]] if machine["accelerator"] else []),
+    ]
+    return "; ".join(parts) + "."
+
+
+def time_cells(row: dict[str, Any]) -> list[str]:
+    share = row["time_share"]
+    shares = ["–" if share is None else f"{share[key]:.1%}" for key in TIME_KEYS]
+    return [row["benchmark"], row["drafter"], *shares, number(row["wall_seconds"], ".1f")]
+
+
+def skipped_note(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence when turns did not fit the context, else nothing."""
+    skipped = [f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in rows if row["skipped"]]
+    if not skipped:
+        return []
+    return [f"Turns skipped because a prompt did not fit the context: {', '.join(skipped)}."]
+
+
+def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Who drafted the accepted tokens, for drafters of more than one source."""
+    shown = [row for row in rows if len(row.get("accepted_by_source") or {}) > 1]
+    if not shown:
+        return []
+    lines = []
+    for row in shown:
+        parts = ", ".join(f"{name} {count:,}" for name, count in row["accepted_by_source"].items())
+        lines.append([row["benchmark"], row["drafter"], parts, f"{row['new_tokens']:,}"])
+    return ["## Who drafted the accepted tokens", markdown_table((*HEADER[:2], "by source", "new tokens"), lines, 3)]
+
+
+def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
+    """A sentence for what was learned before, every source that drafted in some steps only, every switching off."""
+    notes = []
+    for drafter, found in findings.items():
+        if found.get("learned_before"):
+            notes.append(f"{drafter} began with what {found['learned_before']:,} earlier target steps had taught it.")
+        for name, part in found.get("parts", {}).items():
+            if part["asked"] < found["steps"]:
+                notes.append(f"{drafter}: {name} drafted in {part['asked']:,} of {found['steps']:,} target steps.")
+            for switch in part["switched"]:
+                off = "did not pay before and was off from the start"
+                if switch["off"]:
+                    off = f"did not pay and was switched off after {switch['off']:,} target steps"
+                again = f", for another trial on again after {switch['on']:,}" if switch["on"] is not None else ""
+                notes.append(f"{drafter}: {name} {off}{again}.")
+    return notes
+
+
+def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
+    """β, and γ where it was measured, by category: one table for each benchmark that has more than one."""
+    parts = []
+    timed = any(row["gamma"] is not None for row in results)
+    for benchmark in dict.fromkeys(row["benchmark"] for row in results):
+        rows = [row for row in results if row["benchmark"] == benchmark and row["category"] is not None]
+        categories = list(dict.fromkeys(row["category"] for row in rows))
+        if len(categories) < 2:
+            continue
+        drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+        figures = {
+            (row["category"], row["drafter"]): number(row["beta"]) + (f" ({number(row['gamma'])}×)" if timed else "")
+            for row in rows
+        }
+        lines = [[category, *(figures[category, name] for name in drafters)] for category in categories]
+        parts += [
+            f"## {benchmark}: β{' (γ)' if timed else ''} by category",
+            markdown_table(("category", *drafters), lines, 1),
+        ]
+    return parts

@@ -1,0 +1,47 @@
+"""Decoding with acceptance by script: how fast steps are when a given number of tokens comes out of each.
+
+Everything is computed as always, the drafter's and the target's forward, the compaction, the readback; only how many
+rows are kept is said beforehand. The text that comes out means nothing. For speeds of random-weight shapes, where no
+trained head exists: η = γ / β at the accepted lengths that published heads reach.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.target.target import Target
+
+
+def schedule(mean: float, steps: int = 20) -> list[int]:
+    """Tokens of each of `steps` steps, whole numbers next to `mean` and spread evenly: 2.5 → 2, 3, 2, 3, …"""
+    return [int((step + 1) * mean + 1e-9) - int(step * mean + 1e-9) for step in range(steps)]
+
+
+class ScriptedEngine(DecodingEngine):
+    """Keeps `tokens_a_step` tokens of every step, on average, whatever the target says."""
+
+    def __init__(self, target: Target, drafter: Drafter, tokens_a_step: float, **options: Any) -> None:
+        """ValueError where a step of this drafter has no room for so many tokens."""
+        counts = schedule(tokens_a_step)
+        most = 1 + min(drafter.max_depth, drafter.max_nodes)
+        if min(counts) < 1 or max(counts) > most:
+            raise ValueError(
+                f"--scripted must lie between 1 and the {most} tokens that a step of this drafter can give; got "
+                f"{tokens_a_step:g}; lower it"
+            )
+        self._counts = torch.tensor(counts, device=target.device)
+        self._turn = torch.zeros(1, dtype=torch.long, device=target.device)
+        super().__init__(target, drafter, **options)
+
+    def _accepted(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The first rows, as many as the script says; see `DecodingEngine._accepted`."""
+        _, chosen, *_ = arguments
+        count = self._counts.index_select(0, self._turn % len(self._counts))[0]
+        self._turn += 1
+        rows = torch.arange(self.drafter.max_depth + 1, device=chosen.device)
+        return torch.minimum(rows, count - 1), count, chosen[0]

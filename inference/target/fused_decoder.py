@@ -1,0 +1,181 @@
+"""The forward of Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) in few, merged operations.
+
+A decoding step of a small forward costs as much in launching operations as in arithmetic: transformers' modules launch
+some thirty a layer, this forward half of that. The merged weights are the model's own, of which its modules become
+views; on CPU smaller models are copied instead, into the layout that is fastest there (`layout.Product`).
+
+Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/value heads, D head size, K keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_heads.inference.target.kv_cache import KVCache
+from draft_heads.inference.target.layout import Product, by_columns
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION, MaskedAttention
+
+FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+_COPIED_UP_TO = 4 * 2**30  # bytes of weights; larger models on CPU are not held a second time in CPU's best layout
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One decoder layer's weights, the projections that read the same states merged into one."""
+
+    attention_norm: nn.Module
+    qkv: Product  # H → (N + 2G)·D
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    output: Product  # N·D → H
+    mlp_norm: nn.Module
+    gate_up: Product  # H → 2·I
+    down: Product  # I → H
+    kind: str
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All of them."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class FusedDecoder:
+    """Computes what `model.get_decoder()` computes over a preallocated cache, up to rounding."""
+
+    def __init__(self, model: Any, kinds: Sequence[str], window: int | None = None) -> None:
+        """Merges the model's projections in place; `model` computes what it did before. See `can_drive`.
+
+        kinds: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
+        """
+        decoder, config = model.get_decoder(), model.config
+        self.window, self.kinds = window, set(kinds)
+        self.attention = "masked"
+        self.embedding = model.get_input_embeddings()
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = decoder.layers[0].self_attn.head_dim
+        self.eps = config.rms_norm_eps
+        self.norm = decoder.norm
+        lm_head = model.get_output_embeddings()
+        weight = lm_head.weight
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        copied = weight.device.type == "cpu" and size <= _COPIED_UP_TO
+        self.lm_head_weight = by_columns(weight) if copied else weight  # lent to heads
+        self.logits = Product([lm_head], copied)  # H → V
+        self.rotary = decoder.rotary_emb
+        self.layers = [self._fuse(layer, kind, copied) for layer, kind in zip(decoder.layers, kinds)]
+
+    @staticmethod
+    def can_drive(model: Any) -> bool:
+        """Whether the model is of the family, on one device, unquantised, with rotary positions of a fixed scale."""
+        config = model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        weights = {(p.device, p.dtype) for p in model.parameters()}
+        return (
+            config.model_type in FAMILY
+            and config.hidden_act == "silu"
+            and rope.get("rope_type", "default") in ("default", "linear", "llama3")
+            and len(weights) == 1
+            and all(dtype.is_floating_point for _, dtype in weights)
+        )
+
+    def without_layers(self, skipped: Collection[int]) -> FusedDecoder:
+        """The same weights, the layers of these numbers left out."""
+        left = copy(self)
+        left.layers = [layer for index, layer in enumerate(self.layers) if index not in skipped]
+        left.kinds = {layer.kind for layer in left.layers}
+        return left
+
+    @staticmethod
+    def _fuse(layer: Any, kind: str, copied: bool) -> FusedLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return FusedLayer(
+            layer.input_layernorm,
+            Product([attention.q_proj, attention.k_proj, attention.v_proj], copied),
+            getattr(attention, "q_norm", None),
+            getattr(attention, "k_norm", None),
+            Product([attention.o_proj], copied),
+            layer.post_attention_layernorm,
+            Product([mlp.gate_proj, mlp.up_proj], copied),
+            Product([mlp.down_proj], copied),
+            kind,
+        )
+
+    def __call__(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
+        """[B, R, H], what the LM head reads, for R rows behind the cached text of each of B sequences.
+
+        token_ids and depths [B, R] int64; sees [B, R, R] bool; see `Target.forward_tree`. All tensors, no value read:
+        the texts' lengths lie on the device, what lies behind them is masked.
+        """
+        if not torch.compiler.is_compiling():  # a program finds this done
+            cache.allocate(self.like)
+            cache.reach(token_ids.shape[1])
+        assert cache.rows is not None
+        end = cache.rows.shape[2]
+        positions = depths + cache.lengths[:, None]
+        attention = TREE_ATTENTION[self.attention](
+            sees, positions, cache.lengths, end, self.window, self.kinds, self.heads // self.kv_heads, self.dtype
+        )
+        states = self.embedding(token_ids)
+        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), attention, cache)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of states and weights."""
+        dtype: torch.dtype = self.embedding.weight.dtype
+        return dtype
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor [1, G, 0, D] of a cache's heads, head size, type and device."""
+        return self.embedding.weight.new_empty(1, self.kv_heads, 0, self.head_dim)
+
+    def _layers(
+        self,
+        states: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        attention: MaskedAttention,
+        cache: KVCache,
+    ) -> Tensor:
+        """Every layer in turn. Rows go to `slots [B, R]` of the cache."""
+        batch, rows, _ = states.shape
+        repeat = self.heads // self.kv_heads
+        for index, layer in enumerate(self.layers):
+            merged = layer.qkv(self._normed(states, layer.attention_norm))
+            merged = merged.view(batch, rows, -1, self.head_dim)  # [B, R, N + 2G, D]
+            queries_keys, values = merged.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+            if layer.q_norm is not None:
+                queries, keys = queries_keys.split([self.heads, self.kv_heads], dim=2)
+                queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
+            turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
+            queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
+            own = keys, values.transpose(1, 2)
+            cached = cache.write(index, slots, *own)
+            # the queries of one key head are rows of one product: no key is repeated
+            queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
+            attended = attention(layer.kind, queries, own, cached)
+            attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
+            states = states + layer.output(attended)
+            gate, up = layer.gate_up(self._normed(states, layer.mlp_norm)).chunk(2, dim=-1)
+            states = states + layer.down(F.silu(gate) * up)
+        return self._normed(states, self.norm)
+
+    def _normed(self, states: Tensor, norm: Any) -> Tensor:
+        """As transformers has it: in float32, whatever the states' own type, which even float64 shows."""
+        if states.dtype == torch.float32:
+            return F.rms_norm(states, (states.shape[-1],), norm.weight, self.eps)
+        return norm(states)
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin `[..., 1, D]` of positions `[...]`, sin with the sign of the half it turns."""
+        angles = positions[..., None, None].float() * self.rotary.inv_freq
+        cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
+        return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)

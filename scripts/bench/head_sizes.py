@@ -1,0 +1,67 @@
+"""Parameters of every kind of head, and the bytes a draft reads, for a target's shape; nothing is loaded or trained.
+
+    python scripts/bench/head_sizes.py --target lmsys/vicuna-7b-v1.3
+    python scripts/bench/head_sizes.py --shape 7b
+
+A draft at batch 1 is bound by the weights it reads. They count once per use: a Chimera head reads its block once a
+level, and the LM head once a level where heads share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoConfig, LlamaConfig
+
+from draft_heads.heads.base import target_sizes
+from draft_heads.heads.checkpoint import head_classes
+from draft_heads.train.options import SHAPES, estimated_parameters
+
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("ctc", "ctc", {}),
+    ("ctc, two blocks", "ctc", {"blocks": 2}),
+    ("chimera, full", "chimera", {}),
+    ("chimera, shared", "chimera", {"projection": "shared"}),
+    ("medusa", "medusa", {}),
+    ("hydra", "hydra", {}),
+    ("hydra++", "hydra", {"layers": 4, "prefix_attention": True}),
+]
+
+
+def sizes(config: Any) -> list[tuple[str, int, int]]:
+    """(variant, parameters, weights a draft reads) for a decoder configuration."""
+    found = []
+    for name, kind, settings in VARIANTS:
+        head_type, config_type = head_classes(kind)
+        with torch.device("meta"):
+            head = head_type(config_type(**target_sizes(config), **settings))
+        found.append((name, sum(p.numel() for p in head.parameters()), head.weights_read()))
+    return found
+
+
+def table(config: Any) -> str:
+    """Markdown, bytes of 16-bit weights."""
+    target = estimated_parameters(config)
+    lines = ["| head | parameters | read per draft | of the target's step |", "| --- | --- | --- | --- |"]
+    for name, parameters, read in sizes(config):
+        lines.append(f"| {name} | {parameters / 1e6:,.1f} M | {2 * read / 2**20:,.0f} MiB | {read / target:.1%} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="take the sizes from this folder's or hub id's configuration")
+    parser.add_argument("--shape", choices=list(SHAPES), default="7b", help="without --target: a Llama of this size")
+    args = parser.parse_args()
+    try:
+        config = AutoConfig.from_pretrained(args.target) if args.target else LlamaConfig(**SHAPES[args.shape])
+        print(table(config.get_text_config(decoder=True)))
+    except (ValueError, OSError) as error:
+        sys.exit(f"scripts/bench/head_sizes.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
