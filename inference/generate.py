@@ -1,4 +1,4 @@
-"""The door from transformers: `model.generate(…, custom_generate=drafter.generate_fn())`.
+"""The door from transformers: `model.generate(…, custom_generate=generate_fn(drafter))`.
 
 A local callable, no remote code. `generate` prepares everything as always; this loop replaces its own, with the same
 tokens: its stopping criteria are asked after every token, EOS may be a list, left-padded batches are decoded one
@@ -8,7 +8,7 @@ sequence after another. Sampling takes its noise from torch's seed. What draftin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
-
-if TYPE_CHECKING:
-    from draft_heads.inference.drafters.base import Drafter
 
 _NOT_KEPT = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 

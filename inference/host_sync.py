@@ -1,8 +1,8 @@
-"""Whether code may read a value back to decide what to do next.
+"""Whether code may copy a value to the host to decide what to do next.
 
-On a CPU asking is free, and an answer can save work (a tree level without survivors need not be expanded). On a GPU it
-stalls the queue, and inside a compiled or captured program there is nobody to ask: there, sizes must follow from
-settings alone. Code that can do both asks `may_ask`.
+On a CPU that is free, and an answer can save work (a tree level without survivors need not be expanded). On a GPU it
+stalls the queue, and a compiled program or a CUDA graph cannot do it at all: there, sizes must follow from settings
+alone. Code that can do both asks `host_sync_allowed`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from contextvars import ContextVar
 
 import torch
 
-_SILENT = ContextVar("silent", default=False)
+_FORBIDDEN = ContextVar("host_sync_forbidden", default=False)
 
 
-def may_ask(device: torch.device) -> bool:
-    """Whether the host may look at values on this device in the middle of a step."""
-    return device.type == "cpu" and not torch.compiler.is_compiling() and not _SILENT.get()
+def host_sync_allowed(device: torch.device) -> bool:
+    """Whether a step may read values on this device from the host."""
+    return device.type == "cpu" and not torch.compiler.is_compiling() and not _FORBIDDEN.get()
 
 
 @contextmanager
-def asking_nothing() -> Iterator[None]:
-    """Within it a CPU is treated as a GPU is: shapes follow from settings alone."""
-    token = _SILENT.set(True)
+def no_host_sync() -> Iterator[None]:
+    """Inside this context a CPU is treated like a GPU: shapes follow from settings alone."""
+    token = _FORBIDDEN.set(True)
     try:
         yield
     finally:
-        _SILENT.reset(token)
+        _FORBIDDEN.reset(token)

@@ -86,8 +86,14 @@ class DraftTree:
         """The same with every tensor changed."""
         return DraftTree(*map(change, self.tensors()))
 
+    @classmethod
+    def stack(cls, trees: Sequence[DraftTree]) -> DraftTree:
+        """[B, M] tensors of B trees, the smaller ones `padded` to the largest."""
+        largest = max(map(len, trees))
+        return cls(*map(torch.stack, zip(*(tree.padded(largest).tensors() for tree in trees))))
+
     def __len__(self) -> int:
-        return self.tokens.numel()
+        return self.tokens.shape[-1]
 
     def take(self, order: Tensor) -> DraftTree:
         """The nodes `order [K]` (indices, ascending), which must be prefix-closed: a taken node's parent is taken."""
@@ -123,23 +129,23 @@ def all_of(nodes: int) -> Tensor:
 
 
 def ancestor_rows(parents: Tensor, levels: int) -> Tensor:
-    """[M+1, M+1] bool over forward rows (row 0 = base token): `out[i, j]` iff row i sees row j.
+    """[..., M+1, M+1] bool over forward rows (row 0 = base token): `out[i, j]` iff row i sees row j.
 
     A row sees itself and its ancestors. `levels` bounds the depth of the tree: each round doubles the distance
     covered, so ceil(log2(levels + 1)) small products suffice. In the worked example row 3 (z) sees rows
     0, 1 and 3.
     """
-    rows = parents.numel() + 1
-    parent_row = torch.cat([parents.new_zeros(1), parents + 1])  # base token: its own parent
-    index = torch.arange(rows, device=parents.device)
-    sees = (index == index[:, None]) | (index == parent_row[:, None])
+    root = parents.new_zeros(*parents.shape[:-1], 1)
+    parent_row = torch.cat([root, parents + 1], dim=-1)  # base token: its own parent
+    index = torch.arange(parent_row.shape[-1], device=parents.device)
+    sees = (index == index[:, None]) | (index == parent_row[..., None])
     for _ in range(max(levels, 1).bit_length()):
         sees = (sees.float() @ sees.float()) > 0
     return sees
 
 
 def depths(sees: Tensor) -> Tensor:
-    """[M+1] int64 depth of every forward row from `ancestor_rows`; the base token has depth 0."""
+    """[..., M+1] int64 depth of every forward row from `ancestor_rows`; the base token has depth 0."""
     return sees.sum(-1) - 1
 
 

@@ -1,10 +1,11 @@
 """Acceptance: which path of a verified tree the target itself would have taken. Pure functions on tensors.
 
-Shapes: M nodes, R = M+1 rows of the target forward (row 0 = base token).
+Shapes: M nodes, R = M+1 rows of the target forward (row 0 = base token); `...` stands for any batch dimensions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,32 +17,55 @@ from draft_heads.inference.tree import DraftTree
 def greedy_path(tree: DraftTree, choices: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
     """The longest path of drafts that equal the target's greedy choice at their parent.
 
-    choices [R] int64, `argmax` of the target at every row; sees [R, R] bool from `ancestor_rows`.
-    Returns `on_path [R]` bool, the base token's row and the accepted nodes' rows, and `base` [] int64, the target's
-    choice after the last of them. Siblings differ, so at most one path is accepted.
+    choices [..., R] int64, `argmax` of the target at every row; sees [..., R, R] bool from `ancestor_rows`.
+    Returns `on_path [..., R]` bool, the base token's row and the accepted nodes' rows, and `base [...]` int64, the
+    target's choice after the last of them. Siblings differ, so at most one path is accepted.
 
     Worked example (`inference.tree`): choices (x, z, ?, w) accept x (row 1) and z (row 3): on_path (1, 1, 0, 1),
     the next base token is w.
     """
-    agrees = (tree.tokens == choices[tree.parents + 1]) & tree.candidate
-    agrees = torch.cat([agrees.new_ones(1), agrees])  # the base token is the target's own
-    accepted = ~(sees & ~agrees[None, :]).any(-1)
+    agrees = (tree.tokens == choices.gather(-1, tree.parents + 1)) & tree.candidate
+    last, _ = _deepest(agrees, sees)
+    return _row(sees, last), choices.gather(-1, last)[..., 0]
+
+
+def _deepest(agrees: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """The row `[..., 1]` of the deepest node all of whose path agrees, and 1 + depth of every such row (else 0)."""
+    agrees = torch.cat([agrees.new_ones(*agrees.shape[:-1], 1), agrees], dim=-1)  # the base token is the target's own
+    accepted = ~(sees & ~agrees[..., None, :]).any(-1)
     depth = torch.where(accepted, sees.sum(-1), 0)
-    last = depth.argmax(keepdim=True)  # as an index of no dimension it would be read by the host
-    return sees.index_select(0, last)[0], choices.index_select(0, last)[0]
+    return depth.argmax(-1, keepdim=True), depth
+
+
+def _row(sees: Tensor, row: Tensor) -> Tensor:
+    """[..., R], the row of `sees [..., R, R]` that `row [..., 1]` names."""
+    return sees.gather(-2, row[..., None].expand(*row.shape, sees.shape[-1]))[..., 0, :]
 
 
 def accepted_rows(on_path: Tensor, depth: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The rows of an accepted path in order, as a tensor whose size is known beforehand, and how many they are.
 
-    on_path and depth [R]; no path has more than `most` drafts. Returns rows `[most + 1]` int64, the last one repeated
-    to the end, and `count` [] int64. In the worked example with most = 3: rows (0, 1, 3, 3), count 3.
+    on_path and depth [..., R]; no path has more than `most` drafts. Returns rows `[..., most + 1]` int64, the last one
+    repeated to the end, and `count [...]` int64. In the worked example with most = 3: rows (0, 1, 3, 3), count 3.
     """
-    index = torch.arange(len(on_path), device=on_path.device)
-    last = torch.where(on_path, depth, -1).argmax()
+    index = torch.arange(on_path.shape[-1], device=on_path.device).expand_as(on_path)
+    last = torch.where(on_path, depth, -1).argmax(-1, keepdim=True)
     place = torch.where(on_path, depth, most + 1)  # rows off the path go where they are cut off
-    rows = last.expand(most + 2).scatter(0, place, index)[:-1]
-    return rows, on_path.sum()
+    rows = last.expand(*last.shape[:-1], most + 2).scatter(-1, place, index)[..., :-1]
+    return rows, on_path.sum(-1)
+
+
+Accept = Callable[[DraftTree, Tensor, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+"""(tree, choices [..., R], logits [..., R, V], sees [..., R, R], depth [..., R], max_depth) → `accepted_rows` and the
+next base token `[...]`."""
+
+
+def accept_exact(
+    tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The path that the target itself would have taken; lossless."""
+    on_path, base = greedy_path(tree, choices, sees)
+    return *accepted_rows(on_path, depth, max_depth), base
 
 
 @dataclass(frozen=True)
@@ -61,15 +85,22 @@ class TypicalAcceptance:
                 f"typical acceptance needs 0 < epsilon < 1 and 0 < delta <= 1; got {self.epsilon:g} and {self.delta:g}"
             )
 
+    def __call__(
+        self, tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Accept`."""
+        on_path, base = self.path(tree, logits, sees)
+        return *accepted_rows(on_path, depth, max_depth), base
+
     def path(self, tree: DraftTree, logits: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        """As `greedy_path`, from the logits `[R, V]`."""
+        """As `greedy_path`, from the logits `[..., R, V]`."""
         log_p = logits.float().log_softmax(-1)
         threshold = (self.delta * (log_p.exp() * log_p).nan_to_num().sum(-1).exp()).clamp(max=self.epsilon)  # e^(−H)
         parents = tree.parents + 1
-        said = log_p[parents].gather(1, tree.tokens[:, None])[:, 0]
-        agrees = torch.cat([sees.new_ones(1), (said.exp() > threshold[parents]) & tree.candidate])
-        accepted = ~(sees & ~agrees[None, :]).any(-1)
-        depth = torch.where(accepted, sees.sum(-1), 0)
-        total = (sees.float() @ torch.cat([said.new_zeros(1), said])).masked_fill(depth < depth.max(), -torch.inf)
-        last = total.argmax(keepdim=True)
-        return sees.index_select(0, last)[0], logits.index_select(0, last)[0].argmax()
+        drafted = parents[..., None].expand(*parents.shape, log_p.shape[-1])
+        said = log_p.gather(-2, drafted).gather(-1, tree.tokens[..., None])[..., 0]
+        agrees = (said.exp() > threshold.gather(-1, parents)) & tree.candidate
+        _, depth = _deepest(agrees, sees)
+        total = (sees.float() @ torch.cat([torch.zeros_like(log_p[..., :1, 0]), said], dim=-1)[..., None])[..., 0]
+        last = total.masked_fill(depth < depth.amax(-1, keepdim=True), -torch.inf).argmax(-1, keepdim=True)
+        return _row(sees, last), logits.argmax(-1).gather(-1, last)[..., 0]

@@ -29,10 +29,11 @@ from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import in_turn
 from draft_heads.inference.evaluation.options import load_target, named_files, target_parser
 from draft_heads.inference.evaluation.report import environment
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
 GRIDS = {"gamma": range(7, 15), "w": range(15, 21), "p": range(5, 8)}

@@ -2,67 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class VerifiedStep:
-    """What one target step committed: the tokens now in the target's cache, and what follows each of them.
-
-    Sizes are known beforehand, values lie on the device: only the first `count` of A rows are committed, the others
-    repeat the last of them. What a drafter writes for them lies behind its text and is overwritten.
-
-    tokens       [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base
-                 token followed by the accepted drafts)
-    next_tokens  [A] int64, the token after each; behind the last committed one stands the next base token
-    hidden       [A, H], the target's hidden state at each of them, as the LM head reads it
-    count        [] int64, at least 1
-    choices      [R] int64, the target's own choice at every row of the forward (R = 1 + M), −1 at a row that was not
-                 verified (a node that a composed tree left out); None after the prefill
-    tree         the tree that was verified; None after the prefill
-    """
-
-    tokens: Tensor
-    next_tokens: Tensor
-    hidden: Tensor
-    count: Tensor
-    choices: Tensor | None = None
-    tree: DraftTree | None = None
-
-    @classmethod
-    def of_prompt(cls, prompt: Tensor, hidden: Tensor, base: Tensor) -> VerifiedStep:
-        """After the prefill of `prompt [n]`: hidden [n, H], base [] the target's own next token."""
-        return cls(prompt, torch.cat([prompt[1:], base[None]]), hidden, torch.full_like(base, len(prompt)))
-
-    def tensors(self) -> list[Tensor]:
-        """All of them, the tree's included."""
-        own = [self.tokens, self.next_tokens, self.hidden, self.count]
-        return (
-            own + ([] if self.choices is None else [self.choices]) + ([] if self.tree is None else self.tree.tensors())
-        )
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> VerifiedStep:
-        """The same with every tensor changed."""
-        return VerifiedStep(
-            change(self.tokens),
-            change(self.next_tokens),
-            change(self.hidden),
-            change(self.count),
-            None if self.choices is None else change(self.choices),
-            None if self.tree is None else self.tree.map(change),
-        )
-
-    @property
-    def base(self) -> Tensor:
-        """[] int64, the target's own next token after the last committed one."""
-        return self.next_tokens[-1]
 
 
 class Drafter(Protocol):
@@ -126,12 +71,6 @@ class Drafter(Protocol):
     def findings(self) -> dict[str, Any]:
         """What the drafter has learned about itself so far, for reports; nothing by default."""
         return {}
-
-    def generate_fn(self, streamer: Any = None) -> Callable[..., Tensor]:
-        """For `model.generate(…, custom_generate=…)` of transformers; see `inference.generate`."""
-        from draft_heads.inference.generate import generate_fn  # which needs the engine, and that needs this contract
-
-        return generate_fn(self, streamer)
 
 
 def tempered(log_probs: Tensor, temperature: float) -> Tensor:

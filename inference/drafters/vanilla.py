@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.engine import ContextError, Generation, GenerationSettings
 from draft_heads.inference.evaluation.lossless import Difference, Oracle, Turn, judge
+from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
 TRANSFORMERS = "transformers"  # the row of transformers' own `generate`

@@ -28,7 +28,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draft_heads.inference.engine import Generation, GenerationSettings, room
+from draft_heads.inference.generation import Generation, GenerationSettings, room
 from draft_heads.inference.sampling import Sampling, gumbel
 from draft_heads.inference.target.target import Target
 

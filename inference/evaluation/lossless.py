@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import drawn_as, end, generated
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
 NOISE_PROMPTS = 4

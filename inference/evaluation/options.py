@@ -12,8 +12,8 @@ import torch
 from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
-from draft_heads.inference.engine import GenerationSettings
 from draft_heads.inference.evaluation.evaluate import BASELINES
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION

@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep
+from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_class
-from draft_heads.inference.engine import Generation
 from draft_heads.inference.evaluation.answers import Answer, QuestionId, QuestionKey, some
 from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord, findings_of
+from draft_heads.inference.generation import Generation
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -85,7 +86,7 @@ def accepted(tree: DraftTree, answer: Sequence[int]) -> list[int]:
 def _verified(tokens: Sequence[int], count: int, tree: DraftTree) -> VerifiedStep:
     """`count` committed tokens, the old base token first, and the new base token behind them."""
     text = torch.tensor(tokens)
-    return VerifiedStep(text[:count], text[1:], _no_hidden(count), torch.tensor(count), None, tree)
+    return VerifiedStep(text[:count], text[1:], _no_hidden(count), torch.tensor(count), tree=tree)
 
 
 def _no_hidden(tokens: int) -> Tensor:

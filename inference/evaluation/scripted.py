@@ -15,6 +15,7 @@ from torch import Tensor
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
 
 
 def schedule(mean: float, steps: int = 20) -> list[int]:
@@ -38,10 +39,11 @@ class ScriptedEngine(DecodingEngine):
         self._turn = torch.zeros(1, dtype=torch.long, device=target.device)
         super().__init__(target, drafter, **options)
 
-    def _accepted(self, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The first rows, as many as the script says; see `DecodingEngine._accepted`."""
-        _, chosen, *_ = arguments
-        count = self._counts.index_select(0, self._turn % len(self._counts))[0]
+    def _accept(
+        self, tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first rows, as many as the script says; see `inference.verify.Accept`."""
+        count = self._counts.index_select(0, self._turn % len(self._counts))
         self._turn += 1
-        rows = torch.arange(self.drafter.max_depth + 1, device=chosen.device)
-        return torch.minimum(rows, count - 1), count, chosen[0]
+        rows = torch.arange(max_depth + 1, device=choices.device)
+        return torch.minimum(rows, count[:, None] - 1), count, choices[:, 0]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import VerifiedStep
+from draft_heads.inference.step import VerifiedStep
 
 Body = Callable[[VerifiedStep], tuple[VerifiedStep, Tensor]]
 """What the last step committed → what this one committed, and what the host is told."""

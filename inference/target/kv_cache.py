@@ -74,17 +74,12 @@ class KVCache(Cache):
         """Set the memory aside, the first time, for states `[B, G, R, D]` like these."""
         if self.store is None:
             _, heads, _, size = like.shape
-            self.lend(like.new_zeros(len(self.layers), len(self.lengths), 2, heads, self.capacity, size))
+            self.store = like.new_zeros(len(self.layers), len(self.lengths), 2, heads, self.capacity, size)
+            self._show()
 
     def memory(self) -> list[Tensor]:
         """The tensors that outlive a step; where they lie, a captured step expects them."""
         return [self.lengths] if self.store is None else [self.lengths, self.store]
-
-    def lend(self, store: Tensor) -> None:
-        """Work in this memory."""
-        self.store = store
-        self._views.clear()
-        self._show()
 
     def reach(self, rows: int) -> int:
         """Make `rows` reach as far as a forward over that many more rows may write, in whole steps; how far.
@@ -124,13 +119,13 @@ class KVCache(Cache):
         both = self.rows[layer].view(batch, 2, heads, -1, size)
         return both[:, 0], both[:, 1]
 
-    def only(self, sequence: int, like: Tensor) -> KVCache:
-        """A cache of one sequence of this one, in the same memory, empty: to prefill it."""
-        one = KVCache(len(self.layers), self.capacity, device=self.lengths.device)
-        self.allocate(like)
+    def copy_sequence(self, index: int, single: KVCache) -> None:
+        """Sequence `index` becomes the text of another cache, which holds one sequence."""
+        assert single.store is not None
+        self.allocate(single.store[0, :, 0, :, :0])
         assert self.store is not None
-        one.lend(self.store[:, sequence : sequence + 1])
-        return one
+        self.store[:, index, :, :, : single.bound] = single.store[:, 0, :, :, : single.bound]
+        self.lengths[index] = single.bound
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
         """Commit the first `counts [B]` of `rows [B, A]` (ascending, of the last forward) in place, all layers at once.

@@ -206,6 +206,11 @@ class Target:
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
         if len(set(self.layer_devices)) > 1:
+            if batch > 1:
+                raise ValueError(
+                    f"batches need a target on one device; {self.name} is spread over several; decode its prompts one "
+                    "by one"
+                )
             return ShardedKVCache(self.layer_devices, capacity, self.device)
         return KVCache(len(self.kinds), capacity, batch, self.device)
 
@@ -223,23 +228,23 @@ class Target:
         ).last_hidden_state
 
     def _forward(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
-        """Hidden `[R, H]` of R rows that see the whole cached text, and each other as `sees [R, R]` says."""
+        """Hidden `[B, R, H]` of R rows that see the whole cached text, and each other as `sees [B, R, R]` says."""
         if self.fused is not None:
-            return self.fused(token_ids[None], depths[None], sees[None], cache)[0]
+            return self.fused(token_ids, depths, sees, cache)
         positions = depths + cache.lengths[:, None]
-        visible, keys = behind_text(sees[None], positions, cache.lengths, cache.reach(len(sees)))
+        visible, keys = behind_text(sees, positions, cache.lengths, cache.reach(sees.shape[1]))
         masks = by_kind(visible, positions, keys, self.window, self.kinds)
-        return self._through_modules(token_ids[None], positions, masks, cache)[0]
+        return self._through_modules(token_ids, positions, masks, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] → [..., V], the target's LM head."""
         return self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden)
 
     def forward_tree(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """One forward over R rows behind the cached text: hidden `[R, H]` and logits `[R, V]`.
+        """One forward over R rows behind each of B cached texts: hidden `[B, R, H]` and logits `[B, R, V]`.
 
-        token_ids [R] int64; depths [R] int64, distance from the first row in the text; sees [R, R] bool, which rows
-        each row sees. Every row sees the whole cached text. Rows are written to `cache` but not committed.
+        token_ids [B, R] int64; depths [B, R] int64, distance from the first row in the text; sees [B, R, R] bool, which
+        rows each row sees. Every row sees its whole cached text. Rows are written to `cache` but not committed.
         """
         hidden = self._forward(token_ids, depths, sees, cache)
         return hidden.to(self.device), self.logits(hidden).to(self.device)  # a sharded target's lie elsewhere
@@ -249,7 +254,7 @@ class Target:
         pieces = []
         for chunk in prompt.split(rows_per_forward):
             index = torch.arange(chunk.numel(), device=prompt.device)
-            pieces.append(self._forward(chunk, index, index <= index[:, None], cache))
+            pieces.append(self._forward(chunk[None], index[None], (index <= index[:, None])[None], cache)[0])
             cache.keep_first(chunk.numel())
         hidden = torch.cat(pieces)
         return hidden.to(self.device), self.logits(hidden[-1]).to(self.device)

@@ -38,9 +38,10 @@ from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.options import drafter_specs, load_drafters, load_target, prepared, target_parser
 from draft_heads.inference.evaluation.scripted import ScriptedEngine
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.train.options import SHAPES

@@ -23,11 +23,11 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from draft_heads.data.synthetic.corpus import conversations
-from draft_heads.inference.drafters.base import VerifiedStep
 from draft_heads.inference.drafters.text.base import TextDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.evaluation.report import environment
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
 
@@ -65,7 +65,7 @@ def step_times(drafter: TextDrafter, text: Sequence[int], context: int, steps: i
     for _ in range(steps):
         count = rng.randint(1, 4)
         tokens = torch.tensor([*text[place : place + count], *[0] * (drafter.max_depth + 1 - count)])
-        step = VerifiedStep(tokens, tokens, torch.empty(len(tokens), 0), torch.tensor(count), None, DraftTree.empty())
+        step = VerifiedStep(tokens, tokens, torch.empty(len(tokens), 0), torch.tensor(count), tree=DraftTree.empty())
         start = time.perf_counter()
         drafter.observe(step)
         drafter.propose()

@@ -50,8 +50,9 @@ from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import LosslessCounts, Oracle, Turn, judge_all
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
 VARIANTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {

@@ -18,10 +18,12 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import LosslessCounts, Oracle, Turn, judge_all
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.tree import DraftTree

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from draft_heads.inference.engine import ContextError, Generation, GenerationSettings
 from draft_heads.inference.evaluation.evaluate import Benchmark
+from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 CONTEXT = 40  # a prompt is one token per character
 

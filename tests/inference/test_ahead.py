@@ -6,9 +6,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings, padded_nodes
+from draft_heads.inference.engine import DecodingEngine, padded_nodes
 from draft_heads.inference.evaluation.lossless import Oracle, Turn, judge_all
-from draft_heads.inference.host_sync import asking_nothing, may_ask
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.host_sync import host_sync_allowed, no_host_sync
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
 from draft_heads.inference.target.kv_cache import ShardedKVCache
@@ -252,10 +253,10 @@ def test_sizes_of_trees_are_few():
 
 def test_a_cpu_may_be_asked_unless_it_may_not():
     device = torch.device("cpu")
-    assert may_ask(device) and not may_ask(torch.device("meta"))
-    with asking_nothing():
-        assert not may_ask(device)
-    assert may_ask(device)
+    assert host_sync_allowed(device) and not host_sync_allowed(torch.device("meta"))
+    with no_host_sync():
+        assert not host_sync_allowed(device)
+    assert host_sync_allowed(device)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from draft_heads.inference.drafters.models.self_speculative import SelfSpeculati
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -140,10 +141,10 @@ class Witness(Drafter):
         self.tokens, self.hidden = [], []
 
     def observe(self, step):
-        assert len(step.tokens) == len(step.hidden) == len(step.next_tokens) == int(step.count)
+        assert len(step.tokens) == len(step.hidden) == len(step.next_tokens) >= int(step.count)
         assert not self.tokens or self.base == step.tokens[0]
-        self.tokens += step.tokens.tolist()
-        self.hidden += list(step.hidden)
+        self.tokens += step.tokens.tolist()[: int(step.count)]
+        self.hidden += list(step.hidden[: int(step.count)])
         self.base = step.base
 
     def propose(self):

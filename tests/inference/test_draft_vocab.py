@@ -9,8 +9,9 @@ from torch import nn
 
 from draft_heads.heads.base import Rows
 from draft_heads.inference.drafters.registry import drafter_for
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.tree import check_tree
 from draft_heads.scripts.checks.lossless_matrix import trained_head
 from draft_heads.train.simulate import simulate_row

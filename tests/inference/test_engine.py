@@ -11,8 +11,9 @@ from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import ContextError, DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
@@ -315,7 +316,7 @@ def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settin
 
         monkeypatch.setattr(each, "propose", proposing)
         engine = DecodingEngine(target, each)
-        monkeypatch.setattr(engine, "_room", lambda text: 240)  # as where programs want memory that does not move
+        monkeypatch.setattr(engine, "_reserved_length", lambda text: 240)  # as compiled programs reserve it
         for prompt in ([5, 6, 7], PROMPT):
             engine.generate(prompt, GenerationSettings(80))
     for (own, _), (other, _) in zip(*trees.values(), strict=True):

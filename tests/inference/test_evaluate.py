@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from draft_heads.inference.engine import ContextError, GenerationSettings
 from draft_heads.inference.evaluation.evaluate import evaluate, order
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
+from draft_heads.inference.generation import ContextError, GenerationSettings
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
 
 

@@ -24,10 +24,14 @@ def decode(target, prompt=21):
     pieces = [target.prefill(torch.randint(0, 211, (prompt,), generator=generator), cache, rows_per_forward=8)[0]]
     sees = ancestor_rows(TREE, 4)
     rows = torch.randint(0, 211, (len(sees),), generator=generator)
-    pieces.append(target.forward_tree(rows, depths(sees), sees, cache)[0])
+    pieces.append(target.forward_tree(rows[None], depths(sees)[None], sees[None], cache)[0][0])
     cache.commit(torch.tensor([[0, 1, 3, 5, 5]]), torch.tensor([4]))
     cache.settle(prompt + 4)
-    pieces.append(target.forward_tree(rows[:1], torch.zeros(1, dtype=torch.long), torch.ones(1, 1).bool(), cache)[0])
+    pieces.append(
+        target.forward_tree(rows[:1, None], torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, 1).bool(), cache)[0][
+            0
+        ]
+    )
     return torch.cat(pieces)
 
 

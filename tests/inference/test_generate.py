@@ -12,6 +12,7 @@ from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.generate import generate_fn
 from tests.inference.models import load_target, make_head, make_prompts, small_model
 
 
@@ -45,7 +46,7 @@ def both(target, drafter, prompts, **settings):
     ids = torch.tensor(prompts)
     mask = settings.pop("attention_mask", torch.ones_like(ids))
     run = {"attention_mask": mask, "max_new_tokens": 24, "pad_token_id": 0, **settings}
-    return target.model.generate(ids, **run), target.model.generate(ids, **run, custom_generate=drafter.generate_fn())
+    return target.model.generate(ids, **run), target.model.generate(ids, **run, custom_generate=generate_fn(drafter))
 
 
 def test_the_tokens_are_those_of_generate(target, drafter):
@@ -85,9 +86,7 @@ def test_drawn_tokens_depend_on_torchs_seed_and_not_on_the_drafter(target, draft
     def drawn(with_drafter, seed):
         torch.manual_seed(seed)
         mask = torch.ones_like(prompt)
-        return target.model.generate(
-            prompt, attention_mask=mask, **settings, custom_generate=with_drafter.generate_fn()
-        )
+        return target.model.generate(prompt, attention_mask=mask, **settings, custom_generate=generate_fn(with_drafter))
 
     plain = VanillaDrafter(target.device)
     assert torch.equal(drawn(drafter, 1), drawn(plain, 1))
@@ -110,7 +109,7 @@ def test_a_streamer_receives_every_token_once(target, drafter):
     ids = torch.tensor([prompt])
     answer = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0,
-        custom_generate=drafter.generate_fn(streamer=collector),
+        custom_generate=generate_fn(drafter, streamer=collector),
     )  # fmt: skip
     assert collector.ended and collector.tokens == answer[0, len(prompt) :].tolist()
 
@@ -128,5 +127,5 @@ def test_what_drafting_cannot_honour_is_refused(target, settings, told):
     with pytest.raises(ValueError, match=told):
         target.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, pad_token_id=0, do_sample=False, **settings,
-            custom_generate=VanillaDrafter(target.device).generate_fn(),
+            custom_generate=generate_fn(VanillaDrafter(target.device)),
         )  # fmt: skip

@@ -7,7 +7,8 @@ import torch
 
 from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.int8_weights import DraftingHead, Int8Linear, Int8View, in_eight_bits
 from draft_heads.inference.native import library
 from draft_heads.inference.target.compiled import program

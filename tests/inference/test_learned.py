@@ -10,10 +10,11 @@ from draft_heads.inference.drafters.hybrid.hybrid_part import PAUSE
 from draft_heads.inference.drafters.hybrid.learned import LearnedFile
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.options import drafter_specs
 from draft_heads.inference.evaluation.replay import TokenizerTarget
 from draft_heads.inference.evaluation.report import findings_note
+from draft_heads.inference.generation import GenerationSettings
 from tests.inference.models import load_target, make_head, make_prompts, vanilla_tokens
 
 SETTINGS = GenerationSettings(60)

@@ -12,7 +12,8 @@ from draft_heads.inference.drafters.hybrid.learned import Learned, LearnedPart
 from draft_heads.inference.drafters.hybrid.running_costs import EARLY, RunningCosts
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
 from tests.inference.models import make_head, vanilla_tokens
 
 

@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.base import VerifiedStep
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter, fitting
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
 from tests.inference.models import make_prompts
 
@@ -26,7 +27,7 @@ def answer(drafter, tree, choices, base=7):
     """The target refuses every draft and says `choices` at the rows behind the base token."""
     one = torch.tensor([0])
     said = torch.tensor([base, *choices])
-    drafter.observe(VerifiedStep(one, torch.tensor([base]), torch.zeros(1, 4), one[0] + 1, said, tree))
+    drafter.observe(VerifiedStep(one, torch.tensor([base]), torch.zeros(1, 4), one[0] + 1, said, tree=tree))
 
 
 def test_a_cell_sees_row_0_up_to_its_column_and_its_column_up_to_its_row():

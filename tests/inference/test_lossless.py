@@ -7,7 +7,6 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import GenerationSettings
 from draft_heads.inference.evaluation.lossless import (
     LosslessCounts,
     Oracle,
@@ -19,6 +18,7 @@ from draft_heads.inference.evaluation.lossless import (
     judge_all,
     top_two_gap,
 )
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
 PROMPT = (3, 1, 4, 1, 5)

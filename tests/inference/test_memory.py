@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.registry import drafter_for
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 

@@ -13,7 +13,8 @@ from draft_heads.inference.drafters.hybrid.merged_tree import LevelSource, Phras
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text import ngram_table
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.native import library, merging
 from draft_heads.inference.tree import DraftTree, check_tree
 from tests.inference.models import make_head

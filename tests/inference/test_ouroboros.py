@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.base import VerifiedStep
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter, agreement, matching_runs
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import check_tree
 from draft_heads.scripts.tune_ouroboros import main
@@ -102,7 +103,7 @@ def proposed(drafter, text=(3, 4, 5, 6)):
 def verified(drafter, tree, said):
     """The target says `said` at the base token and at every node."""
     one, said = torch.tensor([6]), torch.tensor(said)
-    drafter.observe(VerifiedStep(one, said[:1], torch.zeros(1, 32), one[0] - 5, said, tree))
+    drafter.observe(VerifiedStep(one, said[:1], torch.zeros(1, 32), one[0] - 5, said, tree=tree))
 
 
 def trunk_of(model, count):

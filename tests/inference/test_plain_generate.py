@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import ContextError, DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import PlainGenerate, end, steps
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from tests.inference.models import load_target, make_prompts
 

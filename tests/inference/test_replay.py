@@ -8,7 +8,7 @@ from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.answers import Answer, AnsweredTurn
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.replay import (
@@ -21,6 +21,7 @@ from draft_heads.inference.evaluation.replay import (
     replay_all,
     text_drafters,
 )
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.tree import DraftTree
 from tests.inference.models import RANDOM_TARGETS, load_target, make_prompts
 

@@ -10,7 +10,8 @@ import torch
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.text.rest import RESTDrafter, blended, frequent
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
 from tests.inference.datastores import StubTokenizer, target, write_datastore
 from tests.inference.models import RANDOM_TARGETS, load_target, make_prompts
 from tests.inference.text_drafters import begin, proposal, texts

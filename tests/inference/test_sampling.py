@@ -8,8 +8,9 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, check_prompts
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling, gumbel, uniform
 from draft_heads.inference.tree import DraftTree, ancestor_rows
 from draft_heads.inference.verify import TypicalAcceptance, greedy_path

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from draft_heads.inference.drafters.base import VerifiedStep
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree, check_tree
 
 
@@ -25,7 +25,7 @@ def go_on(drafter, base, tokens):
     """A step accepted all but the last of `tokens` behind the base token; the last is the new one."""
     text = torch.tensor([base, *tokens])
     count = torch.tensor(len(tokens))
-    drafter.observe(VerifiedStep(text[:-1], text[1:], torch.empty(len(tokens), 0), count, None, DraftTree.empty()))
+    drafter.observe(VerifiedStep(text[:-1], text[1:], torch.empty(len(tokens), 0), count, tree=DraftTree.empty()))
 
 
 def proposal(drafter):

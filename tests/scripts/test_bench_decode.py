@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from draft_heads.inference.drafters.registry import drafter_for
-from draft_heads.inference.engine import GenerationSettings
 from draft_heads.inference.evaluation.scripted import ScriptedEngine, schedule
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.scripts.bench import decode as bench_decode
 from tests.inference.models import load_target, make_head
 

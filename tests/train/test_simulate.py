@@ -6,7 +6,8 @@ import torch
 from draft_heads.heads.base import Rows
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.heads.ctc_search import build_tree
-from draft_heads.inference.engine import DecodingEngine, GenerationSettings
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.checks.lossless_matrix import load_target, make_prompts, trained_head
 from draft_heads.train.simulate import answers, walk

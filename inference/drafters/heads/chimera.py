@@ -18,11 +18,12 @@ from draft_heads.heads.attention import Memory, TreeAttention
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
+from draft_heads.inference.drafters.base import Drafter, check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.kgram_cache import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
 from draft_heads.inference.int8_weights import DraftingHead
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 

@@ -14,11 +14,12 @@ from draft_heads.heads.attention import chain_attention
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.ctc import CTCHead
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
+from draft_heads.inference.drafters.base import Drafter, check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES, build_tree
 from draft_heads.inference.int8_weights import DraftingHead
 from draft_heads.inference.native import library
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 

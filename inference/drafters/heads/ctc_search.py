@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draft_heads.heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
 from draft_heads.inference.drafters.heads.level_tree import best_indices
-from draft_heads.inference.host_sync import may_ask
+from draft_heads.inference.host_sync import host_sync_allowed
 from draft_heads.inference.native import library
 from draft_heads.inference.tree import DraftTree
 
@@ -98,7 +98,11 @@ def prefix_tree(
         width = min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
         best, flat = level.flatten().topk(width)
         parent, column = flat // considered, flat % considered
-        if offset >= max_nodes and may_ask(best.device) and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]:
+        if (
+            offset >= max_nodes
+            and host_sync_allowed(best.device)
+            and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]
+        ):
             break  # no deeper node is among the best
         scores.append(best)
         tokens.append(labels[column])

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.hydra import HydraHead
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
+from draft_heads.inference.drafters.base import Drafter, check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
 from draft_heads.inference.int8_weights import DraftingHead
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 

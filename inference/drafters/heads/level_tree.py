@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draft_heads.inference.host_sync import may_ask
+from draft_heads.inference.host_sync import host_sync_allowed
 from draft_heads.inference.tree import DraftTree
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
@@ -48,7 +48,7 @@ def grow_tree(
         if level == levels or width == 1:
             break
         rows = torch.arange(count, count + len(token), device=device)
-        if may_ask(device):
+        if host_sync_allowed(device):
             kept = (best_indices(torch.cat(scores), max_nodes) >= count).sum()  # the level is sorted: its first ones
             if not kept:
                 break

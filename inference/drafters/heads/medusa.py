@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from draft_heads.heads.medusa import MedusaHead
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
+from draft_heads.inference.drafters.base import Drafter, check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.ctc_search import build_tree
 from draft_heads.inference.drafters.heads.rank_paths import RankPaths
 from draft_heads.inference.int8_weights import DraftingHead
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 

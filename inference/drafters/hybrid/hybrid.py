@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max_nodes
+from draft_heads.inference.drafters.base import Drafter, check_max_nodes
 from draft_heads.inference.drafters.hybrid.hybrid_part import HybridPart
 from draft_heads.inference.drafters.hybrid.learned import Learned, LearnedFile, LearnedPart
 from draft_heads.inference.drafters.hybrid.ledger import Ledger, Written
@@ -24,6 +24,7 @@ from draft_heads.inference.drafters.hybrid.merging import merge
 from draft_heads.inference.drafters.hybrid.running_costs import Step
 from draft_heads.inference.drafters.text.base import committed
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 

@@ -9,12 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep
+from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
 from draft_heads.inference.drafters.hybrid.account import Account
 from draft_heads.inference.drafters.hybrid.merged_tree import UNLIKELY, LevelSource, PhraseSource, Source, TreeSource
 from draft_heads.inference.drafters.text.base import TextDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.step import VerifiedStep, verify_step
 from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
-from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
-from draft_heads.inference.verify import accepted_rows, greedy_path
+from draft_heads.inference.tree import DraftTree
 
 _ONE_BY_ONE = 4  # so few new tokens are fed through the compiled forward of one row
 _RUN = 4  # so many forwards of one row are compiled together: a third of their time goes into calling them
@@ -34,12 +34,12 @@ class DraftLoop:
         self._hidden: Tensor | None = None  # of every cached token, [capacity, H], for the inner drafter
         self._kept, self._ahead = 0, list[int]()  # cached: so many tokens of the text, then these
         self._told, self._told_ahead = 0, list[int]()  # the same of what the inner drafter was told
-        self._depth = torch.zeros(1, dtype=torch.long, device=model.device)
-        self._alone = torch.ones(1, 1, dtype=torch.bool, device=model.device)
-        self._next, self._next_run, self._verify = self._row, self._run, self._tree
+        self._depth = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        self._alone = torch.ones(1, 1, 1, dtype=torch.bool, device=model.device)
+        self._next, self._next_run, self._verify = self._row, self._run, self._verify_tree
         if model.compiled:
             self._next, self._next_run = program(self._row, model.device), program(self._run, model.device)
-            self._verify = program(self._tree, model.device)
+            self._verify = program(self._verify_tree, model.device)
 
     def begin(self, capacity: int) -> None:
         """Forget the last text; the next one and its answer take `capacity` tokens."""
@@ -118,9 +118,9 @@ class DraftLoop:
 
     def _row(self, token: Tensor, cache: KVCache) -> Tensor:
         """[1] the model's own choice behind `token [1]`, which is committed."""
-        _, logits = self.model.forward_tree(token, self._depth, self._alone, cache)
+        _, logits = self.model.forward_tree(token[None], self._depth, self._alone, cache)
         cache.lengths += 1
-        return logits.argmax(-1)
+        return logits[0].argmax(-1)
 
     def _run(self, token: Tensor, cache: KVCache) -> Tensor:
         """[_RUN] choices, each behind the one before."""
@@ -141,7 +141,7 @@ class DraftLoop:
         base, drafted = fresh[-1:], list[int]()
         while True:
             step = self._verified(base, self.inner.propose())
-            new = step.next_tokens.tolist()
+            new = step.next_tokens.tolist()[: int(step.count)]
             drafted += new
             if len(drafted) >= count:
                 return drafted
@@ -160,7 +160,7 @@ class DraftLoop:
         if goes_on:
             count = torch.full_like(tokens[0], len(hidden))
             tree = DraftTree.empty(tokens.device)
-            self.inner.observe(VerifiedStep(tokens[:-1], tokens[1:], hidden, count, None, tree))
+            self.inner.observe(VerifiedStep(tokens[:-1], tokens[1:], hidden, count, tree=tree))
         else:
             step = VerifiedStep.of_prompt(tokens[:-1], hidden, tokens[-1])
             if self._told:
@@ -175,23 +175,13 @@ class DraftLoop:
         assert self.inner is not None and self._hidden is not None
         cache = self.cache
         cache.reach(1 + max(len(tree), self.inner.max_depth))
-        tokens, next_base, hidden, count, chosen = self._verify(base, tree, cache)
+        step = self._verify(base, tree.map(lambda x: x[None]), cache).sequence(0, tree)
         self.forwards += 1
-        accepted = int(count)
-        start, end = cache.bound, cache.bound + accepted
-        tokens, hidden = tokens[:accepted], hidden[:accepted]
-        self._hidden[start:end] = hidden
-        cache.settle(end)
-        return VerifiedStep(tokens, torch.cat([tokens[1:], next_base[None]]), hidden, count, chosen, tree)
+        start, accepted = cache.bound, int(step.count)
+        cache.settle(start + accepted)
+        self._hidden[start : cache.bound] = step.hidden[:accepted]
+        return step
 
-    def _tree(self, base: Tensor, tree: DraftTree, cache: KVCache) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Tokens [A] of the model's own path, its next token [], hidden [A, H], how many count [], choices [R]."""
+    def _verify_tree(self, base: Tensor, tree: DraftTree, cache: KVCache) -> VerifiedStep:
         assert self.inner is not None
-        sees = ancestor_rows(tree.parents, self.inner.max_depth)
-        rows, depth = torch.cat([base, tree.tokens]), depths(sees)
-        hidden, logits = self.model.forward_tree(rows, depth, sees, cache)
-        chosen = logits.argmax(-1)
-        on_path, next_base = greedy_path(tree, chosen, sees)
-        path, count = accepted_rows(on_path, depth, self.inner.max_depth)
-        cache.commit(path[None], count[None])
-        return rows[path], next_base, hidden[path], count, chosen
+        return verify_step(self.model, cache, base, tree, self.inner.max_depth)

@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import VerifiedStep
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, own_choices
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool, TokenTrie
 from draft_heads.inference.drafters.text.pool_file import PoolFile
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 

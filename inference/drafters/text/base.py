@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter, VerifiedStep
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
 

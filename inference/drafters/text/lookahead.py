@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import VerifiedStep
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, own_choices, refuse_path
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool, TokenTrie
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 

@@ -1,0 +1,143 @@
+"""One answer: when it stops, where it is cut, what it cost. Shared by every engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.verify import TypicalAcceptance
+
+
+class ContextError(ValueError):
+    """A prompt that leaves no room for a single new token in the target's context."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """When to stop. The answer is cut behind the first token that meets any of the rules, EOS included in it.
+
+    max_new_tokens  exact upper bound; the target's context may end an answer earlier
+    eos_token_ids   tokens that end an answer
+    stop_strings    texts that end an answer once the decoded answer contains one
+    stop            given the new tokens so far, the length at which to cut them, or None
+    sampling        draws tokens, losslessly; None: greedy
+    typical         lossy: accepts what is typical of the target instead of what it says; None: exact verification
+    """
+
+    max_new_tokens: int = 128
+    eos_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    stop: Callable[[list[int]], int | None] | None = None
+    sampling: Sampling | None = None
+    typical: TypicalAcceptance | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"--max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        if self.sampling is not None and self.typical is not None:
+            raise ValueError("typical acceptance has a rule of its own for what is kept; leave --temperature out")
+
+
+@dataclass
+class Generation:
+    """One answer and what it cost.
+
+    tokens          new tokens, EOS included
+    accept_lengths  new tokens of each target step (base token included); the prefill's single token comes first
+    sources         which drafter proposed each token, an index into the drafter's `sources`; −1: the target itself
+    seconds         wall seconds by part: draft, verify, accept, other, and their sum total
+    finish_reason   "eos", "length", "stop" or "context"
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    accept_lengths: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    finish_reason: str = ""
+
+    @property
+    def target_steps(self) -> int:
+        """Target forwards, the prefill included."""
+        return len(self.accept_lengths)
+
+
+class Clock:
+    """Splits wall time into named parts; on a GPU the parts are those of the host, which waits in `accept`."""
+
+    def __init__(self) -> None:
+        self.parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "other": 0.0}
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Count the time since the last lap as `part`."""
+        now = time.perf_counter()
+        self.parts[part] += now - self._last
+        self._last = now
+
+    def seconds(self, share: float = 1.0) -> dict[str, float]:
+        """A share of every part, and their sum as `total`."""
+        return {
+            **{part: share * spent for part, spent in self.parts.items()},
+            "total": share * sum(self.parts.values()),
+        }
+
+
+def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
+    """How many of `max_new_tokens` fit behind the prompt; raises ContextError if none does."""
+    left = target.max_positions - prompt_tokens
+    if prompt_tokens < 1:
+        raise ContextError("a prompt must have at least one token; got none; render the chat template first")
+    if left < 1:
+        raise ContextError(
+            f"the prompt and one new token must fit the target's {target.max_positions} positions; the "
+            f"prompt has {prompt_tokens} tokens; shorten it or pick another target"
+        )
+    return min(left, max_new_tokens)
+
+
+class Stopper:
+    """Finds where an answer ends inside the tokens of a step."""
+
+    def __init__(self, settings: GenerationSettings, tokenizer: Any, limit: int) -> None:
+        if settings.stop_strings and tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer to decode the answer; the target has none; load one")
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.limit = limit
+
+    def extend(self, answer: Generation, new: list[int], sources: list[int]) -> list[int]:
+        """Add one target step's tokens to the answer, as far as they belong to it; returns those.
+
+        `answer.finish_reason` stays "" while the answer goes on.
+        """
+        kept, answer.finish_reason = self.cut(answer.tokens, new)
+        answer.tokens.extend(kept)
+        answer.sources.extend(sources[: len(kept)])
+        answer.accept_lengths.append(len(kept))
+        return kept
+
+    def cut(self, before: list[int], new: list[int]) -> tuple[list[int], str]:
+        """The part of `new` that belongs to the answer, and why it ends there ("" if it goes on).
+
+        Tokens are judged in order, so EOS or a stop rule in the middle of an accepted path ends the answer there.
+        """
+        settings = self.settings
+        for count, token in enumerate(new, start=1):
+            total = len(before) + count
+            if token in settings.eos_token_ids:
+                return new[:count], "eos"
+            if settings.stop_strings and self._has_stop_string(before + new[:count]):
+                return new[:count], "stop"
+            if settings.stop is not None and settings.stop(before + new[:count]) is not None:
+                return new[:count], "stop"
+            if total == self.limit:
+                return new[:count], "length" if self.limit == settings.max_new_tokens else "context"
+        return new, ""
+
+    def _has_stop_string(self, tokens: list[int]) -> bool:
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return any(stop in text for stop in self.settings.stop_strings)
