@@ -8,7 +8,8 @@ answer ends, the next prompt takes its place. Drafters run one after another, so
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,7 +87,8 @@ class BatchEngine:
             for place in range(size):
                 while slots[place] is None and waiting:
                     index = waiting.pop()
-                    stopper = Stopper(settings, self.target.tokenizer, limits[index])
+                    own = replace(settings, stop=deepcopy(settings.stop))  # a rule may remember the answer it saw last
+                    stopper = Stopper(own, self.target.tokenizer, limits[index])
                     slots[place] = self._begin(place, prompts[index], stopper, answers[index], single, cache, end)
             clock.lap("verify")
             if not any(slots):

@@ -22,10 +22,10 @@ from rich.console import Console
 from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
 from draft_heads.data.loops import LoopDetector
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.answers import AnswerFiles
-from draft_heads.inference.evaluation.evaluate import BASELINES, VANILLA, Benchmark, Engine, evaluate
+from draft_heads.inference.evaluation.evaluate import BASELINES, VANILLA, Benchmark, Engine, ManyAtOnce, evaluate
 from draft_heads.inference.evaluation.hf_generate import PlainGenerate, baseline_words
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.options import (
@@ -34,10 +34,11 @@ from draft_heads.inference.evaluation.options import (
     describe_target,
     drafter_specs,
     generation_settings,
-    load_drafters,
+    load_engines,
     load_target,
     named_files,
     parse_options,
+    questions_at_once,
 )
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, write_report
 from draft_heads.inference.evaluation.terminal import progress_bar, summary_table
@@ -63,28 +64,33 @@ def run(options: argparse.Namespace) -> None:
     benchmarks = load_benchmarks(options)
     named = [text for text in options.drafters if text.partition("=")[0] in BASELINES]
     baselines = {baseline_words(text)[0]: text for text in named}
+    if baselines and options.batch_size > 1:
+        raise ValueError(
+            f"transformers' own generate is timed one answer at a time; got {', '.join(baselines)} with --batch_size "
+            f"{options.batch_size}; leave one of them out"
+        )
     specs = drafter_specs([text for text in options.drafters if text not in named])
     check_output(options.output, options.overwrite)
     target = load_target(options)
-    drafters = load_drafters(specs, target, options.max_nodes)
+    engines = load_engines(specs, target, options.max_nodes, options.batch_size)
     with ExitStack() as at_the_end:  # what drafters keep is written even if something fails
-        for drafter in drafters.values():
-            at_the_end.callback(drafter.close)
-        measure(options, target, drafters, baselines, benchmarks, console)
+        for engine in engines.values():
+            at_the_end.callback(engine.drafter.close)
+        measure(options, target, engines, baselines, benchmarks, console)
 
 
 def measure(
     options: argparse.Namespace,
     target: Target,
-    drafters: dict[str, Drafter],
+    drafting: dict[str, DecodingEngine | BatchEngine],
     baselines: dict[str, str],
     benchmarks: list[Benchmark],
     console: Console,
 ) -> None:
     """Decode, judge, write the report."""
-    engines: dict[str, Engine] = {VANILLA: DecodingEngine(target, drafters[VANILLA])}
+    engines: dict[str, Engine | ManyAtOnce] = {VANILLA: drafting[VANILLA]}
     engines |= {name: PlainGenerate.from_words(text, target) for name, text in baselines.items()}
-    engines |= {name: DecodingEngine(target, drafter) for name, drafter in drafters.items() if name != VANILLA}
+    engines |= drafting
     clear_output(options.output)
     answers = AnswerFiles(options.output, list(engines))
     with progress_bar(console) as progress:
@@ -95,6 +101,7 @@ def measure(
             partial(render_prompt, target.tokenizer),
             progress,
             answers.add,
+            questions_at_once(options.batch_size),
         )
     report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
     pictures = write_report(options.output, report)

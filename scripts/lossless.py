@@ -21,7 +21,6 @@ from rich.table import Table
 from draft_heads.data.benchmarks import load_benchmark
 from draft_heads.data.loops import LoopDetector
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import Benchmark, TurnRecord, evaluate
 from draft_heads.inference.evaluation.lossless import LosslessCounts, Oracle
 from draft_heads.inference.evaluation.metrics import lossless_counts
@@ -31,10 +30,11 @@ from draft_heads.inference.evaluation.options import (
     describe_target,
     drafter_specs,
     generation_settings,
-    load_drafters,
+    load_engines,
     load_target,
     named_files,
     parse_options,
+    questions_at_once,
 )
 from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json
 from draft_heads.inference.evaluation.terminal import progress_bar
@@ -54,15 +54,16 @@ def run(options: argparse.Namespace) -> bool:
     specs = drafter_specs(options.drafters)
     check_output(options.output, options.overwrite, "lossless.json")
     target = load_target(options)
-    drafters = load_drafters(specs, target, options.max_nodes)
+    engines = load_engines(specs, target, options.max_nodes, options.batch_size)
     clear_output(options.output, "lossless.json")
     with progress_bar(console) as progress:
         evaluation = evaluate(
-            {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()},
+            engines,
             Oracle(target, generation_settings(options, target, LoopDetector)),
             benchmarks,
             partial(render_prompt, target.tokenizer),
             progress,
+            questions_at_once=questions_at_once(options.batch_size),
         )
     counts = {
         name: lossless_counts([record for record in evaluation.records if record.drafter == name])

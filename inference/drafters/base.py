@@ -2,34 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from draft_heads.heads.base import DraftHead
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
-class Drafter(Protocol):
+class Builder(Protocol):
+    """What a drafter is built with from the command line; `registry.DrafterBuilder`.
+
+    target     the target it drafts for; a replay has its tokenizer only, enough for drafters that are `text_only`
+    max_nodes  the default node budget
+    """
+
+    target: Target
+    max_nodes: int
+
+    def head(self, kind: str, path: str) -> DraftHead:
+        """The trained head at a path, on the target's device; ValueError for another kind's, or another target's."""
+
+    def draft_model(self, kind: str, path: str) -> Target:
+        """The causal language model at a path, which must have the target's tokens."""
+
+    def inner(self, words: str, model: Target) -> Drafter | None:
+        """The drafter that `words` (`KIND[:PATH]`) describe, drafting for `model`; None for none."""
+
+
+class Drafter(ABC):
     """`begin` and `observe` (the prefill) once per prompt, then `propose` and `observe` once per target step.
 
     What outlives a step (lengths, recent tokens) is a tensor written in place, so that a captured step finds it there.
 
+    A class declares what its drafters are called, can do and need:
+
+    kind           its name on the command line
+    options        what may follow on the command line, with defaults, whose types are the options' types
+    tuned_options  options that a file of the script `tuned_by` gives (`tuned=FILE`), with their types
+    text_only      it reads nothing but the text: recorded answers can be replayed through it
+    on_device      neither `observe` nor `propose` reads a value back: they may be compiled, captured, run ahead
+    reads_choices  `observe` looks at the target's choices elsewhere than on the accepted path
+    sources        the names that `DraftTree.source` counts: which drafter proposed a node
+
+    An instance may know better, where that depends on its options. It also has
+
     max_nodes  no proposal has more nodes
     max_depth  no proposal is deeper
-    reads_choices  whether `observe` looks at what the target said elsewhere than on the accepted path
-    sources    what `DraftTree.source` counts: who may have drafted a node; a drafter alone is its only source
     """
 
-    max_nodes: int
-    max_depth: int
+    kind: ClassVar[str] = ""
+    options: ClassVar[dict[str, Any]] = {}
+    tuned_options: ClassVar[dict[str, type]] = {}
+    tuned_by: ClassVar[str] = ""
+    text_only: ClassVar[bool] = False
+
+    on_device: bool = True
     reads_choices: bool = False
     sources: tuple[str, ...] = ("draft",)
+    max_nodes: int
+    max_depth: int
 
-    @property
-    def on_device(self) -> bool:
-        """Whether neither `observe` nor `propose` reads a value back: they may be compiled, captured, run ahead."""
-        return True
+    @classmethod
+    def from_options(cls, path: str, build: Builder, **options: Any) -> Drafter:
+        """From what the command line says: a path ("" for none) and every option, `max_nodes` among them."""
+        raise TypeError(f"{cls.__name__} is made by its constructor, not from the words of a command line")
 
     def prepare(self) -> None:
         """Steps will run as compiled programs: make what only those use; nothing by default."""
@@ -39,6 +79,7 @@ class Drafter(Protocol):
         """The tensors that outlive a step; where they lie, a captured step expects them."""
         return []
 
+    @abstractmethod
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last prompt. `prompt [n]` is about to be prefilled; it and its answer take `capacity` tokens."""
 
@@ -49,6 +90,7 @@ class Drafter(Protocol):
         """
         return
 
+    @abstractmethod
     def observe(self, step: VerifiedStep) -> None:
         """Take in what was committed."""
 
@@ -61,6 +103,7 @@ class Drafter(Protocol):
         self.begin(text.tokens, capacity)
         self.observe(text)
 
+    @abstractmethod
     def propose(self) -> DraftTree:
         """Draft what may come after the base token."""
 

@@ -7,24 +7,63 @@ lies at a path is of the kind its name says, or a draft model. A name alone is a
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.heads.chimera import ChimeraDrafter
+from draft_heads.inference.drafters.heads.ctc import CTCDrafter
+from draft_heads.inference.drafters.heads.hydra import HydraDrafter
+from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
+from draft_heads.inference.drafters.models.draft_model import CascadeDrafter, DraftModelDrafter, load_draft_model
+from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
+from draft_heads.inference.drafters.models.self_speculative import SelfSpeculativeDrafter
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
+from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
+from draft_heads.inference.drafters.text.rest import RESTDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.target.target import Target
+
+HEAD_DRAFTERS: dict[str, type[Any]] = {
+    drafter.kind: drafter for drafter in (ChimeraDrafter, CTCDrafter, HydraDrafter, MedusaDrafter)
+}
+"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
+
+DRAFTERS: dict[str, type[Drafter]] = {
+    **HEAD_DRAFTERS,
+    **{
+        drafter.kind: drafter
+        for drafter in (
+            CascadeDrafter,
+            DraftModelDrafter,
+            LookaheadDrafter,
+            NgramDrafter,
+            OuroborosDrafter,
+            PromptLookupDrafter,
+            RESTDrafter,
+            SelfSpeculativeDrafter,
+            VanillaDrafter,
+        )
+    },
+}
+"""Kind → class, made by `from_options`."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# What the words say
 
 
 @dataclass(frozen=True)
 class DrafterPart:
-    """One source of drafts: its kind, the checkpoint it loads ("" for none), its options."""
+    """One source of drafts: its kind, the path it loads ("" for none), its options."""
 
     kind: str
     path: str = ""
@@ -64,7 +103,7 @@ class DrafterSpec:
             return DrafterPart(kind, path, options)
         if place in DRAFTERS:
             return DrafterPart(place, "", options)
-        if name in FREE_DRAFTERS:
+        if name in DRAFTERS and name not in HEAD_DRAFTERS:
             return DrafterPart(name, place, options)
         if (Path(place) / "config.json").is_file() or "/" in place:
             return DrafterPart(_kind_at(place), place, options)
@@ -82,114 +121,88 @@ def _kind_at(place: str) -> str:
     return str(read_config(place)["kind"])
 
 
-HEAD_DRAFTERS = {
-    "chimera": "draft_heads.inference.drafters.heads.chimera:ChimeraDrafter",
-    "ctc": "draft_heads.inference.drafters.heads.ctc:CTCDrafter",
-    "hydra": "draft_heads.inference.drafters.heads.hydra:HydraDrafter",
-    "medusa": "draft_heads.inference.drafters.heads.medusa:MedusaDrafter",
-}
-"""Head kind → module and class of its drafter, imported on first use. The class is called with (head, target,
-max_nodes, **options) and names its options with their defaults in `options`."""
-
-
-FREE_DRAFTERS: dict[str, str] = {
-    "cascade": "draft_heads.inference.drafters.models.draft_model:CascadeDrafter",
-    "draft_model": "draft_heads.inference.drafters.models.draft_model:DraftModelDrafter",
-    "ngram": "draft_heads.inference.drafters.text.ngram:NgramDrafter",
-    "lookahead": "draft_heads.inference.drafters.text.lookahead:LookaheadDrafter",
-    "ouroboros": "draft_heads.inference.drafters.models.ouroboros:OuroborosDrafter",
-    "prompt_lookup": "draft_heads.inference.drafters.text.prompt_lookup:PromptLookupDrafter",
-    "rest": "draft_heads.inference.drafters.text.rest:RESTDrafter",
-    "self_speculative": "draft_heads.inference.drafters.models.self_speculative:SelfSpeculativeDrafter",
-}
-"""Training-free kind → module and class of its drafter, imported on first use. The class is made by
-`from_options(path, target, max_nodes, **options)` and names its options with their defaults in `options`; in `tuned` it
-names those that a tuning script finds. A max_nodes of 0 among them asks for as many nodes as the other options need."""
+# ----------------------------------------------------------------------------------------------------
+# Building
 
 
 def drafter_for(head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> Drafter:
     """The drafter of a head in memory."""
-    return drafter_class(head.config.kind)(head, target, max_nodes, **options)
-
-
-def drafter_class(kind: str) -> Any:
-    """The class that drafts with heads of a kind, or without any."""
-    module, name = {**HEAD_DRAFTERS, **FREE_DRAFTERS}[kind].split(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _vanilla(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
-    _take_options(part, {})
-    return VanillaDrafter(target.device)
-
-
-def _head_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
-    if not part.path:
-        raise ValueError(f"a {part.kind} drafter needs a trained head: write NAME=RUN/head; got no path")
-    tuned = _tuned(part, "scripts/tune_tree.py", {"max_nodes": int, "tree_temperature": float})
-    found = {"max_nodes": tuned.get("max_nodes", max_nodes), **drafter_class(part.kind).options}
-    options = _take_options(part, found, also=("tuned",))
-    head = load_head(part.path, target.fingerprint()).to(target.device, target.dtype)
-    head.config.tree_temperature = tuned.get("tree_temperature", head.config.tree_temperature)
-    if head.config.kind != part.kind:
-        raise ValueError(
-            f"a {part.kind} drafter needs a {part.kind} head; {part.path} holds one of kind {head.config.kind}; leave "
-            "the kind out to take the checkpoint's"
-        )
-    return drafter_for(head, target, **options)
-
-
-def _free_drafter(part: DrafterPart, target: Target, max_nodes: int) -> Drafter:
-    made = drafter_class(part.kind)
-    tunable: tuple[str, ...] = getattr(made, "tuned", ())
-    tuned = _tuned(part, "scripts/tune_ouroboros.py", dict.fromkeys(tunable, int))
-    options = _take_options(part, {"max_nodes": max_nodes, **made.options, **tuned}, also=("tuned",) if tunable else ())
-    drafter: Drafter = made.from_options(part.path, target, **options)
+    drafter: Drafter = HEAD_DRAFTERS[head.config.kind](head, target, max_nodes, **options)
     return drafter
-
-
-DRAFTERS: dict[str, Callable[[DrafterPart, Target, int], Drafter]] = {
-    "vanilla": _vanilla,
-    **dict.fromkeys(HEAD_DRAFTERS, _head_drafter),
-    **dict.fromkeys(FREE_DRAFTERS, _free_drafter),
-}
 
 
 def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32) -> Drafter:
     """The drafter a spec describes, on the target's device; ValueError names what is wrong with it."""
-    for part in spec.parts:
-        if part.kind not in DRAFTERS:
-            raise ValueError(
-                f"drafter {spec.name!r} is of kind {part.kind!r}; known kinds are {', '.join(sorted(DRAFTERS))}"
-            )
-    if len(spec.parts) > 1:
-        return _composed(spec, target, max_nodes)
-    return DRAFTERS[spec.parts[0].kind](spec.parts[0], target, max_nodes)
+    return DrafterBuilder(target, max_nodes).build(spec)
 
 
-def _composed(spec: DrafterSpec, target: Target, max_nodes: int) -> Drafter:
-    """Several sources in one tree; options that are the whole's, not a source's, may stand behind any of them."""
-    from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
-    from draft_heads.inference.drafters.hybrid.learned import LearnedFile
+class DrafterBuilder:
+    """Builds drafters for one target; a head or draft model that several of them need is loaded once.
 
-    if any(part.kind == "vanilla" for part in spec.parts):
-        raise ValueError(f"drafter {spec.name!r} joins vanilla, which drafts nothing, to others; leave it out")
-    own = {key: value for part in spec.parts for key, value in part.options.items() if key in HybridDrafter.options}
-    whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
-    path = whole.pop("learned")
-    parts = [
-        replace(part, options={key: value for key, value in part.options.items() if key not in own})
-        for part in spec.parts
-    ]
-    made = [(name, DRAFTERS[part.kind](part, target, max_nodes)) for name, part in zip(part_names(parts), parts)]
-    hybrid = {"parts": [asdict(part) for part in parts], "max_nodes": max_nodes, **whole}
-    file = None
-    if "learned" in own:
-        if not path or not isinstance(target, Target):
-            got = "a replay, which measures none" if path else "no name"
-            raise ValueError(f"learned=FILE keeps what a hybrid measured of a target; got {got}; leave learned out")
-        file = LearnedFile(path, hybrid, target)
-    return HybridDrafter(made, target, max_nodes, **whole, learned=file)
+    See `inference.drafters.base.Builder`.
+    """
+
+    def __init__(self, target: Target, max_nodes: int = 32) -> None:
+        """max_nodes: of a drafter whose options do not name another."""
+        self.target, self.max_nodes = target, max_nodes
+        self._heads: dict[str, DraftHead] = {}
+        self._models: dict[str, Target] = {}
+
+    def build(self, spec: DrafterSpec) -> Drafter:
+        """See `build_drafter`."""
+        for part in spec.parts:
+            if part.kind not in DRAFTERS:
+                raise ValueError(
+                    f"drafter {spec.name!r} is of kind {part.kind!r}; known kinds are {', '.join(sorted(DRAFTERS))}"
+                )
+        return self._composed(spec) if len(spec.parts) > 1 else self._part(spec.parts[0])
+
+    def _part(self, part: DrafterPart) -> Drafter:
+        kind = DRAFTERS[part.kind]
+        tuned = _tuned(part, kind)
+        defaults = {**({} if kind is VanillaDrafter else {"max_nodes": self.max_nodes}), **kind.options, **tuned}
+        options = _take_options(part, defaults, also=("tuned",) if kind.tuned_options else ())
+        return kind.from_options(part.path, self, **options)
+
+    def _composed(self, spec: DrafterSpec) -> Drafter:
+        """Several sources in one tree; options that are the whole's, not a source's, may stand behind any of them."""
+        if any(part.kind == "vanilla" for part in spec.parts):
+            raise ValueError(f"drafter {spec.name!r} joins vanilla, which drafts nothing, to others; leave it out")
+        own = {key: value for part in spec.parts for key, value in part.options.items() if key in HybridDrafter.options}
+        whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
+        parts = [
+            replace(part, options={key: value for key, value in part.options.items() if key not in own})
+            for part in spec.parts
+        ]
+        made = [(name, self._part(part)) for name, part in zip(part_names(parts), parts)]
+        return HybridDrafter(made, self.target, self.max_nodes, **whole)
+
+    def head(self, kind: str, path: str) -> DraftHead:
+        """See `Builder`."""
+        if not path:
+            raise ValueError(f"a {kind} drafter needs a trained head: write NAME=RUN/head; got no path")
+        if path not in self._heads:
+            head = load_head(path, self.target.fingerprint()).to(self.target.device, self.target.dtype)
+            if head.config.kind != kind:
+                raise ValueError(
+                    f"a {kind} drafter needs a {kind} head; {path} holds one of kind {head.config.kind}; leave the "
+                    "kind out to take the checkpoint's"
+                )
+            self._heads[path] = head
+        return self._heads[path]
+
+    def draft_model(self, kind: str, path: str) -> Target:
+        """See `Builder`."""
+        if path not in self._models:
+            self._models[path] = load_draft_model(kind, path, self.target)
+        return self._models[path]
+
+    def inner(self, words: str, model: Target) -> Drafter | None:
+        """See `Builder`."""
+        if not words:
+            return None
+        drafter = DrafterBuilder(model, self.max_nodes).build(DrafterSpec.parse(f"via={words}"))
+        return drafter if drafter.max_nodes else None
 
 
 def part_names(parts: Sequence[DrafterPart]) -> list[str]:
@@ -201,37 +214,21 @@ def part_names(parts: Sequence[DrafterPart]) -> list[str]:
     ]
 
 
-def whole_number(key: str, value: str) -> int:
-    """An option's value as an integer, or a ValueError naming the option."""
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"drafter option {key} must be a whole number; got {value!r}") from None
+# ----------------------------------------------------------------------------------------------------
+# Options
 
 
-def _as(default: Any, key: str, value: str) -> Any:
-    """An option's value as one of the default's type."""
-    if isinstance(default, int):
-        return whole_number(key, value)
-    if not isinstance(default, float):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        raise ValueError(f"drafter option {key} must be a number; got {value!r}") from None
-
-
-def _tuned(part: DrafterPart, script: str, values: dict[str, type]) -> dict[str, Any]:
-    """The named values of the file that a script wrote, from the option tuned=FILE; empty without it."""
-    path = part.options.get("tuned")
+def _tuned(part: DrafterPart, kind: type[Drafter]) -> dict[str, Any]:
+    """The values of a tuning script's file, from the option tuned=FILE; empty without it."""
+    path, values = part.options.get("tuned"), kind.tuned_options
     if path is None or not values:
         return {}
     try:
         tuned = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {name: kind(tuned[name]) for name, kind in values.items()}
+        return {name: made(tuned[name]) for name, made in values.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"tuned= names a file of {script} with {' and '.join(values)}; {path} is none ({error})"
+            f"tuned= names a file of {kind.tuned_by} with {' and '.join(values)}; {path} is none ({error})"
         ) from None
 
 
@@ -245,3 +242,14 @@ def _take_options(part: DrafterPart, defaults: dict[str, Any], also: Sequence[st
         )
     given = {key: _as(defaults[key], key, value) for key, value in part.options.items() if key not in also}
     return {**defaults, **given}
+
+
+def _as(default: Any, key: str, value: str) -> Any:
+    """An option's value as one of the default's type."""
+    if not isinstance(default, int | float):
+        return value
+    try:
+        return type(default)(value)
+    except ValueError:
+        number = "a whole number" if isinstance(default, int) else "a number"
+        raise ValueError(f"drafter option {key} must be {number}; got {value!r}") from None

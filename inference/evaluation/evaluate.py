@@ -46,6 +46,12 @@ class Engine(Protocol):
     def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation: ...
 
 
+class ManyAtOnce(Protocol):
+    """An engine that decodes several prompts at once (`inference.batch.BatchEngine`)."""
+
+    def answers(self, prompts: Sequence[list[int]], settings: GenerationSettings) -> Sequence[Generation | None]: ...
+
+
 @dataclass(frozen=True)
 class Benchmark:
     """Named questions; `is_correct(answer, reference)` scores the last turn where a reference is given."""
@@ -89,24 +95,26 @@ class Evaluation:
 
 
 def evaluate(
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, Engine | ManyAtOnce],
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
     render: Callable[[Messages], list[int]],
     progress: Progress = lambda stage, done, of: None,
     on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
+    questions_at_once: int = 1,
 ) -> Evaluation:
     """Decode every question with every engine, then judge every turn against the oracle.
 
     `engines` must hold `vanilla`, the yardstick of gamma; `transformers`, a second yardstick, is
     `inference.evaluation.hf_generate.PlainGenerate` and may be left out. `on_answer` receives each question's turns as
     soon as a drafter has answered it (before they are judged), for results that survive an interruption.
+    `questions_at_once`: drafters take turns after so many questions; above 1 for engines that decode batches.
     """
     if VANILLA not in engines:
         raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with, got {list(engines)}")
     warm_up(engines.values(), oracle.settings, benchmarks, render)
     with _older_objects_set_apart():
-        records = _answers(engines, oracle, benchmarks, render, progress, on_answer)
+        records = _answers(engines, oracle, benchmarks, render, progress, on_answer, questions_at_once)
     drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
     return Evaluation(
         benchmarks,
@@ -131,12 +139,13 @@ def _older_objects_set_apart() -> Iterator[None]:
 
 
 def _answers(
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, Engine | ManyAtOnce],
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
     render: Callable[[Messages], list[int]],
     progress: Progress,
     on_answer: Callable[[list[TurnRecord]], None],
+    questions_at_once: int,
 ) -> list[TurnRecord]:
     """Every drafter's answer to every question, in turn."""
     names = tuple(engines)
@@ -145,28 +154,32 @@ def _answers(
     total = sum(len(benchmark.questions) for benchmark in benchmarks) * len(names)
     done = 0
     for benchmark in benchmarks:
-        for index, question in enumerate(benchmark.questions):
-            for name in order(names, index):
+        for group, start in enumerate(range(0, len(benchmark.questions), questions_at_once)):
+            questions = benchmark.questions[start : start + questions_at_once]
+            for name in order(names, group):
                 progress(f"{benchmark.name}: {name}", done, total)
-                turns = answer_question(engines[name], oracle.settings, question, render, decode)
-                answered = [
-                    TurnRecord(
-                        benchmark.name,
-                        index,
-                        question.question_id,
-                        question.category,
-                        turn,
-                        name,
-                        prompt,
-                        text,
-                        generation,
-                        _correct(benchmark, question, turn, text),
-                    )
-                    for turn, (prompt, text, generation) in enumerate(turns)
-                ]
-                records += answered
-                on_answer(answered)
-                done += 1
+                for index, turns in enumerate(
+                    answer_questions(engines[name], oracle.settings, questions, render, decode), start
+                ):
+                    question = benchmark.questions[index]
+                    answered = [
+                        TurnRecord(
+                            benchmark.name,
+                            index,
+                            question.question_id,
+                            question.category,
+                            turn,
+                            name,
+                            prompt,
+                            text,
+                            generation,
+                            _correct(benchmark, question, turn, text),
+                        )
+                        for turn, (prompt, text, generation) in enumerate(turns)
+                    ]
+                    records += answered
+                    on_answer(answered)
+                    done += 1
     progress("decoded", total, total)
     return records
 
@@ -184,27 +197,47 @@ def order(names: Sequence[Key], index: int) -> list[Key]:
     return [*mixed[start:], *mixed[:start]]
 
 
-def answer_question(
-    engine: Engine,
+def answer_questions(
+    engine: Engine | ManyAtOnce,
     settings: GenerationSettings,
-    question: Question,
+    questions: Sequence[Question],
     render: Callable[[Messages], list[int]],
     decode: Callable[..., str],
-) -> list[tuple[tuple[int, ...], str, Generation]]:
-    """(prompt, text, generation) per turn, up to the first turn whose prompt does not fit the context."""
-    messages: Messages = []
-    answered = []
-    for asked in question.turns:
-        messages.append({"role": "user", "content": asked})
-        prompt = render(messages)
-        try:
-            generation = engine.generate(list(prompt), settings)
-        except ContextError:
-            break
-        text = decode(generation.tokens, skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": text})
-        answered.append((tuple(prompt), text, generation))
+) -> list[list[tuple[tuple[int, ...], str, Generation]]]:
+    """For each question (prompt, text, generation) per turn, up to the first prompt that does not fit the context.
+
+    Turn after turn, all questions' prompts go to the engine together.
+    """
+    messages: list[Messages] = [[] for _ in questions]
+    answered: list[list[tuple[tuple[int, ...], str, Generation]]] = [[] for _ in questions]
+    for turn in range(max(len(question.turns) for question in questions)):
+        asked = [
+            index for index, question in enumerate(questions) if len(question.turns) > turn == len(answered[index])
+        ]
+        for index in asked:
+            messages[index].append({"role": "user", "content": questions[index].turns[turn]})
+        prompts = [tuple(render(messages[index])) for index in asked]
+        for index, prompt, generation in zip(asked, prompts, _answers_of(engine, prompts, settings)):
+            if generation is not None:
+                text = decode(generation.tokens, skip_special_tokens=True)
+                messages[index].append({"role": "assistant", "content": text})
+                answered[index].append((prompt, text, generation))
     return answered
+
+
+def _answers_of(
+    engine: Engine | ManyAtOnce, prompts: Sequence[tuple[int, ...]], settings: GenerationSettings
+) -> list[Generation | None]:
+    """An answer to each prompt, None where it does not fit the context."""
+    if hasattr(engine, "answers"):
+        return list(engine.answers([list(prompt) for prompt in prompts], settings))
+    found: list[Generation | None] = []
+    for prompt in prompts:
+        try:
+            found.append(engine.generate(list(prompt), settings))
+        except ContextError:
+            found.append(None)
+    return found
 
 
 def in_turn(
@@ -230,7 +263,7 @@ def in_turn(
 
 
 def warm_up(
-    engines: Iterable[Engine],
+    engines: Iterable[Engine | ManyAtOnce],
     settings: GenerationSettings,
     benchmarks: Sequence[Benchmark],
     render: Callable[[Messages], list[int]],
@@ -245,11 +278,9 @@ def warm_up(
     questions = [question for benchmark in benchmarks for question in benchmark.questions]
     for engine in engines:
         for question in questions:
-            try:
-                engine.generate(render([{"role": "user", "content": " ".join(question.turns[0].split()[::-1])}]), short)
+            prompt = tuple(render([{"role": "user", "content": " ".join(question.turns[0].split()[::-1])}]))
+            if _answers_of(engine, [prompt], short) != [None]:
                 break
-            except ContextError:
-                continue
 
 
 def judge_records(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import BASELINES
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
@@ -31,6 +34,7 @@ DESCRIBED = (
     "max_nodes",
     "limit",
     "stop_at_loops",
+    "batch_size",
     "compile",
     "attention",
 )
@@ -69,6 +73,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")
     add("--limit", type=int, help="only the first N questions of each benchmark")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--batch_size", type=int, default=1, help="sequences decoded at once; γ is then against vanilla's (default 1)")
     add("--stop_at_loops", action="store_true", help="end an answer where it repeats itself for good")
     add("--temperature", type=float, default=0.0, help="above 0: draw tokens, losslessly; 0: greedy (default)")
     add("--top_k", type=int, default=0, help="draw among the k most probable tokens only; 0: all")
@@ -81,7 +86,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
 def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse flags over the defaults of --config and check them; ValueError says rule, value and remedy."""
     options = parse_with_config(parser, arguments, REQUIRED)
-    for name in ("max_new_tokens", "max_nodes", "limit", "threads"):
+    for name in ("max_new_tokens", "max_nodes", "limit", "threads", "batch_size"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     if options.acceptance not in ACCEPTANCE:
@@ -162,6 +167,27 @@ def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
 def load_drafters(specs: Sequence[DrafterSpec], target: Target, max_nodes: int) -> dict[str, Drafter]:
     """The drafters by the names that reports use."""
     return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
+
+
+def load_engines(
+    specs: Sequence[DrafterSpec], target: Target, max_nodes: int, batch_size: int
+) -> dict[str, DecodingEngine | BatchEngine]:
+    """An engine for every drafter, by the names that reports use; of batches if `batch_size` is above 1."""
+    if batch_size == 1:
+        return {name: DecodingEngine(target, x) for name, x in load_drafters(specs, target, max_nodes).items()}
+    for spec in specs:
+        if any(key in KEPT for part in spec.parts for key in part.options):
+            raise ValueError(
+                f"a drafter of several sequences writes no file ({' or '.join(KEPT)}); got {spec.name!r} with "
+                f"--batch_size {batch_size}; leave one of them out"
+            )
+    builder = DrafterBuilder(target, max_nodes)
+    return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
+
+
+def questions_at_once(batch_size: int) -> int:
+    """Questions between two drafters' turns: of several batches, as places are refilled and only the last run empty."""
+    return 1 if batch_size == 1 else 4 * batch_size
 
 
 class Detector(Protocol):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_class
+from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.answers import Answer, QuestionId, QuestionKey, some
 from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord, findings_of
 from draft_heads.inference.generation import Generation
@@ -225,7 +225,7 @@ def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) 
     """The drafters by name; ValueError for one that reads more of the target than its text."""
     for spec in specs:
         for part in spec.parts:
-            if not reads_text_only(part.kind):
+            if part.kind in DRAFTERS and not DRAFTERS[part.kind].text_only:
                 raise ValueError(
                     f"recorded answers can be replayed through drafters that read text only; {spec.name!r} is of kind "
                     f"{part.kind}, which needs a target; measure it with scripts/evaluate.py"
@@ -240,11 +240,3 @@ def _untimed(spec: DrafterSpec) -> DrafterSpec:
     if not others:
         return spec
     return replace(spec, parts=(*others, replace(last, options={**last.options, "fit": "0"})))
-
-
-def reads_text_only(kind: str) -> bool:
-    """Whether drafters of a kind can do without the target; of an unknown kind the registry says so itself."""
-    try:
-        return bool(getattr(drafter_class(kind), "text_only", False))
-    except KeyError:
-        return True

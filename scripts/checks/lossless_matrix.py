@@ -45,7 +45,7 @@ from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
-from draft_heads.inference.drafters.models.self_speculative import SelfSpeculativeDrafter
+from draft_heads.inference.drafters.models.self_speculative import SelfSpeculativeDrafter, without_layers
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
@@ -265,7 +265,7 @@ def disturbed(name: str, dtype: torch.dtype) -> Target:
 
 def _skipping(target: Target, nodes: int) -> Drafter:
     """The target without its second layer, as a draft model."""
-    return SelfSpeculativeDrafter.from_options("", target, max_nodes=nodes, skip="1")
+    return SelfSpeculativeDrafter(without_layers(target, "1"), None, nodes)
 
 
 def describe(name: str, dtype: str, drafter: str, trained: str, counts: LosslessCounts, steps: int) -> dict[str, Any]:

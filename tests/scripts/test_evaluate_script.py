@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation import options
 from draft_heads.inference.evaluation.options import IncrementalStop, drafter_specs
 from draft_heads.scripts import evaluate, lossless
 
@@ -202,7 +203,7 @@ def test_lossless_exits_0_when_nothing_is_unexplained(command, tmp_path, capsys)
 
 
 def test_lossless_exits_1_and_shows_unexplained_differences(command, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(lossless, "DecodingEngine", SpoiledEngine)
+    monkeypatch.setattr(options, "DecodingEngine", SpoiledEngine)
     assert lossless.main(command) == 1
     report = json.loads((tmp_path / "out" / "lossless.json").read_text())
     row = report["results"][1]
@@ -246,8 +247,30 @@ def test_incremental_stop_gives_the_first_end_and_pushes_each_token_once():
 
 def test_a_file_that_cannot_be_written_costs_neither_the_report_nor_the_others(command, tmp_path, capsys):
     (tmp_path / "file").touch()
-    bad, good = tmp_path / "file" / "pool", tmp_path / "learned.json"
-    drafters = [f"a=ngram,pool={bad}", f"h=ngram,learned={good}+prompt_lookup", f"b=ngram,pool={tmp_path / 'last'}"]
+    bad, good = tmp_path / "file" / "pool", tmp_path / "good"
+    drafters = [f"a=ngram,pool={bad}", f"h=ngram,pool={good}+prompt_lookup", f"b=ngram,pool={tmp_path / 'last'}"]
     assert evaluate.main([*command, "--drafters", *drafters, "--output", str(tmp_path / "out")]) == 2
     assert "error:" in capsys.readouterr().err
     assert all(path.exists() for path in (tmp_path / "out" / "report.json", good, tmp_path / "last"))
+
+
+def test_batches_give_the_answers_of_one_by_one_and_say_their_size(command, tmp_path):
+    assert evaluate.main([*command, "--output", str(tmp_path / "one"), "--drafters", "ngram"]) == 0
+    assert (
+        evaluate.main([*command, "--output", str(tmp_path / "three"), "--drafters", "ngram", "--batch_size", "3"]) == 0
+    )
+    reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "three")]
+    kept = ("benchmark", "category", "drafter", "turns", "skipped", "new_tokens", "target_steps", "lossless")
+    one, three = ([{key: row[key] for key in kept} for row in report["results"]] for report in reports)
+    assert one == three and [report["settings"]["batch_size"] for report in reports] == [1, 3]
+    assert all(row["wall_seconds"] > 0 for row in reports[1]["results"])
+
+
+def test_what_a_batch_cannot_have_is_refused(command, tmp_path, capsys):
+    out = ["--output", str(tmp_path / "out"), "--batch_size", "2", "--drafters"]
+    assert evaluate.main([*command, *out, "transformers"]) == 2
+    assert "one answer at a time" in capsys.readouterr().err
+    assert evaluate.main([*command, *out, f"ngram,pool={tmp_path / 'pool'}"]) == 2
+    assert "writes no file" in capsys.readouterr().err
+    assert evaluate.main([*command, "--output", str(tmp_path / "out"), "--batch_size", "0"]) == 2
+    assert "--batch_size must be at least 1" in capsys.readouterr().err

@@ -18,7 +18,8 @@ from draft_heads.heads.attention import Memory, TreeAttention
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
-from draft_heads.inference.drafters.base import Drafter, check_max_nodes, tempered
+from draft_heads.inference.drafters.base import check_max_nodes, tempered
+from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.kgram_cache import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
@@ -128,9 +129,10 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
     return at_anchor
 
 
-class ChimeraDrafter(Drafter):
+class ChimeraDrafter(HeadDrafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
+    kind = "chimera"
     options: ClassVar[dict[str, Any]] = {"kgram_cache": 0, "int8": 1}
 
     def __init__(
@@ -146,6 +148,7 @@ class ChimeraDrafter(Drafter):
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
+        self.on_device = self.cache is None  # the host keeps the table of k-grams
         self._context: ChimeraContext | None = None
         self._base: Tensor | None = None
         self._length = torch.zeros((), dtype=torch.long, device=target.device)
@@ -153,11 +156,6 @@ class ChimeraDrafter(Drafter):
         self._behind = self.max_nodes * head.config.heads + self.max_depth + 1  # rows that are written behind the text
         self._fusion = BlockCache(head)
         self._encoder = BlockCache(head) if isinstance(head.encoder, DecoderBlock) else None
-
-    @property
-    def on_device(self) -> bool:
-        """The table of k-grams is kept by the host."""
-        return self.cache is None
 
     def prepare(self) -> None:
         """See `Drafter.prepare`: the weights in eight bits."""

@@ -14,7 +14,8 @@ from draft_heads.heads.attention import chain_attention
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.ctc import CTCHead
-from draft_heads.inference.drafters.base import Drafter, check_max_nodes, tempered
+from draft_heads.inference.drafters.base import check_max_nodes, tempered
+from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES, build_tree
 from draft_heads.inference.int8_weights import DraftingHead
@@ -30,12 +31,13 @@ def draft_tree(head: CTCHead, view: TargetView, frames: Tensor, max_nodes: int, 
     return build_tree(log_probs, max_nodes, tree, vocabulary=head.draft_vocab)
 
 
-class CTCDrafter(Drafter):
+class CTCDrafter(HeadDrafter):
     """Keeps the keys and values of the context states `c_i`, rolled forward with the *verified* hidden states.
 
     `c_i` needs the token after i, which is known for every committed i: the next committed token, or the base token.
     """
 
+    kind = "ctc"
     options: ClassVar[dict[str, Any]] = {"tree": "prefix", "int8": 1}
 
     def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix", int8: int = 1) -> None:
@@ -47,17 +49,13 @@ class CTCDrafter(Drafter):
         if tree == "prefix" and target.device.type == "cpu":
             library.load()  # no answer shall wait for its compiler
         self.tree = tree
+        self.on_device = tree == "prefix"  # the trees of the published code are built on the host
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.frames, self.max_nodes)
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._state: Tensor | None = None  # c_n, [H]
         self._cache = [BlockCache(head) for _ in head.blocks]
         self._behind = 2 * head.config.frames + 1  # rows that are written behind the text
-
-    @property
-    def on_device(self) -> bool:
-        """The trees of the published code are built on the host."""
-        return self.tree == "prefix"
 
     def prepare(self) -> None:
         """See `Drafter.prepare`: the weights in eight bits."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.hydra import HydraHead
-from draft_heads.inference.drafters.base import Drafter, check_max_nodes, tempered
+from draft_heads.inference.drafters.base import check_max_nodes, tempered
+from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
 from draft_heads.inference.int8_weights import DraftingHead
@@ -37,9 +38,10 @@ def draft_tree(head: HydraHead, view: TargetView, state: Tensor, base: Tensor, m
     return grow_tree(log_probs(0)[0], expand, max_nodes, head.config.heads, head.draft_vocab)
 
 
-class HydraDrafter(Drafter):
+class HydraDrafter(HeadDrafter):
     """Keeps s_n and the base token; with prefix attention also the keys and values of h_1 … h_n in the head's block."""
 
+    kind = "hydra"
     options: ClassVar[dict[str, Any]] = {"int8": 1}
 
     def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32, int8: int = 1) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from draft_heads.heads.medusa import MedusaHead
-from draft_heads.inference.drafters.base import Drafter, check_max_nodes, tempered
+from draft_heads.inference.drafters.base import check_max_nodes, tempered
+from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.ctc_search import build_tree
 from draft_heads.inference.drafters.heads.rank_paths import RankPaths
 from draft_heads.inference.int8_weights import DraftingHead
@@ -31,9 +32,10 @@ def rank_paths(head: MedusaHead, max_nodes: int, heads: int = 0) -> RankPaths:
     return RankPaths(levels, max_nodes, head.config.classes, head.each[0].vocabulary.weight.device)
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(HeadDrafter):
     """Keeps the target's hidden state of the last committed token."""
 
+    kind = "medusa"
     options: ClassVar[dict[str, Any]] = {"tree": "best", "heads": 0, "int8": 1}
 
     def __init__(
@@ -48,17 +50,13 @@ class MedusaDrafter(Drafter):
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
         self.tree = tree
+        self.on_device = tree != "raw"  # the collapsed trees of the published code are built on the host
         self.drafting = DraftingHead(head, int8)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(heads or head.config.heads, self.max_nodes)
         self._paths = rank_paths(head, self.max_nodes, heads)
         self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
         self._last: Tensor | None = None  # h_n, [H]
-
-    @property
-    def on_device(self) -> bool:
-        """The collapsed trees of the published code are built on the host."""
-        return self.tree != "raw"
 
     def prepare(self) -> None:
         """See `Drafter.prepare`: the weights in eight bits."""

@@ -37,6 +37,8 @@ _SILENT = SilentSource()
 class HybridDrafter(Drafter):
     """Proposes the merged tree of its parts; n-gram parts lengthen every path."""
 
+    kind = "hybrid"
+    on_device = False  # the host merges trees
     options: ClassVar[dict[str, Any]] = {"depth": 0, "fit": 1, "learned": ""}
 
     def __init__(
@@ -82,11 +84,6 @@ class HybridDrafter(Drafter):
         self._rows = 0
         self._began = self._proposed = 0.0  # when it began, and when its tree was ready
         self._drafting = [0.0] * len(self.parts)  # seconds of each part
-
-    @property
-    def on_device(self) -> bool:
-        """Trees are merged by the host."""
-        return False
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""

@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.base import Builder, Drafter
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
-from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -20,6 +19,7 @@ class DraftModelDrafter(TextDrafter):
 
     sources = ("draft_model",)
     text_only = False
+    kind = "draft_model"
     options: ClassVar[dict[str, Any]] = {"k": 5, "via": ""}
 
     def __init__(self, model: Target, inner: Drafter | None = None, max_nodes: int = 32, k: int = 5) -> None:
@@ -31,11 +31,11 @@ class DraftModelDrafter(TextDrafter):
 
     @classmethod
     def from_options(
-        cls, path: str, target: Target, max_nodes: int = 32, via: str = "", **options: int
+        cls, path: str, build: Builder, max_nodes: int = 32, via: str = "", **options: Any
     ) -> DraftModelDrafter:
-        """See `FREE_DRAFTERS`. via: `KIND[:PATH]` of a drafter for the draft model, "" for none."""
-        model = load_draft_model(cls.sources[0], path, target)
-        return cls(model, inner_drafter(via, model, max_nodes), max_nodes, **options)
+        """See `Drafter.from_options`. via: `KIND[:PATH]` of a drafter for the draft model, "" for none."""
+        model = build.draft_model(cls.kind, path)
+        return cls(model, build.inner(via, model), max_nodes, **options)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Room for `capacity` tokens in the draft model's cache."""
@@ -63,6 +63,7 @@ class CascadeDrafter(DraftModelDrafter):
     """A draft model that is drafted for itself, by default from n-grams."""
 
     sources = ("cascade",)
+    kind = "cascade"
     options: ClassVar[dict[str, Any]] = {"k": 8, "via": "ngram"}
 
 
@@ -100,11 +101,3 @@ def check_same_tokens(kind: str, model: Target, target: Target) -> None:
             f"a {kind} drafter must share the target's tokenizer; {model.name} {differs}; pick a model of the target's "
             "family, or train one with the target's tokenizer"
         )
-
-
-def inner_drafter(via: str, model: Target, max_nodes: int) -> Drafter | None:
-    """The drafter that `via` names, drafting for `model`."""
-    if not via:
-        return None
-    drafter = build_drafter(DrafterSpec.parse(f"via={via}"), model, max_nodes)
-    return drafter if drafter.max_nodes else None

@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
-from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, own_choices
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool, TokenTrie
@@ -37,6 +37,7 @@ class OuroborosDrafter(TextDrafter):
     sources = ("ouroboros",)
     text_only = False
     reads_choices = True
+    kind = "ouroboros"
     options: ClassVar[dict[str, Any]] = {
         "gamma": 7,
         "w": 15,
@@ -51,7 +52,8 @@ class OuroborosDrafter(TextDrafter):
         "pool": "",
         "max_nodes": 0,
     }
-    tuned = ("gamma", "w", "p", "k")
+    tuned_options: ClassVar[dict[str, type]] = dict.fromkeys(("gamma", "w", "p", "k"), int)
+    tuned_by = "scripts/tune_ouroboros.py"
 
     def __init__(
         self,
@@ -102,10 +104,10 @@ class OuroborosDrafter(TextDrafter):
         self._proposed: DraftTree | None = None
 
     @classmethod
-    def from_options(cls, path: str, target: Target, pool: str = "", **options: Any) -> OuroborosDrafter:
-        """See `FREE_DRAFTERS`; pool: a file."""
-        file = PoolFile(pool, "ouroboros", target) if pool else None
-        return cls(load_draft_model("ouroboros", path, target), **options, pool=file)
+    def from_options(cls, path: str, build: Builder, pool: str = "", **options: Any) -> OuroborosDrafter:
+        """See `Drafter.from_options`; pool: a file."""
+        file = PoolFile(pool, "ouroboros", build.target) if pool else None
+        return cls(build.draft_model("ouroboros", path), **options, pool=file)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """A new text; the phrases stay where history is reused."""

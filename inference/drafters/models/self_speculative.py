@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
-from draft_heads.inference.drafters.registry import whole_number
 from draft_heads.inference.drafters.text.base import refuse_path
 from draft_heads.inference.target.target import Target
 
@@ -14,20 +14,27 @@ class SelfSpeculativeDrafter(DraftModelDrafter):
     """A draft model that holds no weights of its own, only a cache of the layers that are left."""
 
     sources = ("self_speculative",)
+    kind = "self_speculative"
     options: ClassVar[dict[str, Any]] = {"k": 3, "skip": ""}
 
     @classmethod
     def from_options(  # type: ignore[override]
-        cls, path: str, target: Target, max_nodes: int = 32, skip: str = "", **options: int
+        cls, path: str, build: Builder, max_nodes: int = 32, skip: str = "", **options: Any
     ) -> SelfSpeculativeDrafter:
-        """See `FREE_DRAFTERS`. skip: layers from 0 with slashes between, "1/3"; "": every second but the outermost."""
+        """See `Drafter.from_options`. skip: layers from 0, "1/3"; "": every second but the outermost."""
         refuse_path("self_speculative", path)
-        return cls(target.without_layers(skipped_layers(skip, len(target.kinds))), None, max_nodes, **options)
+        return cls(without_layers(build.target, skip), None, max_nodes, **options)
+
+
+def without_layers(target: Target, skip: str = "") -> Target:
+    """The target without the layers that `skip` names, sharing its weights."""
+    return target.without_layers(skipped_layers(skip, len(target.kinds)))
 
 
 def skipped_layers(skip: str, layers: int) -> list[int]:
     """The numbers in `skip`; without any, 1, 3, 5, … up to the last but one. ValueError unless some layers stay."""
-    chosen = [whole_number("skip", part) for part in skip.split("/")] if skip else list(range(1, layers - 1, 2))
+    numbers = skip.split("/") if skip else [str(layer) for layer in range(1, layers - 1, 2)]
+    chosen = [int(number) if number.isdecimal() else -1 for number in numbers]
     if not chosen or not 0 <= min(chosen) <= max(chosen) < layers or len(set(chosen)) == layers:
         raise ValueError(
             f"drafter option skip names some but not all of the target's layers 0 to {layers - 1}; got "

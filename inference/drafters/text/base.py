@@ -30,11 +30,10 @@ class TextDrafter(Drafter):
     """Reads the committed tokens, the base token included, and proposes trees made of lists.
 
     A subclass has `start` (a new text), `read` (more of it) and `propose`.
-
-    text_only  whether the text is all it needs, and no model beside the target or inside it
     """
 
     text_only: ClassVar[bool] = True
+    on_device = False  # the tokens of every step are read back
 
     def __init__(self, device: torch.device | str, max_nodes: int, max_depth: int) -> None:
         self.device = torch.device(device)
@@ -45,11 +44,6 @@ class TextDrafter(Drafter):
             )
             self._chains = [whole.map(lambda x, size=size: x[:size]) for size in range(max_depth + 1)]  # type: ignore[misc]
         self._place = 0
-
-    @property
-    def on_device(self) -> bool:
-        """The tokens of every step are read back."""
-        return False
 
     def start(self) -> None:
         """A new text begins."""

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, own_choices, refuse_path
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool, TokenTrie
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
@@ -33,6 +33,7 @@ class LookaheadDrafter(TextDrafter):
     sources = ("lookahead",)
     text_only = False
     reads_choices = True
+    kind = "lookahead"
     options: ClassVar[dict[str, Any]] = {"n": 5, "w": 15, "g": 0, "max_nodes": 0}
 
     def __init__(
@@ -64,10 +65,10 @@ class LookaheadDrafter(TextDrafter):
         self._cell_parents = torch.where(cell < self.width, cell - 1, cell - self.width)
 
     @classmethod
-    def from_options(cls, path: str, target: Target, **options: Any) -> LookaheadDrafter:
-        """See `FREE_DRAFTERS`."""
+    def from_options(cls, path: str, build: Builder, **options: Any) -> LookaheadDrafter:
+        """See `Drafter.from_options`."""
         refuse_path("lookahead", path)
-        return cls(target.device, **options)
+        return cls(build.target.device, **options)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last text's phrases; the window's first row is drawn from the prompt."""

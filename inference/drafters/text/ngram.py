@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.hybrid.merging import table_of
-from draft_heads.inference.drafters.text.base import TextDrafter, TextTarget, check_positive, refuse_path
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path
 from draft_heads.inference.drafters.text.ngram_table import NgramTable
 from draft_heads.inference.drafters.text.pool_file import PoolFile
 from draft_heads.inference.tree import DraftTree
@@ -22,6 +23,7 @@ class NgramDrafter(TextDrafter):
     """
 
     sources = ("ngram",)
+    kind = "ngram"
     options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0, "pool": ""}
 
     def __init__(
@@ -45,9 +47,10 @@ class NgramDrafter(TextDrafter):
         self._count_in(NgramTable(n))
 
     @classmethod
-    def from_options(cls, path: str, target: TextTarget, pool: str = "", **options: int) -> NgramDrafter:
-        """See `FREE_DRAFTERS`; pool: a file."""
+    def from_options(cls, path: str, build: Builder, pool: str = "", **options: int) -> NgramDrafter:
+        """See `Drafter.from_options`; pool: a file."""
         refuse_path("ngram", path)
+        target = build.target
         made = cls(target.device, **options, pool=PoolFile(pool, "ngram", target) if pool else None)
         made.hasten()
         return made

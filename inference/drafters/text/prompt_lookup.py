@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path
 from draft_heads.inference.drafters.text.ngram_table import LANE
-from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
@@ -16,6 +16,7 @@ class PromptLookupDrafter(TextDrafter):
     """Copies up to k tokens from behind the latest match of the longest matching suffix, of at most n tokens."""
 
     sources = ("prompt_lookup",)
+    kind = "prompt_lookup"
     options: ClassVar[dict[str, Any]] = {"n": 3, "k": 10}
 
     def __init__(self, device: torch.device | str = "cpu", max_nodes: int = 32, n: int = 3, k: int = 10) -> None:
@@ -29,10 +30,10 @@ class PromptLookupDrafter(TextDrafter):
         ]  # smallest number with so many lanes, mask, place behind the latest occurrence by suffix
 
     @classmethod
-    def from_options(cls, path: str, target: Target, **options: int) -> PromptLookupDrafter:
-        """See `FREE_DRAFTERS`."""
+    def from_options(cls, path: str, build: Builder, **options: int) -> PromptLookupDrafter:
+        """See `Drafter.from_options`."""
         refuse_path("prompt_lookup", path)
-        return cls(target.device, **options)
+        return cls(build.target.device, **options)
 
     def start(self) -> None:
         """Forget the last text."""

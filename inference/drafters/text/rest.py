@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from draft_heads.data.datastore import Datastore
-from draft_heads.inference.drafters.text.base import TextDrafter, TextTarget, check_positive
+from draft_heads.inference.drafters.base import Builder
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
 from draft_heads.inference.tree import DraftTree
 
 ENOUGH_PLACES = 100  # what follows a suffix found so often is known well enough without shorter suffixes
@@ -31,6 +32,7 @@ class RESTDrafter(TextDrafter):
     """
 
     sources = ("rest",)
+    kind = "rest"
     options: ClassVar[dict[str, Any]] = {"n": 16, "k": 10, "least": 1, "levels": 3, "places": 300}
 
     def __init__(
@@ -64,11 +66,12 @@ class RESTDrafter(TextDrafter):
         self._newest: list[int] = []
 
     @classmethod
-    def from_options(cls, path: str, target: TextTarget, **options: int) -> RESTDrafter:
-        """See `FREE_DRAFTERS`; ValueError for a datastore that cannot be used with the target."""
+    def from_options(cls, path: str, build: Builder, **options: int) -> RESTDrafter:
+        """See `Drafter.from_options`; ValueError for a datastore that cannot be used with the target."""
         if not path:
             raise ValueError("a rest drafter needs a datastore: write rest=FOLDER; got no path")
         datastore = Datastore.open(Path(path))
+        target = build.target
         datastore.check_tokenizer(target.tokenizer, target.vocab_size, path)
         return cls(datastore, target.device, **options)
 
