@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.rendering import end_token_ids
 
 logger = logging.getLogger(__name__)
@@ -75,14 +75,6 @@ class FrozenTarget:
 
     def _choices(self, hidden_NH: Tensor) -> Tensor:
         return torch.cat([self.lm_head(part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)])
-
-
-def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, with the chat template of a .jinja file laid over it where one is given."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return tokenizer
 
 
 def load_target(

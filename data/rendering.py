@@ -68,8 +68,8 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template FILE.jinja "
-                "with the one the target was trained on"
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template with "
+                "the one the target was trained on: a .jinja file, or the name of a bundled one"
             )
         if not tokenizer.is_fast:
             raise ValueError(

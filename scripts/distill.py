@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.distill import DistillOptions, distill
 from draft_heads.data.preview import preview
 from draft_heads.inference.config_file import read_config
@@ -56,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--skip_bad_rows", action="store_true", help="list unusable rows instead of stopping")
     p.add_argument("--dtype", help="float32, float16, bfloat16 (float32 on CPU, the checkpoint's on GPU)")
     p.add_argument("--device", help="cpu, cuda, … (a GPU where there is one)")
-    p.add_argument("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--target_adapter", metavar="DIR", help="PEFT adapter merged into the target")
     p.add_argument("--engine", choices=("local", "openai"), help="who generates the answers (local)")
     p.add_argument("--base_url", help="of the --engine openai server, e.g. http://127.0.0.1:8000/v1")

@@ -15,6 +15,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.heads.base import HeadConfig
 from draft_heads.inference.config_file import read_config
 
@@ -31,9 +32,7 @@ class RunOptions:
         default_factory=list, metadata={"help": "what scripts/distill.py wrote with this target; one folder or several"}
     )
     target_adapter: str | None = field(default=None, metadata={"help": "PEFT adapter merged into the target"})
-    chat_template: str | None = field(
-        default=None, metadata={"help": ".jinja file for a tokenizer without a chat template"}
-    )
+    chat_template: str | None = field(default=None, metadata={"help": CHAT_TEMPLATE_HELP})
     target_dtype: str = field(
         default="auto",
         metadata={"help": "auto (float32 on CPU, the checkpoint's on GPU), float32, bfloat16, …"},

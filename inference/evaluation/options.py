@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
@@ -44,7 +45,7 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     add("--target", help="folder or hub id of the target")
     add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
-    add("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="default: cuda if there is one, else cpu; auto spreads layers")
     add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")

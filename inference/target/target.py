@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import target_fingerprint
 from draft_heads.heads.base import TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
@@ -125,8 +125,8 @@ class Target:
         """Load a local folder or hub id.
 
         dtype defaults to float32 on CPU and to the checkpoint's own on GPU; `device` "auto" spreads the layers over all
-        devices; `adapter` names a PEFT adapter that is merged into the target; `chat_template` is a .jinja file laid
-        over the tokenizer (older Vicunas have none).
+        devices; `adapter` names a PEFT adapter that is merged into the target; `chat_template`, a
+        bundled name or a .jinja file, replaces the tokenizer's own (older Vicunas have none).
         """
         sharded = device == "auto"
         device = (
@@ -147,9 +147,7 @@ class Target:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if chat_template:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        tokenizer = load_tokenizer(path, chat_template)
         if not sharded:
             model.to(device)  # type: ignore[arg-type]
         return cls(model, tokenizer, name=path)

@@ -1,9 +1,8 @@
 """The trained tokens of a conversation, exactly, for the three template styles."""
 
-from pathlib import Path
-
 import pytest
 
+from draft_heads.data.chat_template import read_chat_template
 from draft_heads.data.rendering import (
     ChatRenderer,
     ConversationError,
@@ -152,8 +151,7 @@ def test_template_that_refuses_a_role_is_reported():
 
 
 def test_vicuna_template_for_checkpoints_without_one():
-    file = Path(__file__).parents[2] / "configs" / "chat_templates" / "vicuna.jinja"
-    tokenizer = byte_tokenizer(file.read_text())
+    tokenizer = byte_tokenizer(read_chat_template("vicuna"))
     ids, mask = render_conversation(tokenizer, CHAT)
     assert tokenizer.decode(ids, skip_special_tokens=False) == (
         "<s>Be kind. USER: Hello there. 1 2 ASSISTANT: I am fine, thank you.</s>"
@@ -168,5 +166,14 @@ def test_vicuna_template_for_checkpoints_without_one():
 def test_tokenizer_without_template_is_refused_with_the_remedy():
     tokenizer = byte_tokenizer(template("chatml"))
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="--chat_template FILE"):
+    with pytest.raises(ValueError, match="pass --chat_template with the one the target was trained on"):
         render_prompt(tokenizer, CHAT)
+
+
+def test_chat_template_is_a_bundled_name_from_any_folder_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jinja").write_text(CHATML)
+    assert read_chat_template("own.jinja") == CHATML
+    assert "ASSISTANT:" in read_chat_template("vicuna")
+    with pytest.raises(ValueError, match=r"--chat_template nobody is neither a file nor .* one of .*vicuna"):
+        read_chat_template("nobody")
