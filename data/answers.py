@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from draft_heads.data.frozen_target import FrozenTarget
+from draft_heads.data.labeller import Labeller
 from draft_heads.data.loops import LoopDetector
 
 
@@ -29,7 +29,7 @@ class Answer:
 
 
 def answer_prompts(
-    target: FrozenTarget,
+    target: Labeller,
     prompts: list[list[int]],
     limits: list[int],
     batch_size: int,
@@ -57,10 +57,10 @@ def _batches_by_length(rows: list[list[int]], batch_size: int) -> Iterator[list[
 
 
 @torch.inference_mode()
-def _answer_batch(target: FrozenTarget, prompts: list[list[int]], limits: list[int], cut_loops: bool) -> list[Answer]:
-    device, ends = target.device, set(target.end_ids)
+def _answer_batch(target: Labeller, prompts: list[list[int]], limits: list[int], cut_loops: bool) -> list[Answer]:
+    device, ends = target.device, set(target.end_token_ids)
     width = max(map(len, prompts))
-    ids_BL = torch.full((len(prompts), width), target.pad_id, dtype=torch.long)
+    ids_BL = torch.full((len(prompts), width), target.pad_token_id, dtype=torch.long)
     seen_BL = torch.zeros((len(prompts), width + max(limits)), dtype=torch.long)
     for b, prompt in enumerate(prompts):
         ids_BL[b, width - len(prompt) :] = torch.tensor(prompt)
@@ -100,7 +100,7 @@ def _answer_batch(target: FrozenTarget, prompts: list[list[int]], limits: list[i
         gone = sum(b in finish for b in active)
         if gone * 8 >= len(active):  # copying the cache pays once an eighth of the rows has ended
             keep = [slot for slot, b in enumerate(active) if b not in finish]
-            index = torch.tensor(keep, device=device)
+            index = torch.tensor(keep)  # on the CPU, since the layers of a sharded target lie on several devices
             cache.batch_select_indices(index)
             ids_BL, position_BL, seen_BL = ids_BL[index], position_BL[index], seen_BL[index]
             active = [active[slot] for slot in keep]

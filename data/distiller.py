@@ -13,8 +13,9 @@ import torch
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.collate import unit_hash
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.frozen_target import DTYPES, FrozenTarget
+from draft_heads.data.dtypes import DTYPES
 from draft_heads.data.hidden_cache import hidden_bytes
+from draft_heads.data.labeller import Labeller
 from draft_heads.data.progress import DistillProgress
 from draft_heads.data.rendering import ChatRenderer, ConversationError
 
@@ -40,21 +41,23 @@ class Row:
 class Distiller:
     """Turns conversations into labelled rows; `distill` adds the files."""
 
-    def __init__(self, target: FrozenTarget, options: DistillOptions, answerer: Answerer | None = None) -> None:
-        positions = target.max_positions
-        self.max_length = options.max_length or min(2048, positions or 2048)
-        if positions is not None and self.max_length > positions:
+    def __init__(self, target: Labeller, options: DistillOptions, answerer: Answerer | None = None) -> None:
+        if not target.end_token_ids:
             raise ValueError(
-                f"--max_length {self.max_length} exceeds the target's {positions} positions; lower it or pick "
-                "another target"
+                f"neither the tokenizer nor the config of {target.name} names an end-of-turn token; set eos_token"
+            )
+        self.max_length = options.max_length or min(2048, target.max_positions)
+        if self.max_length > target.max_positions:
+            raise ValueError(
+                f"--max_length {self.max_length} exceeds the target's {target.max_positions} positions; lower it or "
+                "pick another target"
             )
         self.target = target
         self.options = options
         self.renderer = ChatRenderer(target.tokenizer)
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
-            own = next(target.model.parameters()).dtype
-            self.hidden_dtype = own if options.hidden_states == "target" else DTYPES[options.hidden_states]
+            self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
         self._answerer = answerer or (
             lambda prompts, limits, progress: answer_prompts(
                 target, prompts, limits, options.batch_size, options.cut_loops, progress

@@ -13,6 +13,7 @@ what the template wrote, the rest of the real rendering is the turn. No separato
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, str]]
+
+logger = logging.getLogger(__name__)
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
@@ -54,12 +57,24 @@ def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) 
     return ChatRenderer(tokenizer).conversation(messages)
 
 
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, *also: int | list[int] | None) -> list[int]:
-    """Tokens that end an answer: the tokenizer's EOS, the template's end of turn and `also` (generation config)."""
-    ends = {tokenizer.eos_token_id, ChatRenderer(tokenizer).end_of_turn()}
-    for more in also:
-        ends.update(more if isinstance(more, list) else [more])
-    return sorted(end for end in ends if end is not None)
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase | None, configured: int | list[int] | None = None
+) -> tuple[int, ...]:
+    """The tokens that end an answer, ascending; the one rule for labels and decoding.
+
+    The tokenizer's EOS, the special token with which its chat template closes a turn, and `configured`, the EOS tokens
+    of the generation config. A model that was trained on its chat template ends a turn with the template's token even
+    where the generation config names another.
+    """
+    ends: set[int | None] = set(configured) if isinstance(configured, list) else {configured}
+    if tokenizer is not None:
+        ends.add(tokenizer.eos_token_id)
+        if tokenizer.chat_template:
+            try:
+                ends.add(ChatRenderer(tokenizer).end_of_turn())
+            except ValueError as error:
+                logger.warning("the chat template's end-of-turn token is unknown: %s", error)
+    return tuple(sorted(end for end in ends if end is not None))
 
 
 class ChatRenderer:

@@ -16,6 +16,7 @@ from accelerate import PartialState
 from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.dtypes import dtype_named
 from draft_heads.heads.base import HeadConfig
 from draft_heads.inference.config_file import read_config
 
@@ -55,10 +56,7 @@ class RunOptions:
             raise ValueError(f"--max_length must be 0 (the dataset's own) or at least 8; got {self.max_length}")
         if self.simulate_nodes < 1:
             raise ValueError(f"--simulate_nodes must be at least 1; got {self.simulate_nodes}")
-        if self.target_dtype not in ("auto", "float32", "float64", "bfloat16", "float16"):
-            raise ValueError(
-                f"--target_dtype must be auto, float32, float64, bfloat16 or float16; got {self.target_dtype!r}"
-            )
+        dtype_named("--target_dtype", self.target_dtype)
 
 
 @dataclass

@@ -115,9 +115,17 @@ def test_next_turn_continues_the_answers_own_tokens(style):
 
 def test_end_tokens_are_eos_template_and_config():
     tokenizer = byte_tokenizer(template("chatml"))
-    assert end_token_ids(tokenizer, None) == [2, 4]
-    assert end_token_ids(tokenizer, [2, 77], 9) == [2, 4, 9, 77]
-    assert end_token_ids(byte_tokenizer(template("llama2")), None) == [2]
+    assert end_token_ids(tokenizer) == (2, 4)
+    assert end_token_ids(tokenizer, [2, 77]) == (2, 4, 77)
+    assert end_token_ids(tokenizer, 9) == (2, 4, 9)
+    assert end_token_ids(byte_tokenizer(template("llama2"))) == (2,)
+    assert end_token_ids(None, 9) == (9,) and end_token_ids(None) == ()
+
+
+def test_template_that_shows_no_end_of_turn_leaves_the_other_end_tokens(caplog):
+    tokenizer = byte_tokenizer("{{ messages[0]['content'] }}")
+    assert end_token_ids(tokenizer, 9) == (2, 9)
+    assert "end-of-turn token is unknown: the chat template leaves out the assistant's text" in caplog.text
 
 
 def test_rewriting_template_is_refused_with_the_remedy():
