@@ -1,7 +1,7 @@
-"""Greedy answers from an OpenAI-compatible server: prompts go out as token ids and answers come back as token ids.
+"""Greedy answers from an OpenAI-compatible server; prompts and answers are sent as token ids.
 
-The server must serve the same target. Text would have to be encoded again, which need not give the tokens that were
-generated; so a server that does not return token ids (`return_token_ids`, as vLLM has it) is refused.
+The server must serve the same target. Encoding its text again need not give the tokens that it generated, so a server
+that cannot return token ids (`return_token_ids` in vLLM) is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from draft_heads.data.answers import Answer
 from draft_heads.data.loops import loop_start
 
-_TIMEOUT = 3600.0  # seconds for one answer; a busy server queues
+_TIMEOUT = 3600.0  # seconds for one answer, which may wait in the server's queue
 
 
 class AnswerServer:

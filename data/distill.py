@@ -5,9 +5,9 @@ target's own token at each position given the text before it (-100 at position 0
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
-what the chat template puts behind them. Conversations that ask the same as an earlier one would be answered the same:
-they are left out and counted (`repeated`), so that none is trained on twice or held out and trained on. With
-`answer_prefix` the target continues the beginnings of recorded answers, which tells such conversations apart.
+what the chat template adds after them. A conversation with the same user turns as an earlier one would get the same
+answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out and trained on.
+With `answer_prefix` the target continues the first tokens of recorded answers, which makes such conversations differ.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows,
 repeated, fingerprint, bad_rows}, end_token_ids, shards [{file, rows, first_row, source_rows, skipped, cut, …}], counts
@@ -62,7 +62,7 @@ def distill(
         while folder.next_row < len(loaded.dataset):
             _write_shard(folder, distiller, loaded.dataset)
             counts = folder.manifest["counts"]
-            distiller.progress.note(f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}")
+            distiller.progress.set_note(f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}")
     folder.finish()
     return folder.manifest
 
@@ -86,7 +86,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     last = min(first + distiller.options.shard_rows, len(conversations))
     rows = distiller.rows(conversations.select(range(first, last)), first)
     kept = [row for row in rows if row.skipped is None]
-    distiller.progress.rows(len(rows) - len(kept))
+    distiller.progress.add_rows(len(rows) - len(kept))
     counts = {
         "rows": len(kept),
         "tokens": sum(len(row.ids) for row in kept),
@@ -117,7 +117,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
 
 
 def _header(source: str, distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
-    """What a second run must share to continue this one (see the module's docstring)."""
+    """The part of the manifest that must be equal for a second run to continue this one."""
     target, options = distiller.target, distiller.options
     settings = asdict(options)
     for name in ("labels", "split", "batch_size", "base_url", "model_name"):
@@ -151,7 +151,7 @@ def _data_fingerprint(dataset: datasets.Dataset) -> str:
 
 
 def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | None:
-    """Who answers with `--engine openai`; None for the target itself."""
+    """The server that answers with `--engine openai`; None when the target itself answers."""
     if options.engine == "local":
         return None
     assert options.base_url is not None

@@ -13,17 +13,17 @@ class DistillOptions:
 
     labels          * argmax (recorded text) or generate (the target's own answers)
     split           * split of a hub dataset
-    limit           * only the first so many conversations, None for all
+    limit           * only the first N conversations, None for all
     shuffle_seed    * shuffle the conversations before `limit`, None for file order
     max_length      * longest row in tokens, None for the target's positions or 2048, whichever is less
     max_new_tokens  * longest generated answer
-    answer_prefix   * generate behind the first tokens of the recorded answer, up to so many of them (by row 0 to N)
+    answer_prefix   * let the target continue the first 0 to N tokens (by row) of the recorded answer
     cut_loops       * end a generated answer where it begins to loop (`data.loops`)
-    hidden_states   * cache the target's hidden states: None, `target` (its own type) or a type's name
+    hidden_states   * cache the target's hidden states: None, `target` (its own type) or the name of a type
     shard_rows      * conversations per shard
     skip_bad_rows   * list unusable rows instead of stopping
-    engine          * who generates: local, or openai (a /v1/completions server that returns token ids)
-    batch_size        rows generated together and labelled together
+    engine          * what generates: local, or openai (a /v1/completions server that returns token ids)
+    batch_size        rows that are generated or labelled together
     base_url          the server of `engine="openai"`
     model_name        the model's name there, None for the first it lists
     """

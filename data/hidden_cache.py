@@ -1,4 +1,4 @@
-"""Cached hidden states: what they weigh on disk, and how an [L, H] tensor becomes bytes in a shard and back."""
+"""Cached hidden states: their size on disk, and [L, H] tensors as bytes of a shard."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, o
     """
     per_token = hidden_size * dtype.itemsize
     needed = tokens * (per_token + 9)  # ids, labels and mask: 9 bytes a token
-    place = Path(output).resolve()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    folder = Path(output).resolve()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     line = (
         f"H={hidden_size} {dtype_name(dtype)}: {per_token / 1024:g} KiB a token, "
         f"{'' if exact else 'at most '}{tokens:,} tokens -> {_gib(needed)}, free {_gib(free)}"

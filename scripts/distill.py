@@ -2,8 +2,8 @@
 
     python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
 
-Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). Killed, the same command goes on with the next
-shard. `--preview N` prints N conversations with the trained tokens coloured and writes nothing.
+Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). A run that was killed continues with the next
+shard when the command is given again. `--preview N` prints N conversations with the trained tokens coloured and writes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         "--answer_prefix",
         type=int,
         metavar="N",
-        help="let the target continue the first tokens of recorded answers, 0 to N by row (0: answer from the start)",
+        help="let the target continue the first 0 to N tokens (by row) of recorded answers (0: answer from the start)",
     )
     p.add_argument("--cut_loops", action="store_true", help="end a generated answer where it begins to loop")
     p.add_argument(
@@ -62,9 +62,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", help="cpu, cuda, …; auto spreads the layers over all devices (a GPU where there is one)")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--target_adapter", metavar="DIR", help="PEFT adapter merged into the target")
-    p.add_argument("--engine", choices=("local", "openai"), help="who generates the answers (local)")
-    p.add_argument("--base_url", help="of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
-    p.add_argument("--model_name", help="the model's name there (the first it lists)")
+    p.add_argument("--engine", choices=("local", "openai"), help="what generates the answers (local)")
+    p.add_argument("--base_url", help="URL of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
+    p.add_argument("--model_name", help="name of the model on that server (the first it lists)")
     p.set_defaults(**{field.name: field.default for field in fields(DistillOptions)})
     return p
 
@@ -121,7 +121,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     for key, name in names.items():
         value = counts.get(key)
         table.add_row(name, "–" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
-    table.add_row("left out: ask what an earlier one asks", f"{manifest['data']['repeated']:,}")
+    table.add_row("left out: user turns of an earlier row", f"{manifest['data']['repeated']:,}")
     table.add_row("bad rows in the source", f"{len(manifest['data']['bad_rows']):,}")
     console = Console()
     console.print(table)
