@@ -3,7 +3,8 @@
     python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
 
 Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). A run that was killed continues with the next
-shard when the command is given again. `--preview N` prints N conversations with the trained tokens coloured and writes nothing.
+shard when the command is given again. `--preview N` prints N conversations with the trained tokens coloured and writes
+nothing.
 """
 
 from __future__ import annotations
