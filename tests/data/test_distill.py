@@ -68,6 +68,29 @@ def test_argmax_keeps_the_text_and_adds_the_targets_choices(target, source, tmp_
     assert manifest["complete"] and manifest["end_token_ids"] == [2, 4, 138]
 
 
+def test_the_manifest_says_how_the_target_was_loaded(target, source, tmp_path):
+    loaded = Target.from_pretrained(target, "float64")
+    loaded.adapter = "adapters/style"
+    manifest = distill(loaded, source, str(tmp_path / "out"), DistillOptions(limit=1), show_progress=False)
+    assert manifest["target"] == {"path": target, "fingerprint": loaded.fingerprint()}
+    assert (manifest["settings"]["dtype"], manifest["settings"]["target_adapter"]) == ("float64", "adapters/style")
+
+
+def test_a_target_without_end_tokens_is_refused(target, source, tmp_path):
+    loaded = Target.from_pretrained(target)
+    loaded.end_token_ids = ()
+    with pytest.raises(ValueError, match="names an end-of-turn token; set eos_token"):
+        distill(loaded, source, str(tmp_path / "out"), DistillOptions(), show_progress=False)
+
+
+def test_a_target_spread_over_the_devices_gives_the_same_rows(target, source, tmp_path):
+    options = DistillOptions(labels="generate", max_new_tokens=8, limit=3)
+    for device in ("cpu", "auto"):
+        loaded = Target.from_pretrained(target, "float64", device)
+        distill(loaded, source, str(tmp_path / device), options, show_progress=False)
+    assert rows_of(tmp_path / "auto") == rows_of(tmp_path / "cpu")
+
+
 def test_generate_answers_every_turn_and_keeps_the_targets_own_tokens(target, source, tmp_path):
     manifest = run_distill(target, source, str(tmp_path / "out"), labels="generate", max_new_tokens=20)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
