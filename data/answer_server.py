@@ -1,7 +1,7 @@
-"""Greedy answers from an OpenAI-compatible server: prompts go out as token ids and answers come back as token ids.
+"""Greedy answers from an OpenAI-compatible server; prompts and answers are sent as token ids.
 
-The server must serve the same target. Text would have to be encoded again, which need not give the tokens that were
-generated; so a server that does not return token ids (`return_token_ids`, as vLLM has it) is refused.
+The server must serve the same target. Encoding its text again need not give the tokens that it generated, so a server
+that cannot return token ids (`return_token_ids` in vLLM) is refused.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from draft_heads.data.answers import Answer
 from draft_heads.data.loops import loop_start
 
-_TIMEOUT = 3600.0  # seconds for one answer; a busy server queues
+_TIMEOUT = 3600.0  # seconds for one answer, which may wait in the server's queue
 
 
 class AnswerServer:
     """A /v1/completions endpoint; ValueError when it cannot be reached or does not return token ids."""
 
-    def __init__(self, base_url: str, end_ids: list[int], model: str | None, concurrency: int, cut_loops: bool) -> None:
+    def __init__(
+        self, base_url: str, end_token_ids: Sequence[int], model: str | None, concurrency: int, cut_loops: bool
+    ) -> None:
         self.url = base_url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"--base_url {base_url} is no http(s) URL; pass for example http://127.0.0.1:8000/v1")
-        self._end_ids = end_ids
+        self._end_token_ids = list(end_token_ids)
         self._concurrency = concurrency
         self._cut_loops = cut_loops
         self.model = model or self._first_model()
@@ -50,7 +52,7 @@ class AnswerServer:
                 "prompt": prompt,
                 "max_tokens": limit,
                 "temperature": 0,
-                "stop_token_ids": self._end_ids,
+                "stop_token_ids": self._end_token_ids,
                 "return_token_ids": True,
             },
         )
@@ -63,13 +65,13 @@ class AnswerServer:
             )
         if self._cut_loops and (end := loop_start(tokens)) is not None and end < len(tokens):
             return Answer(tokens[:end], "loop")
-        if tokens and tokens[-1] in self._end_ids:
+        if tokens and tokens[-1] in self._end_token_ids:
             return Answer(tokens, "end")
         reason = choice.get("finish_reason")
         if reason != "length":
             raise ValueError(
                 f"--base_url {self.url} ended an answer ({reason}) with tokens {tokens[-3:]}, none of the end-of-turn "
-                f"tokens {self._end_ids}; serve the model that --target names, with its own tokenizer"
+                f"tokens {self._end_token_ids}; serve the model that --target names, with its own tokenizer"
             )
         return Answer(tokens, "limit")
 

@@ -1,8 +1,8 @@
 """The target's own greedy answers to many prompts at once.
 
-Rows sit in one left-padded batch; a row that ends leaves it, so late steps only pay for the answers still being
-written. Token for token the result is `generate(do_sample=False)` with a neutral generation config (tested), up to
-numerical ties. Shapes: B rows, L tokens.
+The prompts form one left-padded batch; finished rows are removed from it, so late steps compute only the answers that
+are still being written. The tokens are those of `generate(do_sample=False)` with a neutral generation config (tested),
+up to numerical ties. Shapes: B rows, L tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from draft_heads.data.frozen_target import FrozenTarget
+from draft_heads.data.labeller import Labeller
 from draft_heads.data.loops import LoopDetector
 
 
@@ -29,16 +29,16 @@ class Answer:
 
 
 def answer_prompts(
-    target: FrozenTarget,
+    target: Labeller,
     prompts: list[list[int]],
     limits: list[int],
     batch_size: int,
     cut_loops: bool = False,
-    progress: Callable[[int], None] = lambda rows: None,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> list[Answer]:
-    """One greedy answer per prompt, at most `limits[i] >= 1` new tokens each; prompts of like length go together.
+    """One greedy answer per prompt, at most `limits[i] >= 1` new tokens each; prompts of similar length share a batch.
 
-    With `cut_loops` an answer is cut at its `loop_start`.
+    With `cut_loops` an answer is cut at its `loop_start`; `progress` is called with the number of new answers.
     """
     answers: list[Answer | None] = [None] * len(prompts)
     for batch in _batches_by_length(prompts, batch_size):
@@ -57,27 +57,27 @@ def _batches_by_length(rows: list[list[int]], batch_size: int) -> Iterator[list[
 
 
 @torch.inference_mode()
-def _answer_batch(target: FrozenTarget, prompts: list[list[int]], limits: list[int], cut_loops: bool) -> list[Answer]:
-    device, ends = target.device, set(target.end_ids)
+def _answer_batch(target: Labeller, prompts: list[list[int]], limits: list[int], cut_loops: bool) -> list[Answer]:
+    device, ends = target.device, set(target.end_token_ids)
     width = max(map(len, prompts))
-    ids_BL = torch.full((len(prompts), width), target.pad_id, dtype=torch.long)
-    seen_BL = torch.zeros((len(prompts), width + max(limits)), dtype=torch.long)
+    ids_BL = torch.full((len(prompts), width), target.pad_token_id, dtype=torch.long)
+    mask_BL = torch.zeros((len(prompts), width + max(limits)), dtype=torch.long)
     for b, prompt in enumerate(prompts):
         ids_BL[b, width - len(prompt) :] = torch.tensor(prompt)
-        seen_BL[b, width - len(prompt) :] = 1
-    ids_BL, seen_BL = ids_BL.to(device), seen_BL.to(device)
-    position_BL = (seen_BL[:, :width].cumsum(-1) - 1).clamp(min=0)
+        mask_BL[b, width - len(prompt) :] = 1
+    ids_BL, mask_BL = ids_BL.to(device), mask_BL.to(device)
+    position_BL = (mask_BL[:, :width].cumsum(-1) - 1).clamp(min=0)
     padded = len({len(prompt) for prompt in prompts}) > 1
 
     tokens: list[list[int]] = [[] for _ in prompts]
     finish: dict[int, Literal["end", "limit", "loop"]] = {}
     detectors = [LoopDetector() for _ in prompts] if cut_loops else []
     active = list(range(len(prompts)))
-    cache = growing_cache(target.model.config, width + max(limits))
+    cache = preallocated_cache(target.model.config, width + max(limits))
     while True:
         out = target.model(
             input_ids=ids_BL,
-            attention_mask=seen_BL[:, :width] if padded else None,
+            attention_mask=mask_BL[:, :width] if padded else None,
             position_ids=position_BL,
             past_key_values=cache,
             use_cache=True,
@@ -97,24 +97,24 @@ def _answer_batch(target: FrozenTarget, prompts: list[list[int]], limits: list[i
         if len(finish) == len(prompts):
             return [Answer(tokens[b], finish[b]) for b in range(len(prompts))]
         ids_BL, position_BL, width = next_B[:, None], position_BL[:, -1:] + 1, width + 1
-        gone = sum(b in finish for b in active)
-        if gone * 8 >= len(active):  # copying the cache pays once an eighth of the rows has ended
+        finished = sum(b in finish for b in active)
+        if finished * 8 >= len(active):  # copying the cache pays once an eighth of the rows has ended
             keep = [slot for slot, b in enumerate(active) if b not in finish]
-            index = torch.tensor(keep, device=device)
+            index = torch.tensor(keep)  # on the CPU, since the layers of a sharded target lie on several devices
             cache.batch_select_indices(index)
-            ids_BL, position_BL, seen_BL = ids_BL[index], position_BL[index], seen_BL[index]
+            ids_BL, position_BL, mask_BL = ids_BL[index], position_BL[index], mask_BL[index]
             active = [active[slot] for slot in keep]
 
 
-def growing_cache(config: Any, capacity: int) -> DynamicCache:
-    """A DynamicCache whose full-attention layers write in place instead of copying all they hold every step."""
+def preallocated_cache(config: Any, capacity: int) -> DynamicCache:
+    """A DynamicCache whose full-attention layers write into buffers of `capacity` tokens instead of concatenating."""
     cache = DynamicCache(config=config)
     cache.layers = [_InPlaceLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
 class _InPlaceLayer(DynamicLayer):
-    """Keys and values are views of the filled part of two buffers with room for `capacity` tokens."""
+    """Keys and values are views of the filled part of two buffers of `capacity` tokens."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -127,13 +127,13 @@ class _InPlaceLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if self._buffers is None:
-            self._buffers = (self._room(key_states), self._room(value_states))
+            self._buffers = (self._buffer_like(key_states), self._buffer_like(value_states))
         for buffer, new in zip(self._buffers, (key_states, value_states)):
             buffer[:, :, start:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
-    def _room(self, states: Tensor) -> Tensor:
+    def _buffer_like(self, states: Tensor) -> Tensor:
         batch, heads, _, size = states.shape
         return states.new_empty((batch, heads, self._capacity, size))
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from draft_heads.data.json_rows import MalformedJson, hub_rows, read_json_rows
 
-# A number as people write it: a sign (none where it joins two things, as in 5-3), a currency, thousands separators,
-# decimals. A full stop behind it is not part of it.
+# A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals. A full stop
+# after it is not part of it.
 _NUMBER = re.compile(
     r"(?:(?<![\w)%.])[-−])?[$€£]?(?:(?<=[$€£])[-−])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
@@ -26,7 +26,7 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `turns` are the user's messages; `reference` the right answer where the file has one."""
+    """One question: `turns` are the user's messages, `reference` is the correct answer where the file has one."""
 
     question_id: int | str
     category: str | None
@@ -81,11 +81,11 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
     category = record.get("category")
     reference = record.get("reference")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise BenchmarkError(f"'turns' is a non-empty list of texts, received {_shown(turns)}")
+        raise BenchmarkError(f"'turns' is a non-empty list of texts, received {_describe(turns)}")
     if not isinstance(question_id, int | str):
-        raise BenchmarkError(f"'question_id' is a number or a text, received {_shown(question_id)}")
+        raise BenchmarkError(f"'question_id' is a number or a text, received {_describe(question_id)}")
     if category is not None and not isinstance(category, str):
-        raise BenchmarkError(f"'category' is a text, received {_shown(category)}")
+        raise BenchmarkError(f"'category' is a text, received {_describe(category)}")
     if isinstance(reference, list):
         reference = "\n\n".join(map(str, reference)) or None
     return Question(question_id, category, list(turns), None if reference is None else str(reference))
@@ -94,7 +94,7 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
 def _gsm8k(record: dict[str, Any], row: int) -> Question:
     question, answer = _text(record, "question"), _text(record, "answer")
     if gsm8k_answer(answer) is None:
-        raise BenchmarkError(f"'answer' ends with '#### number', received {_shown(answer[-40:])}")
+        raise BenchmarkError(f"'answer' ends with '#### number', received {_describe(answer[-40:])}")
     return Question(record.get("question_id", row), record.get("category"), [question], answer)
 
 
@@ -118,16 +118,16 @@ def _records(name: str, source: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if isinstance(record, MalformedJson):
             raise BenchmarkError(f"{where}: {record}")
         if not isinstance(record, dict):
-            raise BenchmarkError(f"{where}: a row is an object, received {_shown(record)}")
+            raise BenchmarkError(f"{where}: a row is an object, received {_describe(record)}")
         yield where, record
 
 
 def _text(record: dict[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str) or not value:
-        raise BenchmarkError(f"{key!r} is a non-empty text, received {_shown(value)}")
+        raise BenchmarkError(f"{key!r} is a non-empty text, received {_describe(value)}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

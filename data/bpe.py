@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer with a chat template that marks what the assistant writes."""
+"""Train a byte-level BPE tokenizer with a chat template that marks the assistant's tokens."""
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -14,19 +14,19 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# A word with the space before it, one digit, an operator with its spaces, other marks, white space. Digits
-# stand alone, so that a model can learn arithmetic column by column.
-PIECES = r" ?\p{L}+|\p{N}| [+\-*/=<>] | ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
+# A word with the space before it, one digit, an operator with its spaces, other punctuation, whitespace. Every digit
+# is a token of its own, so that a model can learn arithmetic column by column.
+SPLIT_PATTERN = r" ?\p{L}+|\p{N}| [+\-*/=<>] | ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
 
 
 def train_tokenizer(
     messages: list[list[dict[str, str]]], vocab_size: int, max_positions: int
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with one token per digit and a chat template that marks the answers."""
+    """A byte-level BPE tokenizer with one token per digit and a chat template that marks the assistant's tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -30,9 +30,9 @@ def build_datastore(
     limit: int | None = None,
     progress: Progress = lambda stage, done, of: None,
 ) -> dict[str, Any]:
-    """Write the conversations of a file, folder or hub id as a datastore; its manifest, which is written last.
+    """Write the conversations of a file, folder or hub id as a datastore; returns its manifest.
 
-    `tokenizer` has a chat template, by which conversations are rendered as the target sees them. ConversationError
+    `tokenizer` has a chat template, with which conversations are rendered as the target sees them. ConversationError
     with file, row and reason for a bad row, ValueError for a source without rows.
     """
     rows = load_conversations(dataset)
@@ -43,7 +43,7 @@ def build_datastore(
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     digest = hashlib.sha256()
     parts = []
-    for messages in _shown(rows["messages"], len(rows), progress):
+    for messages in _batches(rows["messages"], len(rows), progress):
         digest.update(json.dumps(messages).encode())
         parts += [np.array([*ids, vocabulary], unsigned(vocabulary)) for ids in _token_ids(tokenizer, messages)]
     tokens = np.concatenate(parts)
@@ -65,7 +65,7 @@ def build_datastore(
 
 
 def _write(folder: Path, arrays: dict[str, NDArray[Any]], manifest: dict[str, Any]) -> None:
-    """The files of the folder; without its manifest, which comes last, it is no datastore."""
+    """Write the files of the folder, the manifest last: a folder without one is not a datastore."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
     for name, array in arrays.items():
@@ -73,7 +73,7 @@ def _write(folder: Path, arrays: dict[str, NDArray[Any]], manifest: dict[str, An
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _shown(rows: Sequence[Messages], count: int, progress: Progress) -> Iterator[Sequence[Messages]]:
+def _batches(rows: Sequence[Messages], count: int, progress: Progress) -> Iterator[Sequence[Messages]]:
     """The rows, `_BATCH` at a time."""
     for first in range(0, count, _BATCH):
         progress("conversations", first, count)

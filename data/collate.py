@@ -42,7 +42,7 @@ class DraftCollator:
     max_length: int
     packing: bool = False
     hidden_dtype: torch.dtype | None = None
-    _told: bool = field(default=False, init=False, repr=False)
+    _warned: bool = field(default=False, init=False, repr=False)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         bins: list[list[Mapping[str, Any]]] = []
@@ -60,8 +60,8 @@ class DraftCollator:
 
     def _length(self, row: Mapping[str, Any]) -> int:
         length = len(row["input_ids"])
-        if length > self.max_length and not self._told:
-            self._told = True
+        if length > self.max_length and not self._warned:
+            self._warned = True
             logger.warning(
                 "--max_length %d cuts conversations of up to %d tokens; raise it to train on all of them",
                 self.max_length,
@@ -82,18 +82,18 @@ class DraftCollator:
             start = 0
             for number, row in enumerate(segments, start=1):
                 n = self._length(row)
-                here = slice(start, start + n)
-                batch["input_ids"][b, here] = torch.as_tensor(row["input_ids"][:n])
-                batch["greedy_ids"][b, here] = torch.as_tensor(row["greedy_ids"][:n])
+                span = slice(start, start + n)
+                batch["input_ids"][b, span] = torch.as_tensor(row["input_ids"][:n])
+                batch["greedy_ids"][b, span] = torch.as_tensor(row["greedy_ids"][:n])
                 batch["greedy_ids"][b, start] = NO_LABEL
-                batch["mask"][b, here] = torch.as_tensor(row["assistant_mask"][:n]).bool()
-                batch["segment_ids"][b, here] = number
-                batch["position_ids"][b, here] = torch.arange(n)
+                batch["mask"][b, span] = torch.as_tensor(row["assistant_mask"][:n]).bool()
+                batch["segment_ids"][b, span] = number
+                batch["position_ids"][b, span] = torch.arange(n)
                 if self.hidden_dtype is not None:
                     hidden_LH = hidden_from_bytes(row["hidden"], len(row["input_ids"]), self.hidden_dtype)[:n]
                     if "hidden" not in batch:
                         batch["hidden"] = hidden_LH.new_zeros(*shape, hidden_LH.shape[-1])
-                    batch["hidden"][b, here] = hidden_LH
+                    batch["hidden"][b, span] = hidden_LH
                 start += n
         return batch
 
@@ -103,7 +103,7 @@ def split_held_out(
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     """(train, held-out): the `rows`, or the `fraction`, of rows whose hash of (seed, id) is lowest.
 
-    A row keeps its side whatever the order of the dataset, and with `fraction` whatever else is in it.
+    The side of a row does not depend on the order of the dataset nor, with `fraction`, on the other rows.
     """
     if (rows is None) == (fraction is None):
         raise ValueError("give rows or fraction, one of them")
@@ -122,5 +122,5 @@ def split_held_out(
 
 
 def unit_hash(text: str) -> float:
-    """A number in [0, 1) that depends on the text only."""
+    """A hash of the text as a number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64

@@ -3,8 +3,8 @@
     [{"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}]
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 
-A bad row stops the load with file, line, row and reason; with `skip_bad_rows` it is listed instead. How messages
-become token ids is `data.rendering`'s job; its two functions are offered here too.
+A bad row stops the load with file, line, row and reason; with `skip_bad_rows` it is listed instead. `data.rendering`
+turns messages into token ids.
 """
 
 from __future__ import annotations
@@ -18,18 +18,7 @@ from typing import Any
 import datasets
 
 from draft_heads.data.json_rows import MalformedJson, hub_rows, read_json_rows
-from draft_heads.data.rendering import ConversationError, render_conversation, render_prompt
-
-__all__ = [
-    "BadRow",
-    "ConversationError",
-    "Conversations",
-    "check_messages",
-    "load_conversations",
-    "read_conversations",
-    "render_conversation",
-    "render_prompt",
-]
+from draft_heads.data.rendering import ConversationError
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +42,7 @@ FEATURES = datasets.Features(
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that cannot be used: `row` counts from 0, `where` names file, line and row for people."""
+    """A row that cannot be used: `row` counts from 0, `where` names file, line and row."""
 
     row: int
     where: str
@@ -67,7 +56,7 @@ class BadRow:
 class Conversations:
     """What a source holds: `dataset` with columns `id` and `messages`, and the rows that could not be used.
 
-    repeated: rows left out because they ask what an earlier one asks (only when answers are generated).
+    repeated: rows left out because an earlier one has the same user turns (only when answers are generated).
     """
 
     dataset: datasets.Dataset
@@ -150,7 +139,7 @@ def check_messages(messages: list[dict[str, str]]) -> None:
             raise ConversationError(f"turn {number} is a system turn; only the first turn may be")
         if number == len(messages) - len(dialogue):
             raise ConversationError("the conversation starts with the assistant; the first turn is the user's")
-        raise ConversationError(f"turns {number - 1} and {number} are both of the {role}; roles alternate")
+        raise ConversationError(f"turns {number - 1} and {number} are both of the {role}; roles must alternate")
     if all(turn["role"] != "assistant" for turn in messages):
         raise ConversationError("the conversation has no assistant turn")
     for number, turn in enumerate(messages):

@@ -1,12 +1,12 @@
-"""Datastores for REST: the tokens of a corpus and their suffix array, in a folder that is mapped into memory.
+"""Datastores for REST: the tokens of a corpus and their suffix array, in a memory-mapped folder.
 
     datastore.json  format_version, tokens, conversations, vocab_size, tokenizer_hash, depth, dataset
-    tokens.npy      [N] the conversations one after another, a separator (the value vocab_size) behind each
-    suffixes.npy    [N] the places of `tokens` in the order of the `depth` tokens that stand there
-    starts.npy      [vocab_size + 2] where in `suffixes` each first token begins
+    tokens.npy      [N] the conversations one after another, a separator (the value vocab_size) after each
+    suffixes.npy    [N] the positions in `tokens`, sorted by the `depth` tokens that begin there
+    starts.npy      [vocab_size + 2] index in `suffixes` of the first suffix that begins with each token
 
-Numbers are little-endian and unsigned. No phrase that is looked up holds a separator, so no match spans two
-conversations. `python scripts/build_datastore.py` makes the folder (`data/build_datastore.py`).
+Numbers are little-endian and unsigned. No looked-up phrase contains a separator, so no match spans two conversations.
+`python scripts/build_datastore.py` makes the folder (`data/build_datastore.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from draft_heads.data.fingerprint import tokenizer_hash
 
 FORMAT_VERSION = 1
 MANIFEST = "datastore.json"
-DEPTH = 32  # tokens: the longest phrase looked up and what is read behind it
+DEPTH = 32  # tokens: the longest phrase looked up plus the continuation that is read after it
 
 
 @dataclass(frozen=True)
 class Datastore:
-    """An opened folder; see the module. The arrays are read where they are touched."""
+    """An opened folder, with the fields of the module's docstring; the arrays are memory-mapped."""
 
     tokens: NDArray[np.unsignedinteger]
     suffixes: NDArray[np.unsignedinteger]
@@ -38,32 +38,32 @@ class Datastore:
 
     @property
     def separator(self) -> int:
-        """What stands between conversations: one more than the largest token."""
+        """The value between conversations: the largest token id plus one."""
         return int(self.manifest["vocab_size"])
 
     @property
     def depth(self) -> int:
-        """Tokens to which the suffixes are sorted."""
+        """How many tokens of each suffix are compared in sorting."""
         return int(self.manifest["depth"])
 
     @classmethod
     def open(cls, folder: Path) -> Datastore:
-        """ValueError, in a sentence, for a folder that is none, of another version, or whose files do not fit it."""
+        """ValueError for a folder that is not a datastore, of another version, or with files that do not fit."""
         if folder.name == MANIFEST:
             folder = folder.parent
         manifest = _read_manifest(folder)
         size, vocabulary = manifest["tokens"], manifest["vocab_size"]
         return cls(
-            _map(folder / "tokens.npy", size, unsigned(vocabulary)),
-            _map(folder / "suffixes.npy", size, unsigned(size)),
-            _map(folder / "starts.npy", vocabulary + 2, np.dtype("<u8")),
+            _memory_map(folder / "tokens.npy", size, unsigned(vocabulary)),
+            _memory_map(folder / "suffixes.npy", size, unsigned(size)),
+            _memory_map(folder / "starts.npy", vocabulary + 2, np.dtype("<u8")),
             manifest,
         )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, path: str) -> None:
         """ValueError when it was built with another tokenizer than the target's.
 
-        A target without one is asked for the size of its vocabulary only, which must hold the datastore's.
+        Without a tokenizer only the sizes are compared: the target's vocabulary must be at least the datastore's.
         """
         rule = "a datastore and the target must share the tokenizer"
         remedy = "build it again with scripts/build_datastore.py --tokenizer TARGET"
@@ -102,8 +102,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _map(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A file of `size` numbers, mapped; ValueError when it is missing, cut short, or holds others."""
+def _memory_map(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A memory-mapped file of `size` numbers; ValueError when it is missing, truncated, or of another size or type."""
     remedy = "copy the folder again, or build it with scripts/build_datastore.py"
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)

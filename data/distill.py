@@ -5,9 +5,9 @@ target's own token at each position given the text before it (-100 at position 0
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
-what the chat template puts behind them. Conversations that ask the same as an earlier one would be answered the same:
-they are left out and counted (`repeated`), so that none is trained on twice or held out and trained on. With
-`answer_prefix` the target continues the beginnings of recorded answers, which tells such conversations apart.
+what the chat template adds after them. A conversation with the same user turns as an earlier one would get the same
+answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out and trained on.
+With `answer_prefix` the target continues the first tokens of recorded answers, which makes such conversations differ.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows,
 repeated, fingerprint, bad_rows}, end_token_ids, shards [{file, rows, first_row, source_rows, skipped, cut, …}], counts
@@ -28,56 +28,41 @@ from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.conversations import Conversations, read_conversations
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller, without_repeats
-from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint
-from draft_heads.data.frozen_target import FrozenTarget, load_target
+from draft_heads.data.dtypes import dtype_name
 from draft_heads.data.hidden_cache import check_disk
+from draft_heads.data.labeller import Labeller
 from draft_heads.data.progress import DistillProgress
-from draft_heads.data.shards import DistilledDataset, ShardFolder, load_distilled
-
-__all__ = [
-    "DistillOptions",
-    "DistilledDataset",
-    "Distiller",
-    "check_fingerprint",
-    "distill",
-    "load_distilled",
-    "select_conversations",
-    "server_answerer",
-    "target_fingerprint",
-]
+from draft_heads.data.shards import ShardFolder
 
 
 def distill(
-    target_path: str,
+    target: Labeller,
     source: str,
     output: str,
-    labels: str = "argmax",
+    options: DistillOptions,
     overwrite: bool = False,
     show_progress: bool = True,
-    **options: Any,
 ) -> dict[str, Any]:
-    """Label the conversations of `source` with `target_path` into `output`; returns the finished manifest.
+    """Label the conversations of `source` with `target` into `output`; returns the finished manifest.
 
-    `options` are those of `DistillOptions`. Killed and called again with the same arguments it goes on with the
-    next shard. ValueError for a finished output or one made otherwise, unless `overwrite`.
+    A run that was killed continues with the next shard when it is called again with the same arguments. ValueError for
+    a finished output, or one that other arguments began, unless `overwrite`.
     """
-    settings = DistillOptions(labels=labels, **options)
-    target = load_target(target_path, settings.dtype, settings.device, settings.chat_template, settings.target_adapter)
-    distiller = Distiller(target, settings, server_answerer(target, settings))
-    loaded = select_conversations(source, settings)
-    folder = ShardFolder.open(output, _header(target_path, source, distiller, loaded), overwrite)
+    distiller = Distiller(target, options, server_answerer(target, options))
+    loaded = select_conversations(source, options)
+    folder = ShardFolder.open(output, _header(source, distiller, loaded), overwrite)
     rest = loaded.dataset.select(range(folder.next_row, len(loaded.dataset)))
     if distiller.hidden_dtype is not None:
         hidden_size = folder.manifest["target"]["fingerprint"]["hidden_size"]
         tokens = distiller.count_tokens(rest)
-        print(check_disk(tokens, labels == "argmax", hidden_size, distiller.hidden_dtype, output))
+        print(check_disk(tokens, options.labels == "argmax", hidden_size, distiller.hidden_dtype, output))
     folder.begin()
     with DistillProgress(show_progress) as distiller.progress:
         distiller.progress.start(folder.next_row, len(loaded.dataset))
         while folder.next_row < len(loaded.dataset):
             _write_shard(folder, distiller, loaded.dataset)
             counts = folder.manifest["counts"]
-            distiller.progress.note(f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}")
+            distiller.progress.set_note(f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}")
     folder.finish()
     return folder.manifest
 
@@ -101,7 +86,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     last = min(first + distiller.options.shard_rows, len(conversations))
     rows = distiller.rows(conversations.select(range(first, last)), first)
     kept = [row for row in rows if row.skipped is None]
-    distiller.progress.rows(len(rows) - len(kept))
+    distiller.progress.add_rows(len(rows) - len(kept))
     counts = {
         "rows": len(kept),
         "tokens": sum(len(row.ids) for row in kept),
@@ -131,21 +116,19 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     folder.write(counted(), entry, counts, hidden=distiller.hidden_dtype is not None)
 
 
-def _header(target_path: str, source: str, distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
-    """What a second run must share to continue this one (see the module's docstring)."""
+def _header(source: str, distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
+    """The part of the manifest that must be equal for a second run to continue this one."""
     target, options = distiller.target, distiller.options
     settings = asdict(options)
-    for name in ("labels", "split", "batch_size", "device", "base_url", "model_name", "chat_template"):
+    for name in ("labels", "split", "batch_size", "base_url", "model_name"):
         del settings[name]
     settings["max_length"] = distiller.max_length
-    settings["dtype"] = str(next(target.model.parameters()).dtype).removeprefix("torch.")
+    settings["dtype"] = dtype_name(target.dtype)
+    settings["target_adapter"] = target.adapter
     if distiller.hidden_dtype is not None:
-        settings["hidden_states"] = str(distiller.hidden_dtype).removeprefix("torch.")
+        settings["hidden_states"] = dtype_name(distiller.hidden_dtype)
     return {
-        "target": {
-            "path": target_path,
-            "fingerprint": target_fingerprint(target.model, target.tokenizer),
-        },
+        "target": {"path": target.name, "fingerprint": target.fingerprint()},
         "labels": options.labels,
         "settings": settings,
         "data": {
@@ -156,7 +139,7 @@ def _header(target_path: str, source: str, distiller: Distiller, loaded: Convers
             "fingerprint": _data_fingerprint(loaded.dataset),
             "bad_rows": [str(bad) for bad in loaded.bad_rows],
         },
-        "end_token_ids": target.end_ids,
+        "end_token_ids": list(target.end_token_ids),
     }
 
 
@@ -167,10 +150,12 @@ def _data_fingerprint(dataset: datasets.Dataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def server_answerer(target: FrozenTarget, options: DistillOptions) -> Answerer | None:
-    """Who answers with `--engine openai`; None for the target itself."""
+def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | None:
+    """The server that answers with `--engine openai`; None when the target itself answers."""
     if options.engine == "local":
         return None
     assert options.base_url is not None
-    server = AnswerServer(options.base_url, target.end_ids, options.model_name, options.batch_size, options.cut_loops)
+    server = AnswerServer(
+        options.base_url, target.end_token_ids, options.model_name, options.batch_size, options.cut_loops
+    )
     return server.answers

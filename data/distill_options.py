@@ -1,33 +1,29 @@
-"""The options of a distillation, validated where they are declared."""
+"""The options of a distillation, checked where they are declared; how the target is loaded is not among them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draft_heads.data.frozen_target import DTYPES
+from draft_heads.data.dtypes import DTYPES
 
 
 @dataclass
 class DistillOptions:
-    """Everything but target, source and output; those marked * change the rows and so cannot change on resume.
+    """Everything but the target, the source and the output; those marked * change the rows and must stay on resume.
 
     labels          * argmax (recorded text) or generate (the target's own answers)
     split           * split of a hub dataset
-    limit           * only the first so many conversations, None for all
+    limit           * only the first N conversations, None for all
     shuffle_seed    * shuffle the conversations before `limit`, None for file order
     max_length      * longest row in tokens, None for the target's positions or 2048, whichever is less
     max_new_tokens  * longest generated answer
-    answer_prefix   * generate behind the first tokens of the recorded answer, up to so many of them (by row 0 to N)
+    answer_prefix   * let the target continue the first 0 to N tokens (by row) of the recorded answer
     cut_loops       * end a generated answer where it begins to loop (`data.loops`)
-    hidden_states   * cache the target's hidden states: None, `target` (its own type) or a type's name
+    hidden_states   * cache the target's hidden states: None, `target` (its own type) or the name of a type
     shard_rows      * conversations per shard
     skip_bad_rows   * list unusable rows instead of stopping
-    dtype           * the target's precision, None for float32 on CPU and the checkpoint's on GPU
-    chat_template   * a .jinja file for a tokenizer that has none
-    target_adapter  * a PEFT adapter merged into the target, None for the target as it is
-    engine          * who generates: local, or openai (a /v1/completions server that returns token ids)
-    batch_size        rows generated together and labelled together
-    device            cpu, cuda, …; None takes a GPU where there is one
+    engine          * what generates: local, or openai (a /v1/completions server that returns token ids)
+    batch_size        rows that are generated or labelled together
     base_url          the server of `engine="openai"`
     model_name        the model's name there, None for the first it lists
     """
@@ -43,12 +39,8 @@ class DistillOptions:
     hidden_states: str | None = None
     shard_rows: int = 1024
     skip_bad_rows: bool = False
-    dtype: str | None = None
-    chat_template: str | None = None
-    target_adapter: str | None = None
     engine: str = "local"
     batch_size: int = 32
-    device: str | None = None
     base_url: str | None = None
     model_name: str | None = None
 

@@ -13,8 +13,9 @@ import torch
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.collate import unit_hash
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.frozen_target import DTYPES, FrozenTarget
+from draft_heads.data.dtypes import DTYPES
 from draft_heads.data.hidden_cache import hidden_bytes
+from draft_heads.data.labeller import Labeller
 from draft_heads.data.progress import DistillProgress
 from draft_heads.data.rendering import ChatRenderer, ConversationError
 
@@ -24,7 +25,7 @@ Answerer = Callable[[list[list[int]], list[int], Callable[[int], None]], list[An
 
 @dataclass
 class Row:
-    """A conversation on its way: `pending` user turns are still to be answered."""
+    """A conversation in progress; `pending` are the user turns that are still to be answered."""
 
     number: int
     id: str
@@ -40,21 +41,23 @@ class Row:
 class Distiller:
     """Turns conversations into labelled rows; `distill` adds the files."""
 
-    def __init__(self, target: FrozenTarget, options: DistillOptions, answerer: Answerer | None = None) -> None:
-        positions = target.max_positions
-        self.max_length = options.max_length or min(2048, positions or 2048)
-        if positions is not None and self.max_length > positions:
+    def __init__(self, target: Labeller, options: DistillOptions, answerer: Answerer | None = None) -> None:
+        if not target.end_token_ids:
             raise ValueError(
-                f"--max_length {self.max_length} exceeds the target's {positions} positions; lower it or pick "
-                "another target"
+                f"neither the tokenizer nor the config of {target.name} names an end-of-turn token; set eos_token"
+            )
+        self.max_length = options.max_length or min(2048, target.max_positions)
+        if self.max_length > target.max_positions:
+            raise ValueError(
+                f"--max_length {self.max_length} exceeds the target's {target.max_positions} positions; lower it or "
+                "pick another target"
             )
         self.target = target
         self.options = options
         self.renderer = ChatRenderer(target.tokenizer)
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
-            own = next(target.model.parameters()).dtype
-            self.hidden_dtype = own if options.hidden_states == "target" else DTYPES[options.hidden_states]
+            self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
         self._answerer = answerer or (
             lambda prompts, limits, progress: answer_prompts(
                 target, prompts, limits, options.batch_size, options.cut_loops, progress
@@ -63,8 +66,8 @@ class Distiller:
         self.progress = DistillProgress(show=False)
 
     def rows(self, conversations: datasets.Dataset, first: int = 0) -> list[Row]:
-        """Rendered or generated rows of `conversations`, skipped ones included, unlabelled; `first` numbers them."""
-        rows = [self._start(first + i, record) for i, record in enumerate(conversations)]
+        """Rendered or generated rows, skipped ones included, not yet labelled; numbered from `first`."""
+        rows = [self._new_row(first + i, record) for i, record in enumerate(conversations)]
         while waiting := [row for row in rows if row.pending]:
             self._answer_next_turn(waiting)
         for row in rows:
@@ -94,28 +97,28 @@ class Distiller:
                     labelled[i] = record
                 else:
                     yield record | {"hidden": hidden_bytes(hidden.to(self.hidden_dtype))}
-            self.progress.rows(len(batch))
+            self.progress.add_rows(len(batch))
         for i in sorted(labelled):
             yield labelled[i]
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
-        """Tokens the rows will have: exact for argmax; for generate, as if every answer were as long as it may be."""
+        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
         if self.options.labels == "argmax":
-            return sum(len(self._start(i, record).ids) for i, record in enumerate(conversations))
+            return sum(len(self._new_row(i, record).ids) for i, record in enumerate(conversations))
         total = 0
         for i, record in enumerate(conversations):
             try:
                 ids, mask = self.renderer.conversation(record["messages"])
             except ConversationError as error:
-                self._unusable(Row(i, record["id"], [], [], [], []), error)
+                self._reject(Row(i, record["id"], [], [], [], []), error)
                 continue
-            asked = sum(turn["role"] == "user" for turn in record["messages"])
-            total += min(self.max_length, len(ids) - sum(mask) + asked * self.options.max_new_tokens)
+            user_turns = sum(turn["role"] == "user" for turn in record["messages"])
+            total += min(self.max_length, len(ids) - sum(mask) + user_turns * self.options.max_new_tokens)
         return total
 
     # ---- one conversation ----------------------------------------------------------------------------------
 
-    def _start(self, number: int, record: dict[str, Any]) -> Row:
+    def _new_row(self, number: int, record: dict[str, Any]) -> Row:
         messages = record["messages"]
         row = Row(number, record["id"], messages, [], [], [])
         try:
@@ -126,10 +129,10 @@ class Distiller:
             else:
                 row.pending = [i for i, turn in enumerate(messages) if turn["role"] == "user"]
         except ConversationError as error:
-            self._unusable(row, error)
+            self._reject(row, error)
         return row
 
-    def _unusable(self, row: Row, error: ConversationError) -> None:
+    def _reject(self, row: Row, error: ConversationError) -> None:
         if not self.options.skip_bad_rows:
             raise ConversationError(
                 f"row {row.number} (id {row.id}): {error}; or pass --skip_bad_rows to list it"
@@ -137,23 +140,23 @@ class Distiller:
         row.pending, row.mask, row.skipped = [], [], str(error)
 
     def _answer_next_turn(self, rows: list[Row]) -> None:
-        """Answer the first pending turn of every row, or end the conversation where there is no room for it."""
-        asked, prompts = [], []
+        """Answer the first pending turn of every row, or end the conversation where its prompt does not fit."""
+        answering, prompts = [], []
         for row in rows:
             turn = row.pending.pop(0)
             try:
                 prompt = self._prompt(row, turn)
             except ConversationError as error:
-                self._unusable(row, error)
+                self._reject(row, error)
                 continue
             if len(prompt) < self.max_length:
-                asked.append(row)
+                answering.append(row)
                 prompts.append(prompt)
             else:
                 row.pending, row.cut = [], bool(row.ids)
         limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
-        self.progress.turn(len(prompts))
-        for row, prompt, answer in zip(asked, prompts, self._answerer(prompts, limits, self.progress.answers)):
+        self.progress.start_turn(len(prompts))
+        for row, prompt, answer in zip(answering, prompts, self._answerer(prompts, limits, self.progress.add_answers)):
             row.mask += [False] * (len(prompt) - len(row.ids)) + [True] * len(answer.tokens)
             row.ids = prompt + answer.tokens
             row.finish = answer.finish
@@ -180,15 +183,15 @@ class Distiller:
 
 
 def prefix_length(row_id: str, longest: int) -> int:
-    """How many recorded tokens the target continues in this row: 0 to `longest`, the same in every run."""
+    """How many recorded tokens the target continues in this row: 0 to `longest`, a hash of its id."""
     return int(unit_hash(f"answer prefix:{row_id}") * (longest + 1))
 
 
 def without_repeats(conversations: datasets.Dataset, answer_prefix: int) -> datasets.Dataset:
-    """Conversations whose answers the target would generate from the same text as an earlier one's, left out.
+    """Leave out conversations for which the target would generate the same answers as for an earlier one.
 
-    The same turns of user and system get the same greedy answers; with a recorded prefix to continue, the recorded
-    answers count as well.
+    Equal user and system turns get equal greedy answers; where the target continues a recorded answer, the recorded
+    answers are compared too.
     """
     seen: set[str] = set()
     keep = []

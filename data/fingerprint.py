@@ -13,11 +13,8 @@ FIELDS = ("vocab_size", "hidden_size", "tokenizer_hash", "chat_template_hash")
 _PROBE = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
 
 
-def target_fingerprint(model_config_or_model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """`FIELDS` of a target from its config (or the model) and its tokenizer; stable across library versions."""
-    config = getattr(model_config_or_model, "config", model_config_or_model)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
+def target_fingerprint(config: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`FIELDS` of a target from its text config and its tokenizer; stable across library versions."""
     return {
         "vocab_size": int(config.vocab_size),
         "hidden_size": int(config.hidden_size),

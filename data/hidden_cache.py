@@ -1,8 +1,7 @@
-"""Cached hidden states: what they weigh on disk, and how an [L, H] tensor becomes bytes in a shard and back."""
+"""Cached hidden states: their size on disk, and [L, H] tensors as bytes of a shard."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from draft_heads.data.dtypes import dtype_name
 
-_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32}
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def hidden_bytes(hidden_LH: Tensor) -> bytes:
@@ -23,8 +22,7 @@ def hidden_bytes(hidden_LH: Tensor) -> bytes:
 
 def hidden_from_bytes(raw: bytes, length: int, dtype: torch.dtype) -> Tensor:
     """The [length, H] tensor of type `dtype` that `hidden_bytes` wrote."""
-    carrier = np.int16 if dtype.itemsize == 2 else np.int32
-    return torch.from_numpy(np.frombuffer(raw, dtype=carrier).copy()).view(dtype).reshape(length, -1)
+    return torch.from_numpy(np.frombuffer(raw, dtype=f"<i{dtype.itemsize}").copy()).view(dtype).reshape(length, -1)
 
 
 def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, output: str) -> str:
@@ -34,12 +32,12 @@ def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, o
     """
     per_token = hidden_size * dtype.itemsize
     needed = tokens * (per_token + 9)  # ids, labels and mask: 9 bytes a token
-    place = Path(output).resolve()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    folder = Path(output).resolve()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     line = (
-        f"H={hidden_size} {str(dtype).removeprefix('torch.')}: {per_token / 1024:g} KiB a token, "
+        f"H={hidden_size} {dtype_name(dtype)}: {per_token / 1024:g} KiB a token, "
         f"{'' if exact else 'at most '}{tokens:,} tokens -> {_gib(needed)}, free {_gib(free)}"
     )
     if needed > free:

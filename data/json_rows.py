@@ -1,4 +1,4 @@
-"""Rows of JSON arrays, JSONL files and hub datasets, each with the place to name in an error."""
+"""Rows of JSON arrays, JSONL files and hub datasets, each with its location for error messages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import datasets
 
 
 class MalformedJson(ValueError):
-    """A file or a line that is no JSON."""
+    """A file or a line that is not JSON."""
 
 
 def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """("FILE, line N, row K", record) of a JSON array or a JSONL file; rows count from 0, lines from 1.
 
-    A malformed JSONL line comes as a MalformedJson in the record's place. In an array nothing after a malformed row
-    can be read, so there it is raised, as it is for an empty file.
+    For a malformed JSONL line the record is a MalformedJson. Nothing after a malformed row of an array can be read, so
+    there MalformedJson is raised, as it is for an empty file.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")

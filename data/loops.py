@@ -1,8 +1,8 @@
-"""When greedy text starts to repeat itself for good: the one rule that labels and reports share.
+"""When greedy text starts to repeat itself endlessly: the one rule for labels and reports.
 
 A text loops where it ends with `copies` consecutive copies of one block of 1…`max_period` tokens that together are
-at least `min_tokens` long (short blocks therefore need more copies). Looping text flatters every drafter, so it is
-neither trained on (`--cut_loops`) nor counted (`--stop_at_loops`).
+at least `min_tokens` long (short blocks therefore need more copies). Drafters predict looping text too well, so it can
+be kept out of training (`--cut_loops`) and of measurements (`--stop_at_loops`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class LoopDetector:
-    """Incremental form of `loop_start`: `push` a token, learn whether the text now ends in a loop."""
+    """Incremental form of `loop_start`: `push` a token and get whether the text now ends in a loop."""
 
     def __init__(self, max_period: int = 40, copies: int = 3, min_tokens: int = 12) -> None:
         if max_period < 1 or copies < 2 or min_tokens < 1:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -11,19 +9,17 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.data.distill import select_conversations, server_answerer
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Distiller
-from draft_heads.data.frozen_target import load_target
+from draft_heads.data.labeller import Labeller
 
 TRAINED = "black on green"
 
 
-def preview(target_path: str, source: str, count: int, options: dict[str, Any]) -> None:
+def preview(target: Labeller, source: str, count: int, options: DistillOptions) -> None:
     """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
-    settings = DistillOptions(**options)
-    target = load_target(target_path, settings.dtype, settings.device, settings.chat_template, settings.target_adapter)
-    conversations = select_conversations(source, settings).dataset
+    conversations = select_conversations(source, options).dataset
     chosen = conversations.select(range(min(count, len(conversations))))
     console = Console()
-    for row in Distiller(target, settings, server_answerer(target, settings)).rows(chosen):
+    for row in Distiller(target, options, server_answerer(target, options)).rows(chosen):
         console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")
         if row.skipped is not None:
             console.print(f"skipped: {row.skipped}", markup=False)

@@ -35,17 +35,17 @@ class DistillProgress:
     def start(self, done: int, total: int) -> None:
         self._bars.update(self._rows, completed=done, total=total)
 
-    def rows(self, count: int) -> None:
-        """`count` conversations more are labelled or skipped."""
+    def add_rows(self, count: int) -> None:
+        """`count` more conversations are labelled or skipped."""
         self._bars.advance(self._rows, count)
 
-    def note(self, text: str) -> None:
+    def set_note(self, text: str) -> None:
         self._bars.update(self._rows, note=text)
 
-    def turn(self, questions: int) -> None:
-        """A round of `questions` user turns begins."""
+    def start_turn(self, questions: int) -> None:
+        """The next user turn of `questions` conversations begins."""
         self._bars.reset(self._answers, total=questions, visible=True)
 
-    def answers(self, count: int) -> None:
-        """`count` answers more of this round are written."""
+    def add_answers(self, count: int) -> None:
+        """`count` more answers of this turn are written."""
         self._bars.advance(self._answers, count)

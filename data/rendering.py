@@ -6,13 +6,14 @@ end-of-turn token included and nothing after it. Example, ChatML:
     <|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n Hello . <|im_end|> \\n
     0            0    0  0  0          0  0            0         0  1     1 1          0
 
-Where the template marks them with `{% generation %}`, the mark is used. Otherwise every assistant turn is located by
-rendering the conversation again with a placeholder in its place: what comes before and after the placeholder is
-what the template wrote, the rest of the real rendering is the turn. No separator is ever guessed.
+A template that marks them with `{% generation %}` gives the mask. Otherwise every assistant turn is located by
+rendering the conversation again with a placeholder in its place: the text before and after the placeholder is the
+template's, and the rest of the real rendering is the turn. No separator is ever guessed.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, str]]
+
+logger = logging.getLogger(__name__)
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
@@ -54,22 +57,34 @@ def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) 
     return ChatRenderer(tokenizer).conversation(messages)
 
 
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, *also: int | list[int] | None) -> list[int]:
-    """Tokens that end an answer: the tokenizer's EOS, the template's end of turn and `also` (generation config)."""
-    ends = {tokenizer.eos_token_id, ChatRenderer(tokenizer).end_of_turn()}
-    for more in also:
-        ends.update(more if isinstance(more, list) else [more])
-    return sorted(end for end in ends if end is not None)
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase | None, configured: int | list[int] | None = None
+) -> tuple[int, ...]:
+    """The tokens that end an answer, ascending; the one rule for labels and decoding.
+
+    The tokenizer's EOS, the special token with which its chat template closes a turn, and `configured`, the EOS tokens
+    of the generation config. A model that was trained on its chat template ends a turn with the template's token even
+    where the generation config names another.
+    """
+    ends: set[int | None] = set(configured) if isinstance(configured, list) else {configured}
+    if tokenizer is not None:
+        ends.add(tokenizer.eos_token_id)
+        if tokenizer.chat_template:
+            try:
+                ends.add(ChatRenderer(tokenizer).end_of_turn())
+            except ValueError as error:
+                logger.warning("the chat template's end-of-turn token is unknown: %s", error)
+    return tuple(sorted(end for end in ends if end is not None))
 
 
 class ChatRenderer:
-    """One tokenizer's chat template; keeps what is looked up once. ValueError without a template or offsets."""
+    """Renders with one tokenizer's chat template; ValueError without a template or token offsets."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template FILE.jinja "
-                "with the one the target was trained on"
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template with "
+                "the one the target was trained on: a .jinja file, or the name of a bundled one"
             )
         if not tokenizer.is_fast:
             raise ValueError(
@@ -83,7 +98,7 @@ class ChatRenderer:
         never = {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
         self._special = frozenset(special - never)
 
-    # ---- the three renderings ------------------------------------------------------------------------------
+    # ---- rendering ------------------------------------------------------------------------------
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids [L] of `messages` with the generation prompt."""
@@ -93,13 +108,13 @@ class ChatRenderer:
         """(input_ids [L], assistant_mask [L]); see the module's docstring."""
         text = self._text(messages)
         ids, offsets = self._encode(text)
-        turns = self._turns(text, messages)
+        turns = self._locate_turns(text, messages)
         if self.has_generation_block:
-            mask = self._marked(messages, ids, offsets, turns)
+            mask = self._mask_from_generation_blocks(messages, ids, offsets, turns)
         else:
             mask = [False] * len(ids)
             for turn in turns:
-                first, last = self._tokens_of(turn, ids, offsets)
+                first, last = self._token_span(turn, ids, offsets)
                 mask[first:last] = [True] * (last - first)
         if all(mask) or not any(mask):
             found = "no token" if not any(mask) else "every token"
@@ -111,20 +126,20 @@ class ChatRenderer:
         return ids, mask
 
     def next_turn(self, messages: Messages) -> list[int]:
-        """Token ids from behind the last answer's end-of-turn token to the end of the next generation prompt.
+        """Token ids from after the last answer's end-of-turn token to the end of the next generation prompt.
 
         `messages` ends with assistant, user. Example, ChatML: `\\n <|im_start|> user \\n … <|im_start|> assistant \\n`.
-        The answer's own tokens stay as generated: only what follows them is rendered, with a placeholder before it.
+        The answer's own tokens are kept as generated: only what follows them is rendered, after a placeholder.
         """
         *_, answer, question = messages
         if (answer["role"], question["role"]) != ("assistant", "user"):
             raise ValueError(f"next_turn needs assistant, user at the end, received {[m['role'] for m in messages]}")
-        mark = self._placeholder(messages)
-        before = messages[:-2] + [{"role": "assistant", "content": mark}]
+        placeholder = self._placeholder(messages)
+        before = messages[:-2] + [{"role": "assistant", "content": placeholder}]
         text = self._text(before + [question], add_generation_prompt=True)
-        end = _end_of(text, mark)
+        end = _end_of_placeholder(text, placeholder)
         ids, offsets = self._encode(text)
-        tail = _common_prefix(text[end:], self._text(before).rpartition(mark)[2])
+        tail = _common_prefix(text[end:], self._text(before).rpartition(placeholder)[2])
         first = next(i for i, (start, _) in enumerate(offsets) if start >= end)
         stop = self._end_of_turn_after(first, end + len(tail), ids, offsets)
         return ids[stop if stop is not None else first :]
@@ -134,7 +149,7 @@ class ChatRenderer:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PLACEHOLDER}]
         text = self._text(messages)
         ids, offsets = self._encode(text)
-        end = _end_of(text, _PLACEHOLDER)
+        end = _end_of_placeholder(text, _PLACEHOLDER)
         return next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._special), None)
 
     # ---- text ----------------------------------------------------------------------------------------------
@@ -156,23 +171,23 @@ class ChatRenderer:
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
     def _placeholder(self, messages: Messages) -> str:
-        mark = _PLACEHOLDER
-        while any(mark in message["content"] for message in messages):
-            mark += "X"
-        return mark
+        placeholder = _PLACEHOLDER
+        while any(placeholder in message["content"] for message in messages):
+            placeholder += "X"
+        return placeholder
 
-    def _turns(self, text: str, messages: Messages) -> list[_Turn]:
-        """Where the assistant's turns are in `text`, the rendering of `messages`."""
-        mark = self._placeholder(messages)
+    def _locate_turns(self, text: str, messages: Messages) -> list[_Turn]:
+        """Character positions of the assistant's turns in `text`, the rendering of `messages`."""
+        placeholder = self._placeholder(messages)
         turns = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            marked = messages[:number] + [{"role": "assistant", "content": mark}]
-            whole = self._text(marked + messages[number + 1 :])
-            before, found, after = whole.partition(mark)
+            replaced = messages[:number] + [{"role": "assistant", "content": placeholder}]
+            whole = self._text(replaced + messages[number + 1 :])
+            before, found, after = whole.partition(placeholder)
             start, content = len(before), len(text) - len(after)
-            located = found and mark not in after and text.startswith(before) and text.endswith(after)
+            located = found and placeholder not in after and text.startswith(before) and text.endswith(after)
             if not located or start > content:
                 if self.has_generation_block:
                     continue
@@ -180,10 +195,10 @@ class ChatRenderer:
                     f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
                     "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
                 )
-            own = _common_prefix(after, self._text(marked).rpartition(mark)[2])
+            own = _common_prefix(after, self._text(replaced).rpartition(placeholder)[2])
             prompt = self._text(messages[:number], add_generation_prompt=True)
-            # Whitespace between the generation prompt and the content is the target's to write:
-            # "ASSISTANT:" is the prompt, " Hello." the answer.
+            # The target writes the whitespace between the generation prompt and the content: "ASSISTANT:" is the
+            # prompt, " Hello." the answer.
             aligned = before.startswith(prompt) and not before[len(prompt) :].strip()
             turns.append(
                 _Turn(len(prompt) if aligned else start, aligned, content, content + len(own)),
@@ -192,7 +207,7 @@ class ChatRenderer:
 
     # ---- tokens --------------------------------------------------------------------------------------------
 
-    def _tokens_of(self, turn: _Turn, ids: list[int], offsets: list[tuple[int, int]]) -> tuple[int, int]:
+    def _token_span(self, turn: _Turn, ids: list[int], offsets: list[tuple[int, int]]) -> tuple[int, int]:
         """[first, last) token of a turn, its end-of-turn token included."""
         first = next(
             (
@@ -209,7 +224,7 @@ class ChatRenderer:
         return first, stop if stop is not None else last
 
     def _end_of_turn_after(self, first: int, end: int, ids: list[int], offsets: list[tuple[int, int]]) -> int | None:
-        """Index behind the first special token at or after token `first` that begins before character `end`."""
+        """Index after the first special token at or after token `first` that begins before character `end`."""
         for i in range(first, len(ids)):
             if offsets[i][0] >= end:
                 break
@@ -217,10 +232,10 @@ class ChatRenderer:
                 return i + 1
         return None
 
-    def _marked(
+    def _mask_from_generation_blocks(
         self, messages: Messages, ids: list[int], offsets: list[tuple[int, int]], turns: list[_Turn]
     ) -> list[bool]:
-        """The template's own mask, each run of it ended at the end-of-turn token: cut behind it or led up to it."""
+        """The template's own mask, with every run cut or extended so that it ends with the end-of-turn token."""
         encoded: Any = self.tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -242,11 +257,11 @@ class ChatRenderer:
         return mask
 
 
-def _end_of(text: str, mark: str) -> int:
-    start = text.rfind(mark)
+def _end_of_placeholder(text: str, placeholder: str) -> int:
+    start = text.rfind(placeholder)
     if start < 0:
         raise ConversationError(f"the chat template leaves out the assistant's text (it renders {text[-60:]!r})")
-    return start + len(mark)
+    return start + len(placeholder)
 
 
 def _common_prefix(one: str, other: str) -> str:

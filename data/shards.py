@@ -1,10 +1,10 @@
-"""A folder of labelled conversations: Arrow shards and a manifest, written so that a kill at any time loses nothing.
+"""A folder of labelled conversations: Arrow shards and a manifest. A run killed at any time loses no finished shard.
 
     OUT/shard-00000.arrow …   columns id, input_ids, assistant_mask, greedy_ids [, hidden]
-    OUT/manifest.json         what made it, one entry per finished shard, counts, complete or not
+    OUT/manifest.json         the settings, one entry per finished shard, counts, whether it is complete
 
-A shard is written under a temporary name, flushed to disk and renamed; only then does the manifest, replaced
-atomically, name it. So every shard in the manifest is whole, and the next one starts where the manifest ends.
+A shard is written under a temporary name, flushed to disk and renamed; then the manifest that lists it replaces the old
+one atomically. So every shard in the manifest is whole, and a new run starts after the last one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
-from draft_heads.data.fingerprint import check_fingerprint
-
-__all__ = ["DistilledDataset", "ShardFolder", "check_fingerprint", "load_distilled"]
-
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
@@ -30,7 +26,7 @@ _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
 @dataclass
 class DistilledDataset:
-    """`dataset`: memory-mapped rows; `manifest`: as in the module's docstring of `data.distill`."""
+    """`dataset`: memory-mapped rows; `manifest`: see the docstring of `data.distill`."""
 
     dataset: datasets.Dataset
     manifest: dict[str, Any]
@@ -63,7 +59,7 @@ class ShardFolder:
 
     @classmethod
     def open(cls, output: str, header: dict[str, Any], overwrite: bool) -> ShardFolder:
-        """Begin, or continue what the same command left; ValueError naming --overwrite for anything else.
+        """Start an output, or continue one of the same command; ValueError naming --overwrite for anything else.
 
         `header` holds the manifest's `_HEADER` fields; two commands are the same when all of them are equal.
         """
@@ -83,8 +79,8 @@ class ShardFolder:
                 raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
             _check_shards(folder, manifest)
             return cls(folder, manifest)
-        if strange := sorted(path.name for path in folder.iterdir() if not _ours(path)):
-            raise ValueError(f"--output {output} holds other files ({', '.join(strange[:3])}); pass a new folder")
+        if foreign := sorted(path.name for path in folder.iterdir() if not _is_own_file(path)):
+            raise ValueError(f"--output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         manifest = {
             "format_version": FORMAT_VERSION,
             **header,
@@ -95,24 +91,24 @@ class ShardFolder:
         return cls(folder, manifest)
 
     def begin(self) -> None:
-        """Remove what this run does not continue: shards that the manifest does not name, temporary files."""
+        """Remove shards that the manifest does not list, and temporary files."""
         if not self.manifest["shards"]:
             (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
         named = {shard["file"] for shard in self.manifest["shards"]}
         for path in self.folder.iterdir():
-            if _ours(path) and path.name not in named | {MANIFEST}:
+            if _is_own_file(path) and path.name not in named | {MANIFEST}:
                 path.unlink()
 
     @property
     def next_row(self) -> int:
-        """First source row that no finished shard covers."""
+        """The first source row that is in no finished shard."""
         shards = self.manifest["shards"]
         return shards[-1]["first_row"] + shards[-1]["source_rows"] if shards else 0
 
     def write(
         self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], hidden: bool
     ) -> None:
-        """Write one shard and enter it: `entry` (first_row, source_rows, skipped …) goes to the manifest as is."""
+        """Write one shard; `entry` (first_row, source_rows, skipped …) is added to the manifest as it is."""
         name = f"shard-{len(self.manifest['shards']):05d}.arrow"
         path = self.folder / name
         temporary = path.with_suffix(".arrow.tmp")
@@ -154,7 +150,7 @@ class ShardFolder:
 
 
 def load_distilled(path: str) -> DistilledDataset:
-    """Open a finished output of `distill`; ValueError when it is missing, unfinished or cut short."""
+    """Open a finished output of `distill`; ValueError when it is missing, unfinished or truncated."""
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{path} has no {MANIFEST}; pass the --output folder of scripts/distill.py")
@@ -197,7 +193,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
-    old, new = (_flat({key: source.get(key) for key in _HEADER}) for source in (manifest, header))
+    old, new = (_flatten({key: source.get(key) for key in _HEADER}) for source in (manifest, header))
     return [
         f"{key} is {old.get(key)!r} there, {new.get(key)!r} here"
         for key in sorted(old.keys() | new.keys())
@@ -205,12 +201,12 @@ def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
     ]
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {prefix: value}
     flat: dict[str, Any] = {}
     for key, inner in value.items():
-        flat |= _flat(inner, f"{prefix}.{key}" if prefix else key)
+        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
     return flat
 
 
@@ -225,7 +221,7 @@ def _batches(rows: Iterable[dict[str, Any]], size: int) -> Iterable[list[dict[st
         yield batch
 
 
-def _ours(path: Path) -> bool:
+def _is_own_file(path: Path) -> bool:
     return path.name in {MANIFEST, f"{MANIFEST}.tmp"} or (
         path.name.startswith("shard-") and path.name.endswith((".arrow", ".arrow.tmp"))
     )

@@ -21,6 +21,6 @@ def label_counts(dataset: datasets.Dataset, vocab_size: int, max_length: int) ->
         lengths = rows.value_lengths().to_numpy(zero_copy_only=False)
         labels = rows.flatten().to_numpy(zero_copy_only=False)
         mask = pa.concat_arrays(batch["assistant_mask"].chunks).flatten().to_numpy(zero_copy_only=False)
-        place = np.arange(len(labels)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        counts += np.bincount(labels[mask & (labels >= 0) & (place < max_length)], minlength=vocab_size)
+        position = np.arange(len(labels)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        counts += np.bincount(labels[mask & (labels >= 0) & (position < max_length)], minlength=vocab_size)
     return torch.from_numpy(counts)

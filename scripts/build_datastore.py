@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from draft_heads.data.build_datastore import build_datastore
-from draft_heads.data.chat_form import chat_tokenizer
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.datastore import MANIFEST
 from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.evaluation.report import check_output
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     p.add_argument("--dataset", help="ShareGPT or messages JSON/JSONL file, dataset folder or hub id")
     p.add_argument("--tokenizer", metavar="DIR|ID", help="of the target that will be drafted for")
-    p.add_argument("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--output", type=Path, help="folder to write")
     p.add_argument("--limit", type=int, help="only the first N conversations")
     p.add_argument("--overwrite", action="store_true", help="replace a datastore in --output")
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {options.limit}")
     check_output(options.output, options.overwrite, MANIFEST)
-    tokenizer = chat_tokenizer(options.tokenizer, options.chat_template)
+    tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     console = Console()
     with progress_bar(console, "reading") as progress:
         manifest = build_datastore(options.dataset, tokenizer, options.output, options.limit, progress)

@@ -2,8 +2,9 @@
 
     python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
 
-Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). Killed, the same command goes on with the next
-shard. `--preview N` prints N conversations with the trained tokens coloured and writes nothing.
+Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). A run that was killed continues with the next
+shard when the command is given again. `--preview N` prints N conversations with the trained tokens coloured and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draft_heads.data.distill import DistillOptions, distill
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.distill import distill
+from draft_heads.data.distill_options import DistillOptions
+from draft_heads.data.dtypes import DTYPES
 from draft_heads.data.preview import preview
 from draft_heads.inference.config_file import read_config
+from draft_heads.inference.target.target import Target
 
 
 def parser() -> argparse.ArgumentParser:
-    """One flag per field of DistillOptions, and where things are."""
+    """One flag per field of DistillOptions, those of the target, and where things are."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", metavar="FILE.yaml", help="the flags below as YAML keys; flags override them")
     p.add_argument("--target", help="folder or hub id of the target")
@@ -42,25 +47,25 @@ def parser() -> argparse.ArgumentParser:
         "--answer_prefix",
         type=int,
         metavar="N",
-        help="let the target continue the first tokens of recorded answers, 0 to N by row (0: answer from the start)",
+        help="let the target continue the first 0 to N tokens (by row) of recorded answers (0: answer from the start)",
     )
     p.add_argument("--cut_loops", action="store_true", help="end a generated answer where it begins to loop")
     p.add_argument(
         "--hidden_states",
         nargs="?",
         const="target",
-        help="cache the target's hidden states: the target's own type, or float32, float16, bfloat16",
+        help=f"cache the target's hidden states: the target's own type, or one of {', '.join(DTYPES)}",
     )
     p.add_argument("--shard_rows", type=int, help="conversations per shard (1024)")
     p.add_argument("--batch_size", type=int, help="rows generated and labelled together (32)")
     p.add_argument("--skip_bad_rows", action="store_true", help="list unusable rows instead of stopping")
-    p.add_argument("--dtype", help="float32, float16, bfloat16 (float32 on CPU, the checkpoint's on GPU)")
-    p.add_argument("--device", help="cpu, cuda, … (a GPU where there is one)")
-    p.add_argument("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    p.add_argument("--dtype", help=f"{', '.join(DTYPES)} (float32 on CPU, the checkpoint's on GPU)")
+    p.add_argument("--device", help="cpu, cuda, …; auto spreads the layers over all devices (a GPU where there is one)")
+    p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--target_adapter", metavar="DIR", help="PEFT adapter merged into the target")
-    p.add_argument("--engine", choices=("local", "openai"), help="who generates the answers (local)")
-    p.add_argument("--base_url", help="of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
-    p.add_argument("--model_name", help="the model's name there (the first it lists)")
+    p.add_argument("--engine", choices=("local", "openai"), help="what generates the answers (local)")
+    p.add_argument("--base_url", help="URL of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
+    p.add_argument("--model_name", help="name of the model on that server (the first it lists)")
     p.set_defaults(**{field.name: field.default for field in fields(DistillOptions)})
     return p
 
@@ -82,12 +87,15 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         args = vars(parse(argv))
-        options = {field.name: args[field.name] for field in fields(DistillOptions)}
+        options = DistillOptions(**{field.name: args[field.name] for field in fields(DistillOptions)})
+        target = Target.from_pretrained(
+            args["target"], args["dtype"], args["device"], args["target_adapter"], args["chat_template"]
+        )
         if args["preview"]:
-            preview(args["target"], args["dataset"], args["preview"], options)
+            preview(target, args["dataset"], args["preview"], options)
             return 0
         print(f"writes {args['output']}/shard-*.arrow and {args['output']}/manifest.json")
-        manifest = distill(args["target"], args["dataset"], args["output"], overwrite=args["overwrite"], **options)
+        manifest = distill(target, args["dataset"], args["output"], options, args["overwrite"])
     except (ValueError, OSError) as error:
         print(f"distill: {error}", file=sys.stderr)
         return 1
@@ -114,7 +122,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     for key, name in names.items():
         value = counts.get(key)
         table.add_row(name, "–" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
-    table.add_row("left out: ask what an earlier one asks", f"{manifest['data']['repeated']:,}")
+    table.add_row("left out: user turns of an earlier row", f"{manifest['data']['repeated']:,}")
     table.add_row("bad rows in the source", f"{len(manifest['data']['bad_rows']):,}")
     console = Console()
     console.print(table)
@@ -122,7 +130,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     left_out = [f"row {row['row']} (id {row['id']}): {row['reason']}" for row in skipped]
     left_out = manifest["data"]["bad_rows"] + left_out
     for line in left_out[:10]:
-        console.print(f"left out: {line}", markup=False, highlight=False)
+        console.print(f"left out: {line}", markup=False, highlight=False, soft_wrap=True)
     if len(left_out) > 10:
         console.print(f"… and {len(left_out) - 10} more, all in {output}/manifest.json")
 

@@ -111,7 +111,7 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[list[dict]], max_l
 def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> LlamaForCausalLM:
     """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
     heads = options.hidden // 32
-    ends = end_token_ids(tokenizer)
+    ends = list(end_token_ids(tokenizer))
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=options.hidden,

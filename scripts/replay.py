@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from draft_heads.data.benchmarks import Question, load_benchmark
-from draft_heads.data.chat_form import chat_tokenizer
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.json_rows import read_json_rows
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.config_file import parse_with_config
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     p.add_argument("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
     p.add_argument("--tokenizer", metavar="DIR|ID", help="of the target that gave them")
-    p.add_argument("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
+    p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="what was asked: FastChat or GSM8K rows")
     p.add_argument("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
     p.add_argument("--output", type=Path, help="folder for the results")
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
     questions = asked_of(answers, read_questions(options.questions) if options.questions else None)
-    tokenizer = chat_tokenizer(options.tokenizer, options.chat_template)
+    tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     drafters = text_drafters(specs, tokenizer, options.max_nodes)
     render = partial(render_prompt, tokenizer) if options.questions else None
     clear_output(options.output)

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     grids = {name: getattr(args, flag) for name, flag in FLAGS.items()}
-    best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.eos_token_ids))
+    best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.end_token_ids))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):
         print("no setting is faster than decoding without drafts on this machine")
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,8 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.dtypes import dtype_named
 from draft_heads.heads.base import HeadConfig
 from draft_heads.inference.config_file import read_config
 
@@ -31,9 +33,7 @@ class RunOptions:
         default_factory=list, metadata={"help": "what scripts/distill.py wrote with this target; one folder or several"}
     )
     target_adapter: str | None = field(default=None, metadata={"help": "PEFT adapter merged into the target"})
-    chat_template: str | None = field(
-        default=None, metadata={"help": ".jinja file for a tokenizer without a chat template"}
-    )
+    chat_template: str | None = field(default=None, metadata={"help": CHAT_TEMPLATE_HELP})
     target_dtype: str = field(
         default="auto",
         metadata={"help": "auto (float32 on CPU, the checkpoint's on GPU), float32, bfloat16, …"},
@@ -56,10 +56,7 @@ class RunOptions:
             raise ValueError(f"--max_length must be 0 (the dataset's own) or at least 8; got {self.max_length}")
         if self.simulate_nodes < 1:
             raise ValueError(f"--simulate_nodes must be at least 1; got {self.simulate_nodes}")
-        if self.target_dtype not in ("auto", "float32", "float64", "bfloat16", "float16"):
-            raise ValueError(
-                f"--target_dtype must be auto, float32, float64, bfloat16 or float16; got {self.target_dtype!r}"
-            )
+        dtype_named("--target_dtype", self.target_dtype)
 
 
 @dataclass

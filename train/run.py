@@ -127,8 +127,7 @@ def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArgume
 
 def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
     """The frozen target on this process's device."""
-    dtype = None if run.target_dtype == "auto" else getattr(torch, run.target_dtype)
-    return Target.from_pretrained(run.target, dtype, args.device, run.target_adapter, run.chat_template)
+    return Target.from_pretrained(run.target, run.target_dtype, args.device, run.target_adapter, run.chat_template)
 
 
 def load_data(run: RunOptions, target: Target) -> tuple[Any, Any, list[DistilledDataset], DraftCollator]:

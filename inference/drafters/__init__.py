@@ -1,1 +1,1 @@
-"""One file per way to draft; `registry` builds any of them from the command line's words."""
+"""Ways to draft, one file each; `registry` builds any of them from a command-line argument."""

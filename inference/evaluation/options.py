@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.dtypes import DTYPES, dtype_name, dtype_named
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.base import Drafter
@@ -22,7 +24,6 @@ from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 ACCEPTANCE = ("exact", "typical")
 DESCRIBED = (
     "max_new_tokens",
@@ -48,8 +49,8 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     add("--target", help="folder or hub id of the target")
     add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
-    add("--chat_template", metavar="FILE.jinja", help="for a tokenizer without a chat template")
-    add("--dtype", choices=DTYPES, help="default: float32 on CPU, the checkpoint's own on GPU")
+    add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
+    add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="default: cuda if there is one, else cpu; auto spreads layers")
     add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
     add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="how tree rows attend (default masked)")
@@ -99,8 +100,7 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
             f"{options.top_p:g}; set it or leave them out"
         )
     GenerationSettings(**_acceptance(options))  # its rules hold before anything is loaded
-    if options.dtype not in (None, *DTYPES):
-        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
+    dtype_named("--dtype", options.dtype)
     return options
 
 
@@ -118,9 +118,8 @@ def load_target(options: argparse.Namespace) -> Target:
     """The target in the precision and on the device asked for; sets the number of threads first."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
     target = Target.from_pretrained(
-        options.target, dtype, options.device, options.target_adapter, options.chat_template
+        options.target, options.dtype, options.device, options.target_adapter, options.chat_template
     )
     return prepared(target, options)
 
@@ -227,10 +226,10 @@ class IncrementalStop:
 def generation_settings(
     options: argparse.Namespace, target: Target, new_loop_detector: Callable[[], Detector]
 ) -> GenerationSettings:
-    """When to stop: the target's EOS tokens, --max_new_tokens and, with --stop_at_loops, the detector."""
+    """When to stop: the target's end tokens, --max_new_tokens and, with --stop_at_loops, the detector."""
     return GenerationSettings(
         max_new_tokens=options.max_new_tokens,
-        eos_token_ids=target.eos_token_ids,
+        eos_token_ids=target.end_token_ids,
         stop=IncrementalStop(new_loop_detector) if options.stop_at_loops else None,
         **_acceptance(options),
     )
@@ -254,7 +253,7 @@ def describe_target(target: Target) -> dict[str, Any]:
     return {
         "path": target.name,
         "parameters": target.parameters,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "device": str(target.device),
         "fingerprint": target.fingerprint(),
     }

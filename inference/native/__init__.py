@@ -1,1 +1,1 @@
-"""Two loops of drafting on a CPU in C++, compiled where they are first needed."""
+"""Hot loops of CPU drafting in C++, compiled on first use."""

@@ -8,24 +8,32 @@ from __future__ import annotations
 from collections.abc import Collection
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_heads.data.chat_template import load_tokenizer
+from draft_heads.data.dtypes import dtype_named
 from draft_heads.data.fingerprint import target_fingerprint
+from draft_heads.data.rendering import end_token_ids
 from draft_heads.heads.base import TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, ShardedKVCache
 from draft_heads.inference.target.masks import behind_text, by_kind
 
+_LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
+
 
 class Target:
-    """Wraps a causal LM in evaluation mode; never trained, its parameters do not require gradients."""
+    """Wraps a causal LM in evaluation mode; never trained, its parameters do not require gradients.
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str = "") -> None:
+    It decodes, gives hidden states to training, and labels (`data.labeller.Labeller`).
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = "", adapter: str | None = None) -> None:
         """Raises ValueError with one sentence for a model this engine cannot drive."""
         config = model.config
         if getattr(config, "is_encoder_decoder", False):
@@ -35,6 +43,7 @@ class Target:
             )
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self.adapter = adapter
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         self.config = config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
@@ -117,17 +126,20 @@ class Target:
     def from_pretrained(
         cls,
         path: str,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         adapter: str | None = None,
         chat_template: str | None = None,
     ) -> Target:
         """Load a local folder or hub id.
 
-        dtype defaults to float32 on CPU and to the checkpoint's own on GPU; `device` "auto" spreads the layers over all
-        devices; `adapter` names a PEFT adapter that is merged into the target; `chat_template` is a .jinja file laid
-        over the tokenizer (older Vicunas have none).
+        `dtype`, or its name, defaults to float32 on CPU and to the checkpoint's own on GPU; `device` "auto" spreads the
+        layers over all devices; `adapter` is a PEFT adapter that is merged into the target; `chat_template`, a bundled
+        name or a .jinja file, replaces the tokenizer's own (older Vicunas have none). ValueError, in a sentence, for
+        what cannot be a target.
         """
+        if not isinstance(dtype, torch.dtype):
+            dtype = dtype_named("--dtype", dtype)
         sharded = device == "auto"
         device = (
             torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,19 +152,20 @@ class Target:
                 f"--target {path} must be a decoder-only causal LM; it is an encoder-decoder model "
                 f"({config.model_type}); pick another --target"
             )
+        tokenizer = load_tokenizer(path, chat_template)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
         placed: dict[str, Any] = {"device_map": "auto"} if sharded else {}
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation="sdpa", **placed)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation="sdpa", **placed)
+        except ValueError as error:
+            raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
         if adapter:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if chat_template:
-            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         if not sharded:
             model.to(device)  # type: ignore[arg-type]
-        return cls(model, tokenizer, name=path)
+        return cls(model, tokenizer, path, adapter)
 
     @property
     def device(self) -> torch.device:
@@ -176,13 +189,19 @@ class Target:
         """Rows of the LM head, which may be more than the tokenizer has entries."""
         return int(self.config.vocab_size)
 
+    @cached_property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer, in labels and in decoding: `data.rendering.end_token_ids`."""
+        configured = getattr(self.model.generation_config, "eos_token_id", None)
+        if configured is None:
+            configured = getattr(self.config, "eos_token_id", None)
+        return end_token_ids(self.tokenizer, configured)
+
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer, from the generation config."""
-        ids = self.model.generation_config.eos_token_id
-        if ids is None:
-            ids = self.config.eos_token_id
-        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+    def pad_token_id(self) -> int:
+        """What fills the padding; it is masked, so any id will do."""
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return int(pad if pad is not None else (*self.end_token_ids, 0)[0])
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree between a target and the heads and datasets made for it."""
@@ -273,6 +292,28 @@ class Target:
             return batch["hidden"]
         return self.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
 
+    @torch.inference_mode()
+    def label(self, rows: list[list[int]], keep_hidden: bool) -> list[tuple[list[int], Tensor | None]]:
+        """(greedy_ids [L], hidden [L, H] on the CPU or None) per row, as `data.labeller` says, from one forward."""
+        lengths = [len(row) for row in rows]
+        ids_BL = torch.full((len(rows), max(lengths)), self.pad_token_id)
+        for padded, row in zip(ids_BL, rows):
+            padded[: len(row)] = torch.tensor(row)
+        real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        out = self.decoder(
+            input_ids=ids_BL.to(self.device), attention_mask=real_BL.long().to(self.device), use_cache=False
+        )
+        hidden_BLH = out.last_hidden_state
+        hidden_NH = hidden_BLH[real_BL.to(hidden_BLH.device)]
+        choices = torch.cat([self.lm_head(part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).tolist()
+        labelled: list[tuple[list[int], Tensor | None]] = []
+        start = 0
+        for hidden_LH, length in zip(hidden_BLH, lengths):
+            greedy = [-100] + choices[start : start + length - 1]
+            start += length
+            labelled.append((greedy, hidden_LH[:length].cpu() if keep_hidden else None))
+        return labelled
+
     @torch.no_grad()
     def _check_masks(self) -> None:
         """The model must take our masks and compute `logits = LM head(hidden)`: compared once with its own forward."""
@@ -286,7 +327,7 @@ class Target:
             own = self.model(input_ids=ids, use_cache=False).logits.float()
             positions = torch.arange(length, device=self.device)[None]
             hidden = self.forward_rows(ids, torch.ones_like(ids), positions)
-            ours = self.lm_head(hidden).float()
+            ours = self.lm_head(hidden).float().to(own.device)
         except Exception as error:
             raise ValueError(f"{rule} failed a trial forward ({error}); pick another --target") from error
         gap = (own - ours).abs().max()

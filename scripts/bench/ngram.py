@@ -37,7 +37,7 @@ def hastened(drafter: NgramDrafter) -> NgramDrafter:
     return drafter
 
 
-TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tiny_target"
+TOKENIZER = Path(__file__).resolve().parents[2] / "data" / "tiny_target"
 DRAFTERS = {
     "ngram": lambda: hastened(NgramDrafter()),
     "ngram tree": lambda: hastened(NgramDrafter(branches=4, max_nodes=16)),

@@ -22,7 +22,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("configs", "data", "heads", "inference", "scripts", "train")  # imported as draft_heads.ROOM
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Defect:
     tests: str
 
 
-def listed(folder: Path = ROOT / "scripts" / "defects") -> list[Defect]:
+def listed(folder: Path = Path(__file__).resolve().parent / "defects") -> list[Defect]:
     """All defects of the lists in `folder`, one list for each part of the project."""
     return [
         Defect(**entry)
@@ -49,10 +50,15 @@ def kills(defect: Defect) -> bool:
     """Whether the defect's tests fail in a copy of the project that has it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "project"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "runs", ".*_cache", "__pycache__"))
+        left_out = shutil.ignore_patterns(".git", ".venv", "build", "runs", ".*_cache", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=left_out)
+        package = Path(folder) / "path" / "draft_heads"
+        package.mkdir(parents=True)
+        for room in ROOMS:
+            (package / room).symlink_to(copy / room)
         path = copy / defect.file
         path.write_text(path.read_text(encoding="utf-8").replace(defect.right, defect.wrong), encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable,
             "-m",

@@ -10,8 +10,9 @@ import pytest
 from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.distill import distill
-from draft_heads.data.frozen_target import load_target
+from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.shards import load_distilled
+from draft_heads.inference.target.target import Target
 from tests.tiny_chat import save_target, write_sharegpt
 
 
@@ -55,11 +56,11 @@ def folder(tmp_path_factory):
 
 
 def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
-    target, lock = load_target(folder), threading.Lock()
+    target, lock = Target.from_pretrained(folder), threading.Lock()
 
     def complete(request):
         assert (request["temperature"], request["return_token_ids"]) == (0, True)
-        assert request["stop_token_ids"] == target.end_ids
+        assert request["stop_token_ids"] == list(target.end_token_ids)
         with lock:
             (answer,) = answer_prompts(target, [request["prompt"]], [request["max_tokens"]], 1)
         return {
@@ -69,10 +70,11 @@ def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
         }
 
     source = write_sharegpt(tmp_path / "chat.json", conversations=4)
-    options = {"labels": "generate", "max_new_tokens": 40, "cut_loops": True, "show_progress": False}
-    local = distill(folder, source, str(tmp_path / "local"), **options)
+    common = {"labels": "generate", "max_new_tokens": 40, "cut_loops": True}
+    local = distill(target, source, str(tmp_path / "local"), DistillOptions(**common), show_progress=False)
     with serving(complete) as url:
-        served = distill(folder, source, str(tmp_path / "served"), engine="openai", base_url=url, **options)
+        options = DistillOptions(**common, engine="openai", base_url=url)
+        served = distill(target, source, str(tmp_path / "served"), options, show_progress=False)
     rows = [load_distilled(str(tmp_path / name)).dataset.to_list() for name in ("local", "served")]
     assert rows[0] == rows[1]
     assert served["counts"] == local["counts"]

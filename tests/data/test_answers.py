@@ -1,19 +1,22 @@
-"""The batched greedy answers against transformers' own generate, and the frozen target's labels."""
+"""The batched greedy answers against transformers' own generate."""
 
 import pytest
 import torch
-from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
 from draft_heads.data.answers import answer_prompts
-from draft_heads.data.frozen_target import load_target, wrap_target
 from draft_heads.data.loops import loop_start
-from tests.tiny_chat import byte_tokenizer, random_llama, save_target, template
+from draft_heads.inference.target.target import Target
+from tests.tiny_chat import byte_tokenizer, random_llama, template
 
 PROMPTS = [[5 + (7 * i + 3 * j) % 290 for j in range(4 + 5 * i)] for i in range(7)]
 
 
 def target_of(model, ends):
-    return wrap_target(model.double(), byte_tokenizer(template("chatml")), ends)
+    """A target whose answers end at `ends` and nowhere else."""
+    target = Target(model.double(), byte_tokenizer(template("chatml")))
+    target.end_token_ids = tuple(ends)
+    return target
 
 
 def generate(model, prompt, limit, ends):
@@ -66,45 +69,3 @@ def test_looping_answer_is_cut_at_the_start_of_its_loop():
     for answer, short, start in zip(whole, cut, starts):
         assert short.tokens == answer.tokens[:start]
         assert short.finish == ("limit" if start is None else "loop")
-
-
-def test_labels_are_the_models_choice_one_position_earlier():
-    model = random_llama()
-    target = target_of(model, [2])
-    labelled = target.label(PROMPTS, keep_hidden=True)
-    for prompt, (greedy, hidden) in zip(PROMPTS, labelled):
-        out = model(torch.tensor([prompt]), output_hidden_states=True)
-        assert greedy == [-100] + out.logits[0, :-1].argmax(-1).tolist()
-        assert hidden.shape == (len(prompt), 32)
-        torch.testing.assert_close(hidden, out.hidden_states[-1][0])
-
-
-def test_target_loads_with_every_end_token_and_frozen(tmp_path):
-    target = load_target(save_target(tmp_path, extra_end=7))
-    assert target.end_ids == [2, 4, 7]  # eos, the template's <|im_end|>, the generation config's
-    assert (target.max_positions, target.model.dtype) == (256, torch.float32)
-    assert not any(weight.requires_grad for weight in target.model.parameters())
-
-
-def test_encoder_decoder_target_is_refused_in_a_sentence(tmp_path):
-    sizes = {"d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1, "d_kv": 8, "vocab_size": 300}
-    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path)
-    byte_tokenizer(template("chatml")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"--target .* is an encoder-decoder model \(t5\)"):
-        load_target(str(tmp_path))
-
-
-def test_target_whose_logits_are_scaled_is_refused():
-    class Scaled(type(random_llama())):
-        def forward(self, *args, **kwargs):
-            out = super().forward(*args, **kwargs)
-            out.logits = out.logits * 0.5
-            return out
-
-    with pytest.raises(ValueError, match="logits of Scaled are not lm_head"):
-        wrap_target(Scaled(random_llama().config).eval(), byte_tokenizer(template("chatml")), [2])
-
-
-def test_unknown_precision_lists_the_valid_ones(tmp_path):
-    with pytest.raises(ValueError, match="--dtype half is unknown; pass one of float32, float16, bfloat16"):
-        load_target(str(tmp_path), dtype="half")

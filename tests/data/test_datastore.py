@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from draft_heads.data.build_datastore import build_datastore
-from draft_heads.data.chat_form import chat_tokenizer
+from draft_heads.data.chat_template import load_chat_tokenizer
 from draft_heads.data.datastore import MANIFEST, Datastore
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.rendering import render_conversation
@@ -52,12 +52,12 @@ def source(tmp_path):
 
 @pytest.fixture
 def store(tmp_path, source):
-    build_datastore(str(source), chat_tokenizer(TINY), tmp_path / "store")
+    build_datastore(str(source), load_chat_tokenizer(TINY), tmp_path / "store")
     return tmp_path / "store"
 
 
 def test_the_folder_holds_the_conversations_and_their_suffixes(store):
-    opened, tokenizer = Datastore.open(store), chat_tokenizer(TINY)
+    opened, tokenizer = Datastore.open(store), load_chat_tokenizer(TINY)
     expected = []
     assert len(tokenizer) == 1 + max(tokenizer.get_vocab().values())
     for row in rows(9):
@@ -153,11 +153,11 @@ def test_folders_that_are_none_are_refused(tmp_path):
 
 
 def test_a_tokenizer_without_a_chat_template_takes_vicunas(tmp_path):
-    tokenizer = chat_tokenizer(TINY)
+    tokenizer = load_chat_tokenizer(TINY)
     own = tokenizer.chat_template
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    rendered = chat_tokenizer(str(tmp_path)).apply_chat_template(messages, tokenize=False)
+    rendered = load_chat_tokenizer(str(tmp_path)).apply_chat_template(messages, tokenize=False)
     assert rendered.endswith(f"questions. USER: Hi ASSISTANT: Hello.{tokenizer.eos_token}")
-    assert chat_tokenizer(TINY).chat_template == own
+    assert load_chat_tokenizer(TINY).chat_template == own

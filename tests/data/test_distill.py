@@ -13,12 +13,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draft_heads.data.conversations import ConversationError, load_conversations
 from draft_heads.data.distill import distill
+from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import prefix_length
 from draft_heads.data.rendering import ChatRenderer, render_conversation, render_prompt
 from draft_heads.data.shards import load_distilled
+from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs, write_sharegpt
 
-QUIET = {"show_progress": False, "batch_size": 4, "shard_rows": 4}
+
+def run_distill(target, source, output, overwrite=False, chat_template=None, **options):
+    """The manifest of a distillation, in small batches and shards, with the target in a folder."""
+    loaded = Target.from_pretrained(target, chat_template=chat_template)
+    options = DistillOptions(**{"batch_size": 4, "shard_rows": 4} | options)
+    return distill(loaded, source, output, options, overwrite, show_progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +48,7 @@ def greedy_ids(model, ids):
 
 
 def test_argmax_keeps_the_text_and_adds_the_targets_choices(target, source, tmp_path):
-    manifest = distill(target, source, str(tmp_path / "out"), **QUIET)
+    manifest = run_distill(target, source, str(tmp_path / "out"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
     rows = rows_of(tmp_path / "out")
     assert [row["id"] for row in rows] == [f"c{i}" for i in range(10)]
@@ -61,8 +68,31 @@ def test_argmax_keeps_the_text_and_adds_the_targets_choices(target, source, tmp_
     assert manifest["complete"] and manifest["end_token_ids"] == [2, 4, 138]
 
 
+def test_the_manifest_says_how_the_target_was_loaded(target, source, tmp_path):
+    loaded = Target.from_pretrained(target, "float64")
+    loaded.adapter = "adapters/style"
+    manifest = distill(loaded, source, str(tmp_path / "out"), DistillOptions(limit=1), show_progress=False)
+    assert manifest["target"] == {"path": target, "fingerprint": loaded.fingerprint()}
+    assert (manifest["settings"]["dtype"], manifest["settings"]["target_adapter"]) == ("float64", "adapters/style")
+
+
+def test_a_target_without_end_tokens_is_refused(target, source, tmp_path):
+    loaded = Target.from_pretrained(target)
+    loaded.end_token_ids = ()
+    with pytest.raises(ValueError, match="names an end-of-turn token; set eos_token"):
+        distill(loaded, source, str(tmp_path / "out"), DistillOptions(), show_progress=False)
+
+
+def test_a_target_spread_over_the_devices_gives_the_same_rows(target, source, tmp_path):
+    options = DistillOptions(labels="generate", max_new_tokens=8, limit=3)
+    for device in ("cpu", "auto"):
+        loaded = Target.from_pretrained(target, "float64", device)
+        distill(loaded, source, str(tmp_path / device), options, show_progress=False)
+    assert rows_of(tmp_path / "auto") == rows_of(tmp_path / "cpu")
+
+
 def test_generate_answers_every_turn_and_keeps_the_targets_own_tokens(target, source, tmp_path):
-    manifest = distill(target, source, str(tmp_path / "out"), labels="generate", max_new_tokens=20, **QUIET)
+    manifest = run_distill(target, source, str(tmp_path / "out"), labels="generate", max_new_tokens=20)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
     ends, renderer, turns = {2, 4, 138}, ChatRenderer(tokenizer), []
     for row, conversation in zip(rows_of(tmp_path / "out"), load_conversations(source)):
@@ -98,16 +128,16 @@ def test_questions_asked_before_are_answered_once_and_counted(target, source, tm
         row["conversations"][1]["value"] = "Another model said this, at some length, and so on."
     twice = tmp_path / "twice.json"
     twice.write_text(json.dumps(conversations + again))
-    manifest = distill(target, str(twice), str(tmp_path / "out"), labels="generate", max_new_tokens=4, **QUIET)
+    manifest = run_distill(target, str(twice), str(tmp_path / "out"), labels="generate", max_new_tokens=4)
     assert [row["id"] for row in rows_of(tmp_path / "out")] == [f"c{i}" for i in range(10)]
     assert manifest["data"]["repeated"] == 3 and manifest["data"]["rows"] == 10
-    recorded = distill(target, str(twice), str(tmp_path / "argmax"), **QUIET)
+    recorded = run_distill(target, str(twice), str(tmp_path / "argmax"))
     assert recorded["counts"]["rows"] == 13 and recorded["data"]["repeated"] == 0
 
 
 def test_the_target_continues_the_beginning_of_recorded_answers(target, source, tmp_path):
-    options = {"labels": "generate", "max_new_tokens": 4, "answer_prefix": 6, **QUIET}
-    distill(target, source, str(tmp_path / "out"), **options)
+    options = {"labels": "generate", "max_new_tokens": 4, "answer_prefix": 6}
+    run_distill(target, source, str(tmp_path / "out"), **options)
     tokenizer = AutoTokenizer.from_pretrained(target)
     lengths = set()
     for row, conversation in zip(rows_of(tmp_path / "out"), load_conversations(source)):
@@ -121,14 +151,14 @@ def test_the_target_continues_the_beginning_of_recorded_answers(target, source, 
         lengths.add(length)
     assert len(lengths) > 2
     with pytest.raises(ValueError, match="--answer_prefix must be 0 or more, and goes with --labels generate"):
-        distill(target, source, str(tmp_path / "no"), answer_prefix=3, **QUIET)
+        run_distill(target, source, str(tmp_path / "no"), answer_prefix=3)
 
 
 def test_long_rows_are_cut_or_skipped_and_listed(target, source, tmp_path):
-    whole = distill(target, source, str(tmp_path / "whole"), **QUIET)
+    whole = run_distill(target, source, str(tmp_path / "whole"))
     lengths = [len(row["input_ids"]) for row in rows_of(tmp_path / "whole")]
     limit = sorted(lengths)[5]
-    manifest = distill(target, source, str(tmp_path / "cut"), max_length=limit, **QUIET)
+    manifest = run_distill(target, source, str(tmp_path / "cut"), max_length=limit)
     rows = rows_of(tmp_path / "cut")
     assert [len(row["input_ids"]) for row in rows] == [min(length, limit) for length in lengths]
     assert manifest["counts"]["cut"] == sum(length > limit for length in lengths) > 0
@@ -142,7 +172,7 @@ def test_long_rows_are_cut_or_skipped_and_listed(target, source, tmp_path):
     ]
     limit = sorted(prompts)[5]
     for labels in ("argmax", "generate"):
-        manifest = distill(target, source, str(tmp_path / labels), labels=labels, max_length=limit, **QUIET)
+        manifest = run_distill(target, source, str(tmp_path / labels), labels=labels, max_length=limit)
         skipped = [row for shard in manifest["shards"] for row in shard["skipped"]]
         too_long = [i for i, length in enumerate(prompts) if length >= limit]
         assert [row["row"] for row in skipped] == too_long
@@ -163,18 +193,17 @@ def test_second_turn_without_room_ends_the_conversation_as_cut(target, tmp_path)
     target = save_target(
         tmp_path / "brief", extra_end=first, hidden_size=8, num_attention_heads=2, num_key_value_heads=1
     )
-    manifest = distill(
-        target, str(tmp_path / "chat.jsonl"), str(tmp_path / "out"), labels="generate", max_length=64, **QUIET
-    )
+    chat, out = str(tmp_path / "chat.jsonl"), str(tmp_path / "out")
+    manifest = run_distill(target, chat, out, labels="generate", max_length=64)
     assert rows_of(tmp_path / "out")[0]["input_ids"] == ids + [first]
     assert manifest["shards"][0]["cut"] == ["long"]
 
 
 def test_loops_are_cut_and_counted(tmp_path, source):
     target = save_target(tmp_path / "target", hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
-    options = {"labels": "generate", "max_new_tokens": 80, **QUIET}
-    whole = distill(target, source, str(tmp_path / "whole"), **options)
-    cut = distill(target, source, str(tmp_path / "cut"), cut_loops=True, **options)
+    options = {"labels": "generate", "max_new_tokens": 80}
+    whole = run_distill(target, source, str(tmp_path / "whole"), **options)
+    cut = run_distill(target, source, str(tmp_path / "cut"), cut_loops=True, **options)
     assert whole["counts"]["loops"] == 0 < cut["counts"]["loops"]
     assert cut["counts"]["trained_tokens"] < whole["counts"]["trained_tokens"]
 
@@ -188,16 +217,16 @@ def test_row_the_template_cannot_render_stops_or_is_listed(tmp_path, target):
     ]
     source = tmp_path / "chat.json"
     source.write_text(json.dumps(rows))
-    options = {"chat_template": str(tmp_path / "t.jinja"), **QUIET}
+    options = {"chat_template": str(tmp_path / "t.jinja")}
     with pytest.raises(ConversationError, match=r"row 1 \(id 1\).*refused.*--skip_bad_rows"):
-        distill(target, str(source), str(tmp_path / "out"), **options)
-    manifest = distill(target, str(source), str(tmp_path / "out"), skip_bad_rows=True, **options)
+        run_distill(target, str(source), str(tmp_path / "out"), **options)
+    manifest = run_distill(target, str(source), str(tmp_path / "out"), skip_bad_rows=True, **options)
     assert [row["id"] for row in manifest["shards"][0]["skipped"]] == ["1"]
     assert manifest["counts"]["skipped"] == 1
 
 
 def test_hidden_states_are_what_the_lm_head_reads(target, source, tmp_path, capsys):
-    distill(target, source, str(tmp_path / "out"), hidden_states="target", **QUIET)
+    run_distill(target, source, str(tmp_path / "out"), hidden_states="target")
     assert capsys.readouterr().out.startswith("H=32 float32: 0.125 KiB a token, ")
     loaded = load_distilled(str(tmp_path / "out"))
     model = AutoModelForCausalLM.from_pretrained(target)
@@ -210,17 +239,17 @@ def test_hidden_states_are_what_the_lm_head_reads(target, source, tmp_path, caps
 
 def test_finished_output_and_other_settings_name_overwrite(target, source, tmp_path):
     out = str(tmp_path / "out")
-    distill(target, source, out, limit=4, **QUIET)
+    run_distill(target, source, out, limit=4)
     with pytest.raises(ValueError, match="already complete; pass --overwrite"):
-        distill(target, source, out, limit=4, **QUIET)
+        run_distill(target, source, out, limit=4)
     with pytest.raises(
         ValueError, match=r"data.rows is 4 there, 3 here; .*settings.limit is 4 there, 3 here; .*--overwrite"
     ):
-        distill(target, source, out, limit=3, **QUIET)
+        run_distill(target, source, out, limit=3)
     with pytest.raises(ValueError, match=r"target\.fingerprint\.chat_template_hash is '\w+' there"):
         other = save_target(tmp_path / "other", style="vicuna", extra_end=138)
-        distill(other, source, out, limit=4, **QUIET)
-    distill(target, source, out, overwrite=True, limit=3, **QUIET)
+        run_distill(other, source, out, limit=4)
+    run_distill(target, source, out, overwrite=True, limit=3)
     assert len(rows_of(out)) == 3
 
 
@@ -228,14 +257,14 @@ def test_folder_with_other_files_is_left_alone(target, source, tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"holds other files \(thesis.tex\)"):
-            distill(target, source, str(tmp_path), overwrite=overwrite, **QUIET)
+            run_distill(target, source, str(tmp_path), overwrite=overwrite)
 
 
 def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tmp_path):
     with pytest.raises(ValueError, match=r"has no manifest.json; pass the --output folder"):
         load_distilled(str(tmp_path))
     out = tmp_path / "out"
-    distill(target, source, str(out), **QUIET)
+    run_distill(target, source, str(out))
     shard = out / "shard-00001.arrow"
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"shard-00001.arrow has \d+ bytes instead of \d+; .*--overwrite"):
@@ -251,7 +280,7 @@ def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tm
 
 def test_max_length_beyond_the_targets_positions_is_refused(target, source, tmp_path):
     with pytest.raises(ValueError, match="--max_length 300 exceeds the target's 256 positions; lower it"):
-        distill(target, source, str(tmp_path / "out"), max_length=300, **QUIET)
+        run_distill(target, source, str(tmp_path / "out"), max_length=300)
 
 
 KILLED = """
@@ -268,9 +297,8 @@ def replace(self, other, real=pathlib.Path.replace):
     if writes == 3 and moment == "after":     # renamed, but not in the manifest
         os.kill(os.getpid(), signal.SIGKILL)
 pathlib.Path.replace = replace
-from draft_heads.data.distill import distill
-from draft_heads.data.distiller import prefix_length
-distill(target, source, output, labels="generate", max_new_tokens=12, show_progress=False, batch_size=4, shard_rows=4)
+from tests.data.test_distill import run_distill
+run_distill(target, source, output, labels="generate", max_new_tokens=12)
 """
 
 
@@ -281,15 +309,15 @@ def test_killed_run_goes_on_where_it_stopped(target, source, tmp_path, moment):
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, moment, target, source, str(out)],
         cwd=root,
-        env=os.environ | {"PYTHONPATH": root},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])},
     )
     assert killed.returncode == -signal.SIGKILL
     left = json.loads((out / "manifest.json").read_text())
     assert (len(left["shards"]), left["complete"]) == (1, False)
     first = (out / "shard-00000.arrow").stat().st_mtime_ns
-    options = {"labels": "generate", "max_new_tokens": 12, **QUIET}
-    resumed = distill(target, source, str(out), **options)
-    uninterrupted = distill(target, source, str(tmp_path / "whole"), **options)
+    options = {"labels": "generate", "max_new_tokens": 12}
+    resumed = run_distill(target, source, str(out), **options)
+    uninterrupted = run_distill(target, source, str(tmp_path / "whole"), **options)
     assert rows_of(out) == rows_of(tmp_path / "whole")
     assert resumed == uninterrupted
     assert (out / "shard-00000.arrow").stat().st_mtime_ns == first
@@ -300,7 +328,7 @@ def test_killed_run_goes_on_where_it_stopped(target, source, tmp_path, moment):
 
 def test_vicuna_style_target_trains_on_its_answers_alone(tmp_path, source):
     target = save_target(tmp_path / "target", style="vicuna")
-    distill(target, source, str(tmp_path / "out"), limit=1, **QUIET)
+    run_distill(target, source, str(tmp_path / "out"), limit=1)
     row = rows_of(tmp_path / "out")[0]
     runs = trained_runs(byte_tokenizer(template("vicuna")), row["input_ids"], row["assistant_mask"])
     assert [run[:12] for run in runs] == [" Turn 1 of 0", " Turn 3 of 0"]

@@ -1,9 +1,8 @@
 """The trained tokens of a conversation, exactly, for the three template styles."""
 
-from pathlib import Path
-
 import pytest
 
+from draft_heads.data.chat_template import read_chat_template
 from draft_heads.data.rendering import (
     ChatRenderer,
     ConversationError,
@@ -116,9 +115,17 @@ def test_next_turn_continues_the_answers_own_tokens(style):
 
 def test_end_tokens_are_eos_template_and_config():
     tokenizer = byte_tokenizer(template("chatml"))
-    assert end_token_ids(tokenizer, None) == [2, 4]
-    assert end_token_ids(tokenizer, [2, 77], 9) == [2, 4, 9, 77]
-    assert end_token_ids(byte_tokenizer(template("llama2")), None) == [2]
+    assert end_token_ids(tokenizer) == (2, 4)
+    assert end_token_ids(tokenizer, [2, 77]) == (2, 4, 77)
+    assert end_token_ids(tokenizer, 9) == (2, 4, 9)
+    assert end_token_ids(byte_tokenizer(template("llama2"))) == (2,)
+    assert end_token_ids(None, 9) == (9,) and end_token_ids(None) == ()
+
+
+def test_template_that_shows_no_end_of_turn_leaves_the_other_end_tokens(caplog):
+    tokenizer = byte_tokenizer("{{ messages[0]['content'] }}")
+    assert end_token_ids(tokenizer, 9) == (2, 9)
+    assert "end-of-turn token is unknown: the chat template leaves out the assistant's text" in caplog.text
 
 
 def test_rewriting_template_is_refused_with_the_remedy():
@@ -152,8 +159,7 @@ def test_template_that_refuses_a_role_is_reported():
 
 
 def test_vicuna_template_for_checkpoints_without_one():
-    file = Path(__file__).parents[2] / "configs" / "chat_templates" / "vicuna.jinja"
-    tokenizer = byte_tokenizer(file.read_text())
+    tokenizer = byte_tokenizer(read_chat_template("vicuna"))
     ids, mask = render_conversation(tokenizer, CHAT)
     assert tokenizer.decode(ids, skip_special_tokens=False) == (
         "<s>Be kind. USER: Hello there. 1 2 ASSISTANT: I am fine, thank you.</s>"
@@ -168,5 +174,14 @@ def test_vicuna_template_for_checkpoints_without_one():
 def test_tokenizer_without_template_is_refused_with_the_remedy():
     tokenizer = byte_tokenizer(template("chatml"))
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="--chat_template FILE"):
+    with pytest.raises(ValueError, match="pass --chat_template with the one the target was trained on"):
         render_prompt(tokenizer, CHAT)
+
+
+def test_chat_template_is_a_bundled_name_from_any_folder_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jinja").write_text(CHATML)
+    assert read_chat_template("own.jinja") == CHATML
+    assert "ASSISTANT:" in read_chat_template("vicuna")
+    with pytest.raises(ValueError, match=r"--chat_template nobody is neither a file nor .* one of .*vicuna"):
+        read_chat_template("nobody")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from draft_heads.data.chat_form import chat_tokenizer
+from draft_heads.data.chat_template import load_chat_tokenizer
 from draft_heads.scripts import build_datastore, replay
 
 TINY = "data/tiny_target"
@@ -25,7 +25,7 @@ def write(path, rows):
 
 @pytest.fixture
 def command(tmp_path):
-    tokenizer = chat_tokenizer(TINY)
+    tokenizer = load_chat_tokenizer(TINY)
     answers = [answer(3, ANSWERS, tokenizer), answer(4, ANSWERS[1:], tokenizer)]
     questions = [
         {"question_id": 4, "category": "math", "turns": ["How many are two and two?"]},
@@ -88,7 +88,7 @@ def test_without_questions_there_are_no_categories(command, tmp_path):
 def test_gsm8k_problems_are_numbered_from_0(command, tmp_path):
     problems = [{"question": f"{i} + {i}?", "answer": f"#### {2 * i}"} for i in range(5)]
     assert run(command, questions=[write(tmp_path / "gsm8k.jsonl", problems)], limit=["1"]) == 2  # two turns, one asked
-    tokenizer = chat_tokenizer(TINY)
+    tokenizer = load_chat_tokenizer(TINY)
     answers = [write(tmp_path / "gsm.jsonl", [answer(number, ANSWERS[:1], tokenizer) for number in range(6)])]
     assert run(command, questions=[str(tmp_path / "gsm8k.jsonl")], answers=answers, limit=["5"]) == 0
 

@@ -1,1 +1,1 @@
-"""."""
+"""Drafters that read a trained draft head, one file per head."""

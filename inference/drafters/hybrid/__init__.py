@@ -1,1 +1,1 @@
-"""."""
+"""Several drafters in one draft tree."""

@@ -1,1 +1,1 @@
-"""."""
+"""Drafters that run a second, smaller model or a part of the target."""

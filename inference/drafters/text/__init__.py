@@ -1,1 +1,1 @@
-"""."""
+"""Drafters that read only the text: n-grams, prompt lookup, lookahead, REST."""

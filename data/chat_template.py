@@ -1,0 +1,44 @@
+"""Tokenizers with a chat template: their own, a .jinja file, or one that is bundled in configs/chat_templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+BUNDLED = Path(__file__).resolve().parents[1] / "configs" / "chat_templates"
+CHAT_TEMPLATE_HELP = "chat template for a tokenizer that has none: a .jinja file, or the name of a bundled one (vicuna)"
+
+
+def read_chat_template(name_or_path: str) -> str:
+    """The text of a bundled chat template, by its bare name, or of a .jinja file; ValueError for anything else."""
+    bundled = {path.stem: path for path in sorted(BUNDLED.glob("*.jinja"))}
+    path = bundled.get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        raise ValueError(
+            f"--chat_template {name_or_path} is neither a file nor a bundled template; pass a .jinja file or one of "
+            f"{', '.join(bundled)}"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or behind a hub id; `chat_template` (a name or a file) replaces its own."""
+    template = None if chat_template is None else read_chat_template(chat_template)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def load_chat_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """As `load_tokenizer`, for --tokenizer: one without a chat template gets Vicuna's; ValueError if there is none."""
+    template = None if chat_template is None else read_chat_template(chat_template)
+    try:
+        tokenizer = load_tokenizer(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--tokenizer {path} is no tokenizer's folder or hub id ({reason}); check the path") from None
+    if template is not None or not tokenizer.chat_template:
+        tokenizer.chat_template = template or read_chat_template("vicuna")
+    return tokenizer

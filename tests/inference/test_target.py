@@ -1,0 +1,61 @@
+"""Loading a target, and the target as a labeller."""
+
+import json
+
+import pytest
+import torch
+
+from draft_heads.inference.target.target import Target
+from tests.tiny_chat import byte_tokenizer, random_llama, save_target, template
+
+ROWS = [[5 + (7 * i + 3 * j) % 290 for j in range(4 + 5 * i)] for i in range(7)]
+
+
+def test_labels_are_the_models_choice_one_position_earlier():
+    model = random_llama().double()
+    labelled = Target(model, byte_tokenizer(template("chatml"))).label(ROWS, keep_hidden=True)
+    for row, (greedy, hidden) in zip(ROWS, labelled):
+        out = model(torch.tensor([row]), output_hidden_states=True)
+        assert greedy == [-100] + out.logits[0, :-1].argmax(-1).tolist()
+        assert hidden.shape == (len(row), 32)
+        torch.testing.assert_close(hidden, out.hidden_states[-1][0])
+
+
+def test_labelled_hidden_states_are_those_that_training_computes():
+    target = Target(random_llama().double(), byte_tokenizer(template("chatml")))
+    for row, (_, hidden) in zip(ROWS, target.label(ROWS, keep_hidden=True)):
+        ids = torch.tensor([row])
+        recomputed = target.forward_rows(ids, torch.ones_like(ids), torch.arange(len(row))[None])
+        torch.testing.assert_close(hidden, recomputed[0])
+
+
+def test_target_loads_with_every_end_token_and_frozen(tmp_path):
+    target = Target.from_pretrained(save_target(tmp_path, extra_end=7))
+    assert target.end_token_ids == (2, 4, 7)  # eos, the template's <|im_end|>, the generation config's
+    assert (target.max_positions, target.model.dtype) == (256, torch.float32)
+    assert not any(weight.requires_grad for weight in target.model.parameters())
+
+
+def test_without_a_generation_config_the_models_config_names_the_end_tokens():
+    model = random_llama()
+    model.generation_config.eos_token_id, model.config.eos_token_id = None, [2, 9]
+    assert Target(model).end_token_ids == (2, 9)
+
+
+def test_padding_without_a_pad_token_is_an_end_token():
+    tokenizer = byte_tokenizer(template("chatml"))
+    assert tokenizer.pad_token_id is None
+    assert Target(random_llama(), tokenizer).pad_token_id == 2
+
+
+def test_unknown_precision_lists_the_valid_ones(tmp_path):
+    with pytest.raises(ValueError, match="--dtype half is unknown; pass one of float32, float16, bfloat16"):
+        Target.from_pretrained(str(tmp_path), dtype="half")
+
+
+def test_a_model_that_is_no_causal_lm_is_named(tmp_path):
+    folder = save_target(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "clip"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"\(clip\) is no causal LM"):
+        Target.from_pretrained(folder)
