@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
+LISTS = Path(__file__).resolve().parent / "defects"
 ROOMS = ("configs", "data", "heads", "inference", "scripts", "train")  # imported as draft_heads.ROOM
 
 
@@ -37,7 +38,7 @@ class Defect:
     tests: str
 
 
-def listed(folder: Path = Path(__file__).resolve().parent / "defects") -> list[Defect]:
+def listed(folder: Path = LISTS) -> list[Defect]:
     """All defects of the lists in `folder`, one list for each part of the project."""
     return [
         Defect(**entry)
