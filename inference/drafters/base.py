@@ -86,10 +86,6 @@ class Drafter(Protocol):
         """Whether neither `observe` nor `propose` reads a value back: they may be compiled, captured, run ahead."""
         return True
 
-    def prepare(self) -> None:
-        """Steps will run as compiled programs: make what only those use; nothing by default."""
-        return
-
     def memory(self) -> list[Tensor]:
         """The tensors that outlive a step; where they lie, a captured step expects them."""
         return []

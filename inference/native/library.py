@@ -1,7 +1,6 @@
 """Loads the C++ beside this file as torch operations; the first process that wants them compiles them.
 
     torch.ops.draft_heads.prefix_tree   the tree of highest Ψ under a CTC head (`prefix_tree.cpp`)
-    torch.ops.draft_heads.few_rows      a few rows times a matrix in eight bits (`few_rows.cpp`)
     torch.ops.draft_heads.float_rows    a few rows times a matrix in float32 (`float_rows.cpp`)
     functions()                         n-grams, and merging with them, for `merging.py` (`merging.cpp`)
 
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
-LANES, FLOAT_LANES = 16, 32
-"""Outputs that lie side by side in the weights of `few_rows` and of `float_rows`."""
+FLOAT_LANES = 32
+"""Outputs that lie side by side in the weights of `float_rows`."""
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
@@ -61,7 +60,6 @@ def load() -> bool:
         )
         return False
     torch.library.register_fake("draft_heads::prefix_tree", _tree_shapes)
-    torch.library.register_fake("draft_heads::few_rows", _product_shape)
     torch.library.register_fake("draft_heads::float_rows", _float_product_shape)
     _present = library
     return True
@@ -97,23 +95,6 @@ def _tree_shapes(probs: Tensor, max_nodes: int, max_depth: int) -> tuple[Tensor,
         size = min(size + level, max_nodes)
     labels = probs.new_empty(size, dtype=torch.long)
     return labels, torch.empty_like(labels), probs.new_empty(size)
-
-
-def _product_shape(rows: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], scale.shape[0])
-
-
-def few_rows(rows: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
-    """[R, N] from rows `[R, K]` float32; weights `[N/16, K/2, 32]` int8 and scale `[N]` are `side_by_side`'s."""
-    product: Tensor = torch.ops.draft_heads.few_rows(rows, weights, scale)
-    return product
-
-
-def side_by_side(weights: Tensor) -> Tensor:
-    """A matrix `[N, K]` int8 as `few_rows` reads it: blocks of 16 outputs, in each two neighbouring inputs a time."""
-    outputs, inputs = weights.shape
-    filled = torch.nn.functional.pad(weights, (0, inputs % 2, 0, -outputs % LANES))
-    return filled.view(-1, LANES, (inputs + 1) // 2, 2).transpose(1, 2).flatten(2).contiguous()
 
 
 def _float_product_shape(rows: Tensor, weights: Tensor, outputs: int) -> Tensor:

@@ -86,9 +86,9 @@ def test_a_head_that_says_nan_is_refused():
 def test_shapes_are_known_before(frames, vocabulary, max_nodes):
     probs = random_frames(frames, vocabulary, 0).exp()
     torch.library.opcheck(torch.ops.draft_heads.prefix_tree, (probs, max_nodes, min(frames, max_nodes)))
-    rows, weights = torch.randn(3, 10), library.side_by_side(torch.ones(20, 10, dtype=torch.int8))
-    torch.library.opcheck(torch.ops.draft_heads.few_rows, (rows, weights, torch.ones(20)))
-    torch.library.opcheck(torch.ops.draft_heads.float_rows, (rows, library.in_blocks(torch.ones(20, 10)), 20))
+    torch.library.opcheck(
+        torch.ops.draft_heads.float_rows, (torch.randn(3, 10), library.in_blocks(torch.ones(20, 10)), 20)
+    )
 
 
 def test_a_compiled_search_is_the_same_search():
@@ -102,61 +102,6 @@ def test_a_compiled_search_is_the_same_search():
         log_probs = random_frames(7, 100, seed)
         for fresh, own in zip(fast(log_probs), searching.tree(log_probs)):
             assert torch.allclose(fresh, own)
-
-
-def instruction_sets():
-    rows, weights = torch.ones(1, 2), library.side_by_side(torch.ones(1, 2, dtype=torch.int8))
-    for instructions in (1, 2, 3):
-        try:
-            torch.ops.draft_heads.few_rows_by(rows, weights, torch.ones(1), instructions)
-        except RuntimeError:
-            continue
-        yield instructions
-
-
-@pytest.mark.parametrize("outputs,inputs", [(1, 1), (16, 32), (17, 5), (50, 64), (100, 257), (33, 11008)])
-def test_products_are_exact_but_for_the_rounding_of_the_rows(outputs, inputs):
-    pick = torch.Generator().manual_seed(outputs)
-    weights = torch.randint(-127, 128, (outputs, inputs), generator=pick, dtype=torch.int8)
-    scale = torch.rand(outputs, generator=pick) + 0.1
-    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 20):
-        rows = torch.randn(count, inputs, generator=pick) * torch.logspace(-3, 3, count)[:, None]
-        exact = rows.double() @ weights.double().T * scale
-        most = min(32767, (2**31 - 1) // (127 * inputs))
-        off = rows.abs().amax(-1, keepdim=True) / most * 0.51 * weights.double().abs().sum(-1) * scale
-        found = [
-            torch.ops.draft_heads.few_rows_by(rows, library.side_by_side(weights), scale, instructions)
-            for instructions in instruction_sets()
-        ]
-        assert found and all(torch.equal(found[0], other) for other in found)
-        assert torch.equal(library.few_rows(rows, library.side_by_side(weights), scale), found[0])
-        assert ((found[0] - exact).abs() <= off + 1e-5 * exact.abs()).all()
-
-
-def test_the_longest_sums_do_not_overflow():
-    for inputs in (600, 11008):
-        weights, scale = torch.full((3, inputs), 127, dtype=torch.int8), torch.ones(3)
-        found = library.few_rows(torch.ones(1, inputs), library.side_by_side(weights), scale)
-        assert found.flatten().tolist() == pytest.approx([127 * inputs] * 3, rel=1e-3)
-
-
-def test_rows_of_zeros_and_no_rows():
-    weights, scale = library.side_by_side(torch.ones(20, 6, dtype=torch.int8)), torch.ones(20)
-    assert library.few_rows(torch.zeros(2, 6), weights, scale).eq(0).all()
-    assert library.few_rows(torch.zeros(0, 6), weights, scale).shape == (0, 20)
-
-
-def test_large_products_on_two_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        weights = torch.randint(-127, 128, (4096, 1024), dtype=torch.int8)
-        rows, scale = torch.randn(7, 1024), torch.ones(4096)
-        wide = library.few_rows(rows, library.side_by_side(weights), scale)
-        torch.set_num_threads(1)
-        assert torch.equal(wide, library.few_rows(rows, library.side_by_side(weights), scale))
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("outputs,inputs", [(1, 1), (32, 64), (33, 5), (70, 512), (100, 513), (31, 2049)])

@@ -22,7 +22,7 @@ from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.kgram_cache import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
-from draft_heads.inference.int8_weights import DraftingHead
+from draft_heads.inference.target.layout import for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -130,18 +130,15 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
 class ChimeraDrafter(Drafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
-    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0, "int8": 1}
+    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0}
 
-    def __init__(
-        self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0, int8: int = 1
-    ) -> None:
-        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew;
-        int8: 1 drafts with weights of eight bits where that is faster, in compiled programs on a CPU."""
+    def __init__(self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0) -> None:
+        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew."""
         if kgram_cache and not isinstance(head.encoder, KGramEncoder):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
-        self.drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
+        self.head, self.view = for_drafting(head), head.draft_view(target.decoding_view())
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
@@ -157,10 +154,6 @@ class ChimeraDrafter(Drafter):
     def on_device(self) -> bool:
         """The table of k-grams is kept by the host."""
         return self.cache is None
-
-    def prepare(self) -> None:
-        """See `Drafter.prepare`: the weights in eight bits."""
-        self.drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -187,7 +180,7 @@ class ChimeraDrafter(Drafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""
-        head = self.drafting.head
+        head = self.head
         hidden = step.hidden.to(head.dtype)
         text = torch.cat([self._recent, step.tokens])
         slots = self._length + torch.arange(len(hidden), device=hidden.device)
@@ -210,7 +203,7 @@ class ChimeraDrafter(Drafter):
 
     def _encode(self, text: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """g [A, H] of the newly committed tokens, which enter at `slots [A]`."""
-        head, view = self.drafting.head, self.drafting.view
+        head, view = self.head, self.view
         if self._encoder is None:
             return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
         states = view.embed(tokens).to(head.dtype)
@@ -219,4 +212,4 @@ class ChimeraDrafter(Drafter):
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._context is not None and self._base is not None, "observe the prefill before proposing"
-        return draft_tree(self.drafting.head, self.drafting.view, self._context, self._base, self.max_nodes, self.cache)
+        return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache)
