@@ -2,7 +2,7 @@
 
 A decoding step of a small forward costs as much in launching operations as in arithmetic: transformers' modules launch
 some thirty a layer, this forward half of that. The merged weights are the model's own, of which its modules become
-views; on CPU smaller models are copied instead, into the layout that is fastest there (`layout.Product`).
+views; on a CPU smaller models are copied instead (`linear.py`).
 
 Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/value heads, D head size, K keys.
 """
@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_heads.inference.target.kv_cache import KVCache
-from draft_heads.inference.target.layout import Product, by_columns
+from draft_heads.inference.target.linear import MergedLinear, copy_pays
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION, MaskedAttention
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-_COPIED_UP_TO = 4 * 2**30  # bytes of weights; larger models on CPU are not held a second time in CPU's best layout
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,17 @@ class FusedLayer:
     """One decoder layer's weights, the projections that read the same states merged into one."""
 
     attention_norm: nn.Module
-    qkv: Product  # H → (N + 2G)·D
+    qkv: MergedLinear  # H → (N + 2G)·D
     q_norm: nn.Module | None
     k_norm: nn.Module | None
-    output: Product  # N·D → H
+    output: MergedLinear  # N·D → H
     mlp_norm: nn.Module
-    gate_up: Product  # H → 2·I
-    down: Product  # I → H
+    gate_up: MergedLinear  # H → 2·I
+    down: MergedLinear  # I → H
     kind: str
 
     @property
-    def products(self) -> tuple[Product, ...]:
+    def products(self) -> tuple[MergedLinear, ...]:
         """All of them."""
         return self.qkv, self.output, self.gate_up, self.down
 
@@ -63,11 +62,8 @@ class FusedDecoder:
         self.eps = config.rms_norm_eps
         self.norm = decoder.norm
         lm_head = model.get_output_embeddings()
-        weight = lm_head.weight
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        copied = weight.device.type == "cpu" and size <= _COPIED_UP_TO
-        self.lm_head_weight = by_columns(weight) if copied else weight  # lent to heads
-        self.logits = Product([lm_head], copied)  # H → V
+        copied = copy_pays(list(model.parameters()))
+        self.logits = MergedLinear.of([lm_head], copied)  # H → V
         self.rotary = decoder.rotary_emb
         self.layers = [self._fuse(layer, kind, copied) for layer, kind in zip(decoder.layers, kinds)]
 
@@ -97,13 +93,13 @@ class FusedDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         return FusedLayer(
             layer.input_layernorm,
-            Product([attention.q_proj, attention.k_proj, attention.v_proj], copied),
+            MergedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj], copied),
             getattr(attention, "q_norm", None),
             getattr(attention, "k_norm", None),
-            Product([attention.o_proj], copied),
+            MergedLinear.of([attention.o_proj], copied),
             layer.post_attention_layernorm,
-            Product([mlp.gate_proj, mlp.up_proj], copied),
-            Product([mlp.down_proj], copied),
+            MergedLinear.of([mlp.gate_proj, mlp.up_proj], copied),
+            MergedLinear.of([mlp.down_proj], copied),
             kind,
         )
 

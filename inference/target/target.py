@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draft_heads.data.fingerprint import target_fingerprint
-from draft_heads.heads.base import TargetView
+from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, ShardedKVCache
+from draft_heads.inference.target.linear import DraftingView
 from draft_heads.inference.target.masks import behind_text, by_kind
 
 
@@ -198,10 +198,12 @@ class Target:
             layers if isinstance(layers, torch.nn.ModuleList) else None,
         )
 
-    def decoding_view(self) -> TargetView:
-        """The same for drafting, with the LM head as the decoder has laid it out for a few rows."""
-        view = self.view()
-        return view if self.fused is None else replace(view, lm_head_weight=self.fused.lm_head_weight)
+    def drafting_view(self, head: DraftHead) -> TargetView:
+        """The same with the rows of the head's draft vocabulary, its logits fast for a few rows."""
+        view = head.draft_view(self.view())
+        if view.lm_head_weight is not self.lm_head.weight:
+            return DraftingView.of(view)
+        return view if self.fused is None else DraftingView.of(view, self.fused.logits)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""

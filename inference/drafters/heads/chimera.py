@@ -22,7 +22,7 @@ from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.kgram_cache import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
-from draft_heads.inference.target.layout import for_drafting
+from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -138,7 +138,7 @@ class ChimeraDrafter(Drafter):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
-        self.head, self.view = for_drafting(head), head.draft_view(target.decoding_view())
+        self.head, self.view = prepare_for_drafting(head), target.drafting_view(head)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None

@@ -18,7 +18,7 @@ from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES, build_tree
 from draft_heads.inference.native import library
-from draft_heads.inference.target.layout import for_drafting
+from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -41,9 +41,9 @@ class CTCDrafter(Drafter):
         """tree: one of `TREE_MODES`."""
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
-        self.head, self.view = for_drafting(head), head.draft_view(target.decoding_view())
+        self.head, self.view = prepare_for_drafting(head), target.drafting_view(head)
         if tree == "prefix" and target.device.type == "cpu":
-            library.load()  # no answer shall wait for its compiler
+            library.load_library()  # compile now, not during the first answer
         self.tree = tree
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.frames, self.max_nodes)

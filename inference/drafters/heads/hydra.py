@@ -15,7 +15,7 @@ from draft_heads.heads.hydra import HydraHead
 from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
-from draft_heads.inference.target.layout import for_drafting
+from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -42,7 +42,7 @@ class HydraDrafter(Drafter):
     options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32) -> None:
-        self.head, self.view = for_drafting(head), target.decoding_view()
+        self.head, self.view = prepare_for_drafting(head), target.view()
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.length = torch.zeros((), dtype=torch.long, device=target.device)

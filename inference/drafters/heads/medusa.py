@@ -11,7 +11,7 @@ from draft_heads.heads.medusa import MedusaHead
 from draft_heads.inference.drafters.base import Drafter, VerifiedStep, check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.ctc_search import build_tree
 from draft_heads.inference.drafters.heads.rank_paths import RankPaths
-from draft_heads.inference.target.layout import for_drafting
+from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -46,7 +46,7 @@ class MedusaDrafter(Drafter):
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
         self.tree = tree
-        self.head = for_drafting(head)
+        self.head = prepare_for_drafting(head)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(heads or head.config.heads, self.max_nodes)
         self._paths = rank_paths(head, self.max_nodes, heads)
