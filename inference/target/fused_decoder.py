@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
-from draft_heads.inference.target.tree_attention import TREE_ATTENTION, MaskedAttention
+from draft_heads.inference.target.masks import behind_text, by_kind
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -115,9 +116,9 @@ class FusedDecoder:
         assert cache.rows is not None
         end = cache.rows.shape[2]
         positions = depths + cache.lengths[:, None]
-        attention = TREE_ATTENTION[self.attention](
-            sees, positions, cache.lengths, end, self.window, self.kinds, self.heads // self.kv_heads, self.dtype
-        )
+        visible, key_positions = behind_text(sees, positions, cache.lengths, end)
+        masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
+        attention = TREE_ATTENTION[self.attention](masks, self.heads // self.kv_heads, self.dtype)
         states = self.embedding(token_ids)
         return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), attention, cache)
 
@@ -138,7 +139,7 @@ class FusedDecoder:
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        attention: MaskedAttention,
+        attention: TreeAttention,
         cache: KVCache,
     ) -> Tensor:
         """Every layer in turn. Rows go to `slots [B, R]` of the cache."""
@@ -153,11 +154,10 @@ class FusedDecoder:
                 queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
             turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
             queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
-            own = keys, values.transpose(1, 2)
-            cached = cache.write(index, slots, *own)
+            keys, values = cache.write(index, slots, keys, values.transpose(1, 2))
             # the queries of one key head are rows of one product: no key is repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = attention(layer.kind, queries, own, cached)
+            attended = attention(layer.kind, queries, keys, values)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             states = states + layer.output(attended)
             gate, up = layer.gate_up(self._normed(states, layer.mlp_norm)).chunk(2, dim=-1)

@@ -97,7 +97,7 @@ class Target:
     @staticmethod
     def _check_compilable(path: str) -> None:
         if path == "flex":
-            raise ValueError("--compile works with --attention masked or merged; got flex; choose one of them")
+            raise ValueError("--compile works with --attention masked; got flex; leave one of them out")
 
     def _needs_fused(self, flag: str) -> FusedDecoder:
         if self.fused is None:
