@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, rows_of
+from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of
 from draft_heads.heads.windows import Windows, select_windows
 
 
@@ -249,7 +249,7 @@ class DraftHead(nn.Module, ABC):
         bias = view.lm_head_bias
         return replace(
             view,
-            lm_head_weight=rows_of(view.lm_head_weight, self.draft_vocab),
+            lm_head_weight=view.lm_head_weight.detach().index_select(0, self.draft_vocab),
             lm_head_bias=None if bias is None else bias.detach().index_select(0, self.draft_vocab),
         )
 

@@ -94,32 +94,21 @@ class DecoderBlock(nn.Module):
 
     def context_keys_values(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, G, C, D]` of context states `[B, C, H]` at `positions [B, C]`."""
-        keys, values = self.project_context(self.attention_norm(states))
-        keys = rotate(self._split(keys, self.kv_heads), *rotary(positions, self.head_dim, self.rope_theta))
-        return keys, self._split(values, self.kv_heads)
-
-    def project(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[..., N·D]`, keys and values `[..., G·D]`."""
-        return self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)
-
-    def project_context(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[..., G·D]`."""
-        return self.k_proj(normed), self.v_proj(normed)
-
-    def project_gate(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """What SwiGLU multiplies, the gate first."""
-        return self.gate_proj(normed), self.up_proj(normed)
+        normed = self.attention_norm(states)
+        keys = self._split(self.k_proj(normed), self.kv_heads)
+        keys = rotate(keys, *rotary(positions, self.head_dim, self.rope_theta))
+        return keys, self._split(self.v_proj(normed), self.kv_heads)
 
     def forward(self, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """States `[B, Q, H]` at `positions [B, Q]` → `[B, Q, H]`."""
-        queries, keys, values = self.project(self.attention_norm(states))
+        normed = self.attention_norm(states)
         cos, sin = rotary(positions, self.head_dim, self.rope_theta)
-        queries = rotate(self._split(queries, self.heads), cos, sin)
-        keys = rotate(self._split(keys, self.kv_heads), cos, sin)
-        attended = attend(queries, keys, self._split(values, self.kv_heads))
+        queries = rotate(self._split(self.q_proj(normed), self.heads), cos, sin)
+        keys = rotate(self._split(self.k_proj(normed), self.kv_heads), cos, sin)
+        attended = attend(queries, keys, self._split(self.v_proj(normed), self.kv_heads))
         states = states + self.o_proj(attended.transpose(1, 2).flatten(2))
-        gate, up = self.project_gate(self.mlp_norm(states))
-        return states + self.down_proj(F.silu(gate) * up)
+        normed = self.mlp_norm(states)
+        return states + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
 
 class ResidualLayer(nn.Module):

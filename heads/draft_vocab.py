@@ -61,10 +61,3 @@ def cut_before_outside(classes: Tensor, lengths: Tensor, closed: Tensor) -> tupl
     inside = ((classes != OUTSIDE).long().cumprod(-1)).sum(-1).minimum(lengths)
     kept = torch.arange(classes.shape[1], device=classes.device) < inside[:, None]
     return torch.where(kept, classes, 0), inside, closed & (inside == lengths)
-
-
-def rows_of(weight: Tensor, ids: Tensor) -> Tensor:
-    """[D, H], the rows `ids` of `weight [V, H]`, column by column in memory where the weight lies so."""
-    if weight.t().is_contiguous():
-        return weight.detach().t().index_select(1, ids).t()
-    return weight.detach().index_select(0, ids)

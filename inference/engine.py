@@ -58,7 +58,6 @@ class DecodingEngine:
         if target.compiled:
             self._verify = program(self._verified, target.device)
             if drafter.on_device and drafter.max_nodes:
-                drafter.prepare()
                 self._draft = program(self._drafted, target.device)
 
     def generate(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Generation:

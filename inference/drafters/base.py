@@ -71,10 +71,6 @@ class Drafter(ABC):
         """From what the command line says: a path ("" for none) and every option, `max_nodes` among them."""
         raise TypeError(f"{cls.__name__} is made by its constructor, not from the words of a command line")
 
-    def prepare(self) -> None:
-        """Steps will run as compiled programs: make what only those use; nothing by default."""
-        return
-
     def memory(self) -> list[Tensor]:
         """The tensors that outlive a step; where they lie, a captured step expects them."""
         return []

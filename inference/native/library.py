@@ -1,21 +1,19 @@
-"""Loads the C++ beside this file as torch operations; the first process that wants them compiles them.
+"""The project's C++ as torch operations; the first process that needs them compiles them.
 
-    torch.ops.draft_heads.prefix_tree   the tree of highest Ψ under a CTC head (`prefix_tree.cpp`)
-    torch.ops.draft_heads.few_rows      a few rows times a matrix in eight bits (`few_rows.cpp`)
-    torch.ops.draft_heads.float_rows    a few rows times a matrix in float32 (`float_rows.cpp`)
-    functions()                         n-grams, and merging with them, for `merging.py` (`merging.cpp`)
+    ctc_prefix_tree   the best draft tree under a CTC head (`ctc_prefix_tree.cpp`)
+    skinny_matmul     a few float32 rows times a matrix (`skinny_matmul.cpp`)
 
-What has no compiler decodes without them, more slowly and, but for rounding, the same.
+Callers ask `load_library` first and have a torch version of their own for where it says no.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import subprocess
 import tempfile
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -23,28 +21,33 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
-LANES, FLOAT_LANES = 16, 32
-"""Outputs that lie side by side in the weights of `few_rows` and of `float_rows`."""
+OUTPUTS = 32
+"""Outputs of one of `column_blocks`."""
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC")
-_present: Path | None = None
+_VECTOR_FLAGS = {"AVX2": "-march=x86-64-v3", "AVX512": "-march=x86-64-v4"}  # by torch's name of what this CPU can do
+_loaded: Path | None = None
+
+logger = logging.getLogger(__name__)
 
 
-def loaded() -> bool:
-    """Whether the operations are there; compiled programs may ask."""
-    return _present is not None
+def is_loaded() -> bool:
+    """Whether the operations are there; compiled programs may ask this, but not `load_library`."""
+    return _loaded is not None
 
 
 @cache
-def load() -> bool:
-    """Make them there if that can be done: fifteen seconds the first time, then the library lies in torch's cache."""
-    global _present
+def load_library() -> bool:
+    """Compile (fifteen seconds, once per machine: the library stays in torch's cache) and load; False without g++."""
+    global _loaded
     compiler = os.environ.get("CXX", "c++")
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     links = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu"]
-    command = [compiler, *_FLAGS, *includes, *map(str, _SOURCES), *links]
+    vectors = _VECTOR_FLAGS.get(torch.backends.cpu.get_cpu_capability())
+    flags = [*_FLAGS, *([vectors] if vectors else [])]
+    command = [compiler, *flags, *includes, *map(str, _SOURCES), *links]
     made_from = [torch.__version__, *command, *(path.read_text(encoding="utf-8") for path in _SOURCES + _HEADERS)]
     name = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
     try:
@@ -53,30 +56,22 @@ def load() -> bool:
             _compile(command, library)
         torch.ops.load_library(library)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip()
-        warnings.warn(
-            f"decoding is faster with a C++ compiler, and {compiler} did not make {[s.name for s in _SOURCES]}: "
-            f"{said[-500:]}; install g++ or name another compiler in CXX",
-            stacklevel=2,
+        reason = str(getattr(error, "stderr", "") or error).strip().replace("\n", " ")
+        logger.warning(
+            "decoding without C++, which is slower: %s did not compile %s (%s); install g++ or name a compiler in CXX",
+            compiler,
+            ", ".join(source.name for source in _SOURCES),
+            reason[-300:],
         )
         return False
-    torch.library.register_fake("draft_heads::prefix_tree", _tree_shapes)
-    torch.library.register_fake("draft_heads::few_rows", _product_shape)
-    torch.library.register_fake("draft_heads::float_rows", _float_product_shape)
-    _present = library
+    torch.library.register_fake("draft_heads::ctc_prefix_tree", _tree_shapes)
+    torch.library.register_fake("draft_heads::skinny_matmul", _product_shape)
+    _loaded = library
     return True
 
 
-@cache
-def functions() -> ctypes.PyDLL:
-    """What is no operation on tensors; RuntimeError where there is no compiler to make it."""
-    if not load():
-        raise RuntimeError("this is in C++ and there is no compiler; install g++, or take the class in Python")
-    return ctypes.PyDLL(str(_present))  # which keeps the interpreter's lock: a call takes a microsecond
-
-
 def _compile(command: list[str], library: Path) -> None:
-    """In a file of its own first: another process may be at it, or this one be killed."""
+    """Into a temporary file, then renamed: another process may compile too, or this one may be killed."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         fresh = Path(folder) / library.name
@@ -84,9 +79,9 @@ def _compile(command: list[str], library: Path) -> None:
         fresh.replace(library)
 
 
-def prefix_tree(probs: Tensor, max_nodes: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor]:
+def ctc_prefix_tree(probs: Tensor, max_nodes: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Labels, parents and log Ψ `[M]` of the best prefixes; probs `[T, V+1]` float32, the blank last."""
-    labels, parents, log_probs = torch.ops.draft_heads.prefix_tree(probs, max_nodes, max_depth)
+    labels, parents, log_probs = torch.ops.draft_heads.ctc_prefix_tree(probs, max_nodes, max_depth)
     return labels, parents, log_probs
 
 
@@ -99,35 +94,26 @@ def _tree_shapes(probs: Tensor, max_nodes: int, max_depth: int) -> tuple[Tensor,
     return labels, torch.empty_like(labels), probs.new_empty(size)
 
 
-def _product_shape(rows: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], scale.shape[0])
-
-
-def few_rows(rows: Tensor, weights: Tensor, scale: Tensor) -> Tensor:
-    """[R, N] from rows `[R, K]` float32; weights `[N/16, K/2, 32]` int8 and scale `[N]` are `side_by_side`'s."""
-    product: Tensor = torch.ops.draft_heads.few_rows(rows, weights, scale)
+def skinny_matmul(rows: Tensor, blocks: Tensor, outputs: int) -> Tensor:
+    """rows `[R, K]` float32 times a matrix with `outputs` N, given as `column_blocks` `[N/32, K, 32]` → [R, N]."""
+    product: Tensor = torch.ops.draft_heads.skinny_matmul(rows, blocks, outputs)
     return product
 
 
-def side_by_side(weights: Tensor) -> Tensor:
-    """A matrix `[N, K]` int8 as `few_rows` reads it: blocks of 16 outputs, in each two neighbouring inputs a time."""
-    outputs, inputs = weights.shape
-    filled = torch.nn.functional.pad(weights, (0, inputs % 2, 0, -outputs % LANES))
-    return filled.view(-1, LANES, (inputs + 1) // 2, 2).transpose(1, 2).flatten(2).contiguous()
-
-
-def _float_product_shape(rows: Tensor, weights: Tensor, outputs: int) -> Tensor:
+def _product_shape(rows: Tensor, blocks: Tensor, outputs: int) -> Tensor:
     return rows.new_empty(rows.shape[0], outputs)
 
 
-def float_rows(rows: Tensor, weights: Tensor, outputs: int) -> Tensor:
-    """[R, N] from rows `[R, K]` float32; weights `[N/32, K, 32]` are `in_blocks`'s, outputs is N."""
-    product: Tensor = torch.ops.draft_heads.float_rows(rows, weights, outputs)
-    return product
-
-
-def in_blocks(weight: Tensor) -> Tensor:
-    """A matrix `[N, K]` as `float_rows` reads it: blocks of 32 outputs, in each one input at a time."""
+def column_blocks(weight: Tensor) -> Tensor:
+    """A matrix `[N, K]` as `skinny_matmul` reads it, `[⌈N/32⌉, K, 32]`: element [b, k, o] is weight[32b + o, k]."""
     outputs, inputs = weight.shape
-    filled = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % FLOAT_LANES))
-    return filled.view(-1, FLOAT_LANES, inputs).transpose(1, 2).contiguous()
+    filled = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % OUTPUTS))
+    return filled.view(-1, OUTPUTS, inputs).transpose(1, 2).contiguous()
+
+
+@cache
+def functions() -> ctypes.PyDLL:
+    """The functions of `merging.cpp`, which take no tensors; RuntimeError where there is no compiler."""
+    if not load_library():
+        raise RuntimeError("this is in C++ and there is no compiler; install g++, or take the class in Python")
+    return ctypes.PyDLL(str(_loaded))  # which keeps the interpreter's lock: a call takes a microsecond

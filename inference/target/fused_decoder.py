@@ -2,7 +2,7 @@
 
 A decoding step of a small forward costs as much in launching operations as in arithmetic: transformers' modules launch
 some thirty a layer, this forward half of that. The merged weights are the model's own, of which its modules become
-views; on CPU smaller models are copied instead, into the layout that is fastest there (`layout.Product`).
+views; on a CPU smaller models are copied instead (`linear.py`).
 
 Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/value heads, D head size, K keys.
 """
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_heads.inference.target.kv_cache import KVCache
-from draft_heads.inference.target.layout import Product, by_columns
-from draft_heads.inference.target.tree_attention import TREE_ATTENTION, MaskedAttention
+from draft_heads.inference.target.linear import MergedLinear, copy_pays
+from draft_heads.inference.target.masks import behind_text, by_kind
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-_COPIED_UP_TO = 4 * 2**30  # bytes of weights; larger models on CPU are not held a second time in CPU's best layout
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class FusedLayer:
     """One decoder layer's weights, the projections that read the same states merged into one."""
 
     attention_norm: nn.Module
-    qkv: Product  # H → (N + 2G)·D
+    qkv: MergedLinear  # H → (N + 2G)·D
     q_norm: nn.Module | None
     k_norm: nn.Module | None
-    output: Product  # N·D → H
+    output: MergedLinear  # N·D → H
     mlp_norm: nn.Module
-    gate_up: Product  # H → 2·I
-    down: Product  # I → H
+    gate_up: MergedLinear  # H → 2·I
+    down: MergedLinear  # I → H
     kind: str
 
     @property
-    def products(self) -> tuple[Product, ...]:
+    def products(self) -> tuple[MergedLinear, ...]:
         """All of them."""
         return self.qkv, self.output, self.gate_up, self.down
 
@@ -63,11 +63,8 @@ class FusedDecoder:
         self.eps = config.rms_norm_eps
         self.norm = decoder.norm
         lm_head = model.get_output_embeddings()
-        weight = lm_head.weight
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        copied = weight.device.type == "cpu" and size <= _COPIED_UP_TO
-        self.lm_head_weight = by_columns(weight) if copied else weight  # lent to heads
-        self.logits = Product([lm_head], copied)  # H → V
+        copied = copy_pays(list(model.parameters()))
+        self.logits = MergedLinear.of([lm_head], copied)  # H → V
         self.rotary = decoder.rotary_emb
         self.layers = [self._fuse(layer, kind, copied) for layer, kind in zip(decoder.layers, kinds)]
 
@@ -97,13 +94,13 @@ class FusedDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         return FusedLayer(
             layer.input_layernorm,
-            Product([attention.q_proj, attention.k_proj, attention.v_proj], copied),
+            MergedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj], copied),
             getattr(attention, "q_norm", None),
             getattr(attention, "k_norm", None),
-            Product([attention.o_proj], copied),
+            MergedLinear.of([attention.o_proj], copied),
             layer.post_attention_layernorm,
-            Product([mlp.gate_proj, mlp.up_proj], copied),
-            Product([mlp.down_proj], copied),
+            MergedLinear.of([mlp.gate_proj, mlp.up_proj], copied),
+            MergedLinear.of([mlp.down_proj], copied),
             kind,
         )
 
@@ -119,9 +116,9 @@ class FusedDecoder:
         assert cache.rows is not None
         end = cache.rows.shape[2]
         positions = depths + cache.lengths[:, None]
-        attention = TREE_ATTENTION[self.attention](
-            sees, positions, cache.lengths, end, self.window, self.kinds, self.heads // self.kv_heads, self.dtype
-        )
+        visible, key_positions = behind_text(sees, positions, cache.lengths, end)
+        masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
+        attention = TREE_ATTENTION[self.attention](masks, self.heads // self.kv_heads, self.dtype)
         states = self.embedding(token_ids)
         return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), attention, cache)
 
@@ -142,7 +139,7 @@ class FusedDecoder:
         cos: Tensor,
         sin: Tensor,
         slots: Tensor,
-        attention: MaskedAttention,
+        attention: TreeAttention,
         cache: KVCache,
     ) -> Tensor:
         """Every layer in turn. Rows go to `slots [B, R]` of the cache."""
@@ -157,11 +154,10 @@ class FusedDecoder:
                 queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
             turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
             queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
-            own = keys, values.transpose(1, 2)
-            cached = cache.write(index, slots, *own)
+            keys, values = cache.write(index, slots, keys, values.transpose(1, 2))
             # the queries of one key head are rows of one product: no key is repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = attention(layer.kind, queries, own, cached)
+            attended = attention(layer.kind, queries, keys, values)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             states = states + layer.output(attended)
             gate, up = layer.gate_up(self._normed(states, layer.mlp_norm)).chunk(2, dim=-1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,9 +18,10 @@ from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.dtypes import dtype_named
 from draft_heads.data.fingerprint import target_fingerprint
 from draft_heads.data.rendering import end_token_ids
-from draft_heads.heads.base import TargetView
+from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, ShardedKVCache
+from draft_heads.inference.target.linear import DraftingView
 from draft_heads.inference.target.masks import behind_text, by_kind
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
@@ -106,7 +106,7 @@ class Target:
     @staticmethod
     def _check_compilable(path: str) -> None:
         if path == "flex":
-            raise ValueError("--compile works with --attention masked or merged; got flex; choose one of them")
+            raise ValueError("--compile works with --attention masked; got flex; leave one of them out")
 
     def _needs_fused(self, flag: str) -> FusedDecoder:
         if self.fused is None:
@@ -217,10 +217,12 @@ class Target:
             layers if isinstance(layers, torch.nn.ModuleList) else None,
         )
 
-    def decoding_view(self) -> TargetView:
-        """The same for drafting, with the LM head as the decoder has laid it out for a few rows."""
-        view = self.view()
-        return view if self.fused is None else replace(view, lm_head_weight=self.fused.lm_head_weight)
+    def drafting_view(self, head: DraftHead) -> TargetView:
+        """The same with the rows of the head's draft vocabulary, its logits fast for a few rows."""
+        view = head.draft_view(self.view())
+        if view.lm_head_weight is not self.lm_head.weight:
+            return DraftingView.of(view)
+        return view if self.fused is None else DraftingView.of(view, self.fused.logits)
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""

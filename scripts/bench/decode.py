@@ -189,7 +189,7 @@ def bench_scripted(
     found = {}
     for name, engine in engines.items():
         drafted: Any = engine.drafter
-        bound = 1 / (1 + drafted.drafting.head.weights_read() / read_in_a_step(target))
+        bound = 1 / (1 + drafted.head.weights_read() / read_in_a_step(target))
         found[name] = speed(taken, name, spent) | {"eta_bound": round(bound, 3)}
     return found
 

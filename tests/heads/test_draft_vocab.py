@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from draft_heads.data.token_counts import label_counts
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.checkpoint import HEADS, load_head, save_head
-from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, cut_before_outside, frequent_tokens, rows_of
+from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, cut_before_outside, frequent_tokens
 from draft_heads.heads.losses import ctc_loss_reference
 from tests.heads.small import FINGERPRINT, disturbed, lent_target, text
 from tests.heads.test_draft_heads import VARIANTS, loss_of
@@ -110,13 +110,6 @@ def test_a_window_ends_open_before_a_label_that_cannot_be_drafted():
     classes, lengths, closed = cut_before_outside(classes_of(labels, vocabulary), lengths, closed)
     assert classes.tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0], [2, 2, 0, 1]]
     assert lengths.tolist() == [2, 2, 0, 4] and closed.tolist() == [False, False, False, True]
-
-
-def test_a_cut_weight_lies_in_memory_as_the_whole_one_does():
-    weight, ids = torch.randn(9, 4), torch.tensor([1, 5, 8])
-    by_rows, by_columns = rows_of(weight, ids), rows_of(weight.t().contiguous().t(), ids)
-    assert torch.equal(by_rows, weight[ids]) and torch.equal(by_columns, weight[ids])
-    assert by_rows.is_contiguous() and by_columns.t().is_contiguous()
 
 
 def test_the_view_is_cut_once_bias_and_all_and_the_embedding_stays_whole():

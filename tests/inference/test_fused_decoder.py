@@ -5,14 +5,21 @@ import copy
 import pytest
 import torch
 
-from draft_heads.inference.target import fused_decoder
+from draft_heads.inference.target import linear
 from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.fused_decoder import FusedDecoder
-from draft_heads.inference.target.layout import FEW, Product
+from draft_heads.inference.target.linear import (
+    MAX_SKINNY_ROWS,
+    MergedLinear,
+    SkinnyLinear,
+    copy_pays,
+    prepare_for_drafting,
+)
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.tree import ancestor_rows, depths
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
+from tests.inference.models import make_head
 
 TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
 
@@ -52,26 +59,57 @@ def test_it_equals_the_modules_before_and_after_the_merge(name, dtype, tolerance
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("compiler", [False, True])
-def test_a_product_is_that_of_its_linears_for_any_number_of_rows(monkeypatch, bias, compiler):
-    if not compiler:
-        monkeypatch.setattr("draft_heads.inference.target.layout.library.load", lambda: False)
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_merged_linear_is_its_linears_side_by_side_for_any_number_of_rows(copy, bias):
     torch.manual_seed(0)
     linears = [torch.nn.Linear(24, size, bias) for size in (40, 8, 9)]
-    product = Product(linears, copied=True)
-    assert (product._blocks is not None) == compiler and product.inputs == 24
-    for shape in ((1,), (5,), (FEW,), (FEW + 1,), (2, 3), (0,)):
+    merged = MergedLinear.of(linears, copy)
+    assert (merged.blocks is not None) == copy and merged.inputs == 24
+    for shape in ((1,), (5,), (MAX_SKINNY_ROWS,), (MAX_SKINNY_ROWS + 1,), (2, 3), (0,)):
         x = torch.randn(*shape, 24)
         expected = torch.cat([linear(x) for linear in linears], dim=-1)
-        assert torch.allclose(product(x), expected, atol=1e-5)
-        assert torch.allclose(program(product.__call__, x.device)(x), expected, atol=1e-5) or not len(x)
+        assert torch.allclose(merged(x), expected, atol=1e-5)
+        assert torch.allclose(program(merged.__call__, x.device)(x), expected, atol=1e-5) or not len(x)
+
+
+def test_weights_are_copied_in_float32_on_a_cpu_where_there_is_a_compiler(monkeypatch):
+    weight = torch.ones(3, 4)
+    assert copy_pays([weight]) and not copy_pays([weight, weight.double()]) and not copy_pays([weight.to("meta")])
+    monkeypatch.setattr(linear, "MAX_COPIED_BYTES", 47)
+    assert not copy_pays([weight])
+    monkeypatch.setattr(linear, "MAX_COPIED_BYTES", 48)
+    assert copy_pays([weight])
+    monkeypatch.setattr(linear.library, "load_library", lambda: False)
+    assert not copy_pays([weight])
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("kind", ["ctc", "medusa", "hydra", "chimera"])
+def test_a_head_that_drafts_says_what_it_said_and_is_saved_as_it_was(kind, cut):
+    target = Target(RANDOM_TARGETS["llama"]())
+    vocabulary = {"draft_vocab_size": 32} if cut else {}
+    head = make_head(target, kind, **vocabulary)
+    names, bytes_before = list(head.state_dict()), sum(map(torch.numel, head.parameters()))
+    hidden = torch.randn(3, target.config.hidden_size)
+    linears = {name: m for name, m in head.named_modules() if type(m) is torch.nn.Linear}
+    assert linears
+    head = prepare_for_drafting(prepare_for_drafting(head))
+    assert list(head.state_dict()) == names and sum(map(torch.numel, head.parameters())) == bytes_before
+    for name, before in linears.items():
+        after, x = head.get_submodule(name), torch.randn(3, before.in_features)
+        assert type(after) is SkinnyLinear and after(x).grad_fn is not None
+        with torch.no_grad():
+            assert torch.allclose(after(x), before(x), atol=1e-5)
+    view, plain = target.drafting_view(head), head.draft_view(target.view())
+    assert view.lm_head.blocks is not None and (view.lm_head is target.fused.logits) == (not cut)
+    assert torch.allclose(view.logits(hidden), plain.logits(hidden), atol=1e-5)
 
 
 def test_a_rows_states_do_not_depend_on_how_many_are_verified_with_it():
     target = Target(RANDOM_TARGETS["llama"]())
-    linear = target.fused.layers[0].qkv
-    x = torch.randn(9, linear.inputs)
-    assert all(torch.equal(linear(x[:rows]), linear(x)[:rows]) for rows in range(1, 10))
+    qkv = target.fused.layers[0].qkv
+    x = torch.randn(9, qkv.inputs)
+    assert all(torch.equal(qkv(x[:rows]), qkv(x)[:rows]) for rows in range(1, 10))
 
 
 @pytest.mark.parametrize("path", TREE_ATTENTION)
@@ -92,7 +130,7 @@ def rows_of(target):
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_merged_model_is_saved_as_it_was(tmp_path, monkeypatch, copied):
-    monkeypatch.setattr(fused_decoder, "_COPIED_UP_TO", 2**32 if copied else 0)
+    monkeypatch.setattr(linear, "MAX_COPIED_BYTES", 2**32 if copied else 0)
     torch.manual_seed(0)
     model = RANDOM_TARGETS["llama"]()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""The loops in C++ against the same in torch, with every set of instructions this processor has."""
+"""The operations in C++ against the same in torch."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ from tests.inference.test_ctc_search import every_prefix, paths
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
-    assert library.load(), "the tests need a C++ compiler"
+    assert library.load_library(), "the tests need a C++ compiler"
 
 
 def random_frames(frames, vocabulary, seed, spread=3.0):
@@ -79,16 +79,15 @@ def test_certain_frames_leave_the_rest_of_the_budget_to_the_impossible():
 
 def test_a_head_that_says_nan_is_refused():
     with pytest.raises(RuntimeError, match="probs must be probabilities; got nan"):
-        library.prefix_tree(torch.full((3, 9), torch.nan), 4, 3)
+        library.ctc_prefix_tree(torch.full((3, 9), torch.nan), 4, 3)
 
 
 @pytest.mark.parametrize("frames,vocabulary,max_nodes", [(7, 50, 7), (3, 2, 20), (1, 3, 9), (4, 1, 9)])
 def test_shapes_are_known_before(frames, vocabulary, max_nodes):
     probs = random_frames(frames, vocabulary, 0).exp()
-    torch.library.opcheck(torch.ops.draft_heads.prefix_tree, (probs, max_nodes, min(frames, max_nodes)))
-    rows, weights = torch.randn(3, 10), library.side_by_side(torch.ones(20, 10, dtype=torch.int8))
-    torch.library.opcheck(torch.ops.draft_heads.few_rows, (rows, weights, torch.ones(20)))
-    torch.library.opcheck(torch.ops.draft_heads.float_rows, (rows, library.in_blocks(torch.ones(20, 10)), 20))
+    torch.library.opcheck(torch.ops.draft_heads.ctc_prefix_tree, (probs, max_nodes, min(frames, max_nodes)))
+    blocks = library.column_blocks(torch.ones(20, 10))
+    torch.library.opcheck(torch.ops.draft_heads.skinny_matmul, (torch.randn(3, 10), blocks, 20))
 
 
 def test_a_compiled_search_is_the_same_search():
@@ -104,121 +103,65 @@ def test_a_compiled_search_is_the_same_search():
             assert torch.allclose(fresh, own)
 
 
-def instruction_sets():
-    rows, weights = torch.ones(1, 2), library.side_by_side(torch.ones(1, 2, dtype=torch.int8))
-    for instructions in (1, 2, 3):
-        try:
-            torch.ops.draft_heads.few_rows_by(rows, weights, torch.ones(1), instructions)
-        except RuntimeError:
-            continue
-        yield instructions
-
-
-@pytest.mark.parametrize("outputs,inputs", [(1, 1), (16, 32), (17, 5), (50, 64), (100, 257), (33, 11008)])
-def test_products_are_exact_but_for_the_rounding_of_the_rows(outputs, inputs):
+@pytest.mark.parametrize("outputs,inputs", [(1, 1), (32, 64), (33, 5), (70, 512), (100, 513), (31, 2049)])
+def test_a_rows_product_is_right_and_the_same_among_any_number_of_rows(outputs, inputs):
     pick = torch.Generator().manual_seed(outputs)
-    weights = torch.randint(-127, 128, (outputs, inputs), generator=pick, dtype=torch.int8)
-    scale = torch.rand(outputs, generator=pick) + 0.1
-    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 20):
-        rows = torch.randn(count, inputs, generator=pick) * torch.logspace(-3, 3, count)[:, None]
-        exact = rows.double() @ weights.double().T * scale
-        most = min(32767, (2**31 - 1) // (127 * inputs))
-        off = rows.abs().amax(-1, keepdim=True) / most * 0.51 * weights.double().abs().sum(-1) * scale
-        found = [
-            torch.ops.draft_heads.few_rows_by(rows, library.side_by_side(weights), scale, instructions)
-            for instructions in instruction_sets()
-        ]
-        assert found and all(torch.equal(found[0], other) for other in found)
-        assert torch.equal(library.few_rows(rows, library.side_by_side(weights), scale), found[0])
-        assert ((found[0] - exact).abs() <= off + 1e-5 * exact.abs()).all()
+    weight = torch.randn(outputs, inputs, generator=pick)
+    blocks = library.column_blocks(weight)
+    rows = torch.randn(20, inputs, generator=pick) * torch.logspace(-3, 3, 20)[:, None]
+    exact = rows.double() @ weight.double().T
+    size = rows.double().abs() @ weight.double().abs().T
+    product = library.skinny_matmul(rows, blocks, outputs)
+    assert ((product - exact).abs() <= 2e-6 * size).all()
+    for count in (*range(1, 14), 17):
+        assert torch.equal(library.skinny_matmul(rows[:count], blocks, outputs), product[:count])
+    strided = rows.repeat(1, 2)[:, :inputs]
+    assert torch.equal(library.skinny_matmul(strided, blocks, outputs), product)
+    assert library.skinny_matmul(rows[:0], blocks, outputs).shape == (0, outputs)
 
 
-def test_the_longest_sums_do_not_overflow():
-    for inputs in (600, 11008):
-        weights, scale = torch.full((3, inputs), 127, dtype=torch.int8), torch.ones(3)
-        found = library.few_rows(torch.ones(1, inputs), library.side_by_side(weights), scale)
-        assert found.flatten().tolist() == pytest.approx([127 * inputs] * 3, rel=1e-3)
+def test_a_column_block_holds_32_outputs_input_by_input():
+    weight = torch.arange(99.0).view(33, 3)
+    blocks = library.column_blocks(weight)
+    assert blocks.shape == (2, 3, 32)
+    assert blocks[0, 2, 5] == weight[5, 2] and blocks[1, 1, 0] == weight[32, 1] and blocks[1, :, 1:].eq(0).all()
 
 
-def test_rows_of_zeros_and_no_rows():
-    weights, scale = library.side_by_side(torch.ones(20, 6, dtype=torch.int8)), torch.ones(20)
-    assert library.few_rows(torch.zeros(2, 6), weights, scale).eq(0).all()
-    assert library.few_rows(torch.zeros(0, 6), weights, scale).shape == (0, 20)
+def test_a_matrix_made_for_other_rows_is_refused():
+    blocks = library.column_blocks(torch.ones(33, 4))
+    for rows, outputs in ((torch.ones(2, 5), 33), (torch.ones(2, 4), 32), (torch.ones(2, 4).double(), 33)):
+        with pytest.raises(RuntimeError, match="rows"):
+            library.skinny_matmul(rows, blocks, outputs)
 
 
 def test_large_products_on_two_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        weights = torch.randint(-127, 128, (4096, 1024), dtype=torch.int8)
-        rows, scale = torch.randn(7, 1024), torch.ones(4096)
-        wide = library.few_rows(rows, library.side_by_side(weights), scale)
+        rows, blocks = torch.randn(9, 512), library.column_blocks(torch.randn(2000, 512))
+        wide = library.skinny_matmul(rows, blocks, 2000)
         torch.set_num_threads(1)
-        assert torch.equal(wide, library.few_rows(rows, library.side_by_side(weights), scale))
+        assert torch.equal(wide, library.skinny_matmul(rows, blocks, 2000))
     finally:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("outputs,inputs", [(1, 1), (32, 64), (33, 5), (70, 512), (100, 513), (31, 2049)])
-def test_products_in_float32_are_as_good_as_others(outputs, inputs):
-    pick = torch.Generator().manual_seed(outputs)
-    weight = torch.randn(outputs, inputs, generator=pick)
-    blocks = library.in_blocks(weight)
-    rows = torch.randn(20, inputs, generator=pick) * torch.logspace(-3, 3, 20)[:, None]
-    exact = rows.double() @ weight.double().T
-    size = rows.double().abs() @ weight.double().abs().T
-    by_set = []
-    for instructions in (0, 1, 2, 3):
-        try:
-            by_set.append(torch.ops.draft_heads.float_rows_by(rows, blocks, outputs, instructions))
-        except RuntimeError:
-            continue
-        assert ((by_set[-1] - exact).abs() <= 2e-6 * size).all()
-    assert len(by_set) >= 2 and torch.equal(library.float_rows(rows, blocks, outputs), by_set[0])
-    assert all(torch.equal(by_set[0], other) for other in by_set[2:])  # those that multiply and add in one
-    for count in (*range(1, 14), 17):  # a row's result is the same in whatever company
-        assert torch.equal(library.float_rows(rows[:count], blocks, outputs), by_set[0][:count])
-    strided = rows.repeat(1, 2)[:, :inputs]
-    assert torch.equal(library.float_rows(strided, blocks, outputs), by_set[0])
-    assert library.float_rows(rows[:0], blocks, outputs).shape == (0, outputs)
-
-
-def test_a_matrix_made_for_other_rows_is_refused():
-    blocks = library.in_blocks(torch.ones(33, 4))
-    for rows, outputs in ((torch.ones(2, 5), 33), (torch.ones(2, 4), 32), (torch.ones(2, 4).double(), 33)):
-        with pytest.raises(RuntimeError, match="rows"):
-            library.float_rows(rows, blocks, outputs)
-
-
-def test_large_float_products_on_two_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        rows, blocks = torch.randn(9, 512), library.in_blocks(torch.randn(2000, 512))
-        wide = library.float_rows(rows, blocks, 2000)
-        torch.set_num_threads(1)
-        assert torch.equal(wide, library.float_rows(rows, blocks, 2000))
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_without_a_compiler_it_says_so_and_does_without(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
+def test_without_a_compiler_it_says_so_in_one_line_and_does_without(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    with pytest.warns(UserWarning, match=r"no-such-compiler did not make .*install g\+\+"):
-        assert not library.load.__wrapped__()
-    monkeypatch.setenv("CXX", "false")
-    with pytest.warns(UserWarning, match="false did not make"):
-        assert not library.load.__wrapped__()
+    for compiler in ("no-such-compiler", "false"):
+        monkeypatch.setenv("CXX", compiler)
+        assert not library.load_library.__wrapped__()
+        said = caplog.messages[-1]
+        assert f"{compiler} did not compile" in said and "install g++" in said and "\n" not in said
+    assert len(caplog.messages) == 2
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    monkeypatch.setattr(library, "load", lambda: False)
+    monkeypatch.setattr(library, "load_library", lambda: False)
     log_probs = random_frames(7, 100, 0)
     assert paths(build_tree(log_probs, 7)) == paths(prefix_tree(log_probs, 7))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(monkeypatch, tmp_path):
+def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(monkeypatch, tmp_path, caplog):
     tmp_path.chmod(0o500)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    with pytest.warns(UserWarning, match="did not make"):
-        assert not library.load.__wrapped__()
+    assert not library.load_library.__wrapped__() and "did not compile" in caplog.text

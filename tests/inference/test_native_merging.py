@@ -22,7 +22,7 @@ from tests.inference.models import make_head
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
-    assert library.load(), "the tests need a C++ compiler"
+    assert library.load_library(), "the tests need a C++ compiler"
 
 
 # ---- n-grams ---------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_without_a_compiler_a_hybrid_drafts_the_same(llama, llama_prompts, monke
 
     ours, drafter = answers()
     assert isinstance(drafter.parts[1].drafter.table, merging.NgramTable)
-    monkeypatch.setattr(library, "load", lambda: False)
+    monkeypatch.setattr(library, "load_library", lambda: False)
     other, drafter = answers()
     assert type(drafter.parts[1].drafter.table) is ngram_table.NgramTable
     assert ours == other

@@ -130,7 +130,7 @@ def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
     target = Target.from_pretrained(TARGET)
     drafter = build_drafter(DrafterSpec.parse(f"ctc={head},tuned={tree}"), target, 32)
     assert drafter.max_nodes == tuned["max_nodes"]
-    assert drafter.drafting.head.config.tree_temperature == tuned["tree_temperature"]
+    assert drafter.head.config.tree_temperature == tuned["tree_temperature"]
     assert build_drafter(DrafterSpec.parse(f"ctc={head},tuned={tree},max_nodes=7"), target, 32).max_nodes == 7
     with pytest.raises(ValueError, match="is none"):
         build_drafter(DrafterSpec.parse(f"ctc={head},tuned={head / 'config.json'}"), target, 32)

@@ -23,8 +23,8 @@ from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.kgram_cache import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
-from draft_heads.inference.int8_weights import DraftingHead
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -133,18 +133,15 @@ class ChimeraDrafter(HeadDrafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
     kind = "chimera"
-    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0, "int8": 1}
+    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0}
 
-    def __init__(
-        self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0, int8: int = 1
-    ) -> None:
-        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew;
-        int8: 1 drafts with weights of eight bits where that is faster, in compiled programs on a CPU."""
+    def __init__(self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0) -> None:
+        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew."""
         if kgram_cache and not isinstance(head.encoder, KGramEncoder):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
-        self.drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
+        self.head, self.view = prepare_for_drafting(head), target.drafting_view(head)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
@@ -156,10 +153,6 @@ class ChimeraDrafter(HeadDrafter):
         self._behind = self.max_nodes * head.config.heads + self.max_depth + 1  # rows that are written behind the text
         self._fusion = BlockCache(head)
         self._encoder = BlockCache(head) if isinstance(head.encoder, DecoderBlock) else None
-
-    def prepare(self) -> None:
-        """See `Drafter.prepare`: the weights in eight bits."""
-        self.drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -186,7 +179,7 @@ class ChimeraDrafter(HeadDrafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""
-        head = self.drafting.head
+        head = self.head
         hidden = step.hidden.to(head.dtype)
         text = torch.cat([self._recent, step.tokens])
         slots = self._length + torch.arange(len(hidden), device=hidden.device)
@@ -209,7 +202,7 @@ class ChimeraDrafter(HeadDrafter):
 
     def _encode(self, text: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """g [A, H] of the newly committed tokens, which enter at `slots [A]`."""
-        head, view = self.drafting.head, self.drafting.view
+        head, view = self.head, self.view
         if self._encoder is None:
             return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
         states = view.embed(tokens).to(head.dtype)
@@ -218,4 +211,4 @@ class ChimeraDrafter(HeadDrafter):
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._context is not None and self._base is not None, "observe the prefill before proposing"
-        return draft_tree(self.drafting.head, self.drafting.view, self._context, self._base, self.max_nodes, self.cache)
+        return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache)

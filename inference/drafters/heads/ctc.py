@@ -18,9 +18,9 @@ from draft_heads.inference.drafters.base import check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES, build_tree
-from draft_heads.inference.int8_weights import DraftingHead
 from draft_heads.inference.native import library
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -38,16 +38,15 @@ class CTCDrafter(HeadDrafter):
     """
 
     kind = "ctc"
-    options: ClassVar[dict[str, Any]] = {"tree": "prefix", "int8": 1}
+    options: ClassVar[dict[str, Any]] = {"tree": "prefix"}
 
-    def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix", int8: int = 1) -> None:
-        """tree: one of `TREE_MODES`; int8: 1 drafts with weights of eight bits where that is faster, in compiled
-        programs on a CPU."""
+    def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix") -> None:
+        """tree: one of `TREE_MODES`."""
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
-        self.drafting = DraftingHead(head, int8, head.draft_view(target.decoding_view()))
+        self.head, self.view = prepare_for_drafting(head), target.drafting_view(head)
         if tree == "prefix" and target.device.type == "cpu":
-            library.load()  # no answer shall wait for its compiler
+            library.load_library()  # compile now, not during the first answer
         self.tree = tree
         self.on_device = tree == "prefix"  # the trees of the published code are built on the host
         self.max_nodes = check_max_nodes(max_nodes)
@@ -56,10 +55,6 @@ class CTCDrafter(HeadDrafter):
         self._state: Tensor | None = None  # c_n, [H]
         self._cache = [BlockCache(head) for _ in head.blocks]
         self._behind = 2 * head.config.frames + 1  # rows that are written behind the text
-
-    def prepare(self) -> None:
-        """See `Drafter.prepare`: the weights in eight bits."""
-        self.drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -79,9 +74,9 @@ class CTCDrafter(HeadDrafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""
-        head = self.drafting.head
+        head = self.head
         hidden = step.hidden.to(head.dtype)
-        states = head.context_states(hidden, step.next_tokens, self.drafting.view)[None]  # [1, A, H]
+        states = head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
         slots = self.length + torch.arange(len(hidden), device=states.device)
         for block, cache in zip(head.blocks, self._cache):
             assert isinstance(block, DecoderBlock)
@@ -92,14 +87,14 @@ class CTCDrafter(HeadDrafter):
     def frames(self) -> Tensor:
         """[T, H], what the LM head reads for each frame at the present anchor."""
         assert self._state is not None, "observe the prefill before proposing"
-        head = self.drafting.head
+        head = self.head
         base_position = self.length.expand(1, 1)
         if head.config.chained:
             # c_n itself opens the chain, so the context ends before it
             sees = (self._cache[0].index() < self.length - 1)[None, None]
             attend_chain = chain_attention((self._cache[0].keys, self._cache[0].values), sees)
             state = self._state[None, None]
-            return head.chain_frames(state, base_position, attend_chain, self.drafting.view)[0, 0]
+            return head.chain_frames(state, base_position, attend_chain, self.view)[0, 0]
         # frames see the whole context and each other; they lie behind the context, overwritten each step
         slots = self.length + torch.arange(head.config.frames, device=self.length.device)
         attend = [cache.entering(slots, causal=False) for cache in self._cache]
@@ -107,4 +102,4 @@ class CTCDrafter(HeadDrafter):
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` collapsed candidates."""
-        return draft_tree(self.drafting.head, self.drafting.view, self.frames(), self.max_nodes, self.tree)
+        return draft_tree(self.head, self.view, self.frames(), self.max_nodes, self.tree)

@@ -45,7 +45,7 @@ def build_tree(
         raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
     if mode == "prefix" and _native(log_probs):
         deepest = min(max_depth or len(log_probs), max_nodes)
-        tree = DraftTree.build(*library.prefix_tree(log_probs.exp(), max_nodes, deepest))
+        tree = DraftTree.build(*library.ctc_prefix_tree(log_probs.exp(), max_nodes, deepest))
     elif mode == "prefix":
         tree = prefix_tree(log_probs, max_nodes, max_depth)
     else:
@@ -57,7 +57,7 @@ def _native(log_probs: Tensor) -> bool:
     """Whether the search in C++ is there and takes these."""
     if log_probs.device.type != "cpu" or log_probs.dtype != torch.float32:
         return False
-    return library.loaded() if torch.compiler.is_compiling() else library.load()
+    return library.is_loaded() if torch.compiler.is_compiling() else library.load_library()
 
 
 def prefix_tree(
@@ -65,7 +65,7 @@ def prefix_tree(
 ) -> DraftTree:
     """The `max_nodes` prefixes of highest Ψ over all depths; equal scores: the shorter prefix first.
 
-    In torch operations, for devices and types that `native/prefix_tree.cpp` is not for.
+    In torch operations, for devices and types that `native/ctc_prefix_tree.cpp` is not for.
 
     Level by level: the children of the level's nodes are one [M, T]×[T, C] product, the M best of them are the next
     level, and at the end the M best of all levels are kept. No node of the answer is lost, because its ancestors

@@ -5,8 +5,6 @@ Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
@@ -16,8 +14,8 @@ from draft_heads.inference.drafters.base import check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
-from draft_heads.inference.int8_weights import DraftingHead
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -42,22 +40,15 @@ class HydraDrafter(HeadDrafter):
     """Keeps s_n and the base token; with prefix attention also the keys and values of h_1 … h_n in the head's block."""
 
     kind = "hydra"
-    options: ClassVar[dict[str, Any]] = {"int8": 1}
 
-    def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32, int8: int = 1) -> None:
-        """int8: 1 drafts with weights of eight bits where that is faster, in compiled programs on a CPU."""
-        self.drafting = DraftingHead(head, int8)
-        self.view = target.decoding_view()
+    def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32) -> None:
+        self.head, self.view = prepare_for_drafting(head), target.view()
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._state: Tensor | None = None  # s_n, [H]
         self._base: Tensor | None = None
         self._cache = BlockCache(head) if head.config.prefix_attention else None
-
-    def prepare(self) -> None:
-        """See `Drafter.prepare`: the weights in eight bits."""
-        self.drafting.prepare()
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
@@ -77,7 +68,7 @@ class HydraDrafter(HeadDrafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Take in the committed tokens' hidden states."""
-        head = self.drafting.head
+        head = self.head
         hidden = step.hidden.to(head.dtype)
         if self._cache is not None:
             slots = self.length + torch.arange(len(hidden), device=hidden.device)
@@ -90,4 +81,4 @@ class HydraDrafter(HeadDrafter):
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
         assert self._state is not None and self._base is not None, "observe the prefill before proposing"
-        return draft_tree(self.drafting.head, self.view, self._state, self._base, self.max_nodes)
+        return draft_tree(self.head, self.view, self._state, self._base, self.max_nodes)

@@ -12,8 +12,8 @@ from draft_heads.inference.drafters.base import check_max_nodes, tempered
 from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.ctc_search import build_tree
 from draft_heads.inference.drafters.heads.rank_paths import RankPaths
-from draft_heads.inference.int8_weights import DraftingHead
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -36,31 +36,26 @@ class MedusaDrafter(HeadDrafter):
     """Keeps the target's hidden state of the last committed token."""
 
     kind = "medusa"
-    options: ClassVar[dict[str, Any]] = {"tree": "best", "heads": 0, "int8": 1}
+    options: ClassVar[dict[str, Any]] = {"tree": "best", "heads": 0}
 
     def __init__(
-        self, head: MedusaHead, target: Target, max_nodes: int = 32, tree: str = "best", heads: int = 0, int8: int = 1
+        self, head: MedusaHead, target: Target, max_nodes: int = 32, tree: str = "best", heads: int = 0
     ) -> None:
         """tree: `best`, or `raw` and `prefix`, which put the distributions through the CTC collapse as if each offset
         were a frame that is never blank (the CTC-drafter paper's Table 2: linear heads with CTC verification);
-        heads: of the K heads, use the first so many; 0: all. Beside n-grams, which lengthen paths, few may do;
-        int8: 1 drafts with weights of eight bits where that is faster, in compiled programs on a CPU."""
+        heads: of the K heads, use the first so many; 0: all. Beside n-grams, which lengthen paths, few may do."""
         if tree not in TREES:
             raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
         self.tree = tree
         self.on_device = tree != "raw"  # the collapsed trees of the published code are built on the host
-        self.drafting = DraftingHead(head, int8)
+        self.head = prepare_for_drafting(head)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(heads or head.config.heads, self.max_nodes)
         self._paths = rank_paths(head, self.max_nodes, heads)
         self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
         self._last: Tensor | None = None  # h_n, [H]
-
-    def prepare(self) -> None:
-        """See `Drafter.prepare`: the weights in eight bits."""
-        self.drafting.prepare()
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Nothing is kept from prompt to prompt."""
@@ -68,11 +63,11 @@ class MedusaDrafter(HeadDrafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Take the last committed token's hidden state."""
-        self._last = step.hidden[-1].to(self.drafting.head.dtype)
+        self._last = step.hidden[-1].to(self.head.dtype)
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
-        log_probs, vocabulary = self._log_probs(), self.drafting.head.draft_vocab
+        log_probs, vocabulary = self._log_probs(), self.head.draft_vocab
         if self.tree == "best":
             return self._paths.best_tree(log_probs, vocabulary)
         never_blank = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
@@ -83,11 +78,11 @@ class MedusaDrafter(HeadDrafter):
 
         What a tree is made from, for whoever makes one of several drafters.
         """
-        tokens, log_probs = self._paths.likeliest(self._log_probs(), self.drafting.head.draft_vocab)
+        tokens, log_probs = self._paths.likeliest(self._log_probs(), self.head.draft_vocab)
         return torch.stack([tokens.double(), log_probs.double()])
 
     def _log_probs(self) -> Tensor:
         """[K, V] of the heads that are used."""
         assert self._last is not None, "observe the prefill before proposing"
-        head = self.drafting.head
+        head = self.head
         return tempered(head.draft_log_probs(self._last, self._used), head.config.tree_temperature)

@@ -49,7 +49,6 @@ class HybridPart:
         self.met = True  # whether nothing of it is left to compile
         if drafter.on_device and drafter.max_nodes and target.compiled:
             self.met = False
-            drafter.prepare()
             self._draft, self._speak = program(self._drafted, target.device), program(self._spoken, target.device)
         self.accepted = self.needed = 0  # tokens since the beginning: credited to it, and those not had without it
         self.asked = 0  # target steps since the beginning in which it drafted

@@ -12,12 +12,12 @@ from draft_heads.inference.native import library, merging
 
 def table_of(n: int) -> NgramTable:
     """An n-gram table with nothing in it."""
-    return merging.NgramTable(n) if library.load() else NgramTable(n)
+    return merging.NgramTable(n) if library.load_library() else NgramTable(n)
 
 
 def calibration_of(sources: int, learned: Calibration | None = None) -> Calibration:
     """A calibration of so many sources; learned: what it begins with."""
-    if not library.load():
+    if not library.load_library():
         return learned or Calibration()
     made = merging.Calibration(sources)
     if learned:

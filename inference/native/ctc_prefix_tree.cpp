@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <queue>
 #include <tuple>
 #include <vector>
 
@@ -32,27 +33,19 @@ struct Prefix {
     bool before(const Prefix& other) const { return score != other.score ? score > other.score : depth < other.depth; }
 };
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-__attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#endif
 void add(float* sums, const float* values, float factor, size_t count) {
     for (size_t i = 0; i < count; ++i) sums[i] += factor * values[i];
 }
 
 // The count-th largest of the values, 0 if there are fewer.
 float ranked(const std::vector<float>& values, size_t count) {
-    std::vector<float> largest;  // a heap, its smallest in front
-    const std::greater<float> smallest_in_front;
+    std::priority_queue<float, std::vector<float>, std::greater<float>> largest;  // its smallest on top
     for (const float value : values) {
-        if (largest.size() == count) {
-            if (value <= largest.front()) continue;
-            std::pop_heap(largest.begin(), largest.end(), smallest_in_front);
-            largest.pop_back();
-        }
-        largest.push_back(value);
-        std::push_heap(largest.begin(), largest.end(), smallest_in_front);
+        if (largest.size() == count && value <= largest.top()) continue;
+        largest.push(value);
+        if (largest.size() > count) largest.pop();
     }
-    return largest.size() == count ? largest.front() : 0.0f;
+    return largest.size() == count ? largest.top() : 0.0f;
 }
 
 class Search {
@@ -179,7 +172,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Labels, parents and log Ψ [M] of the best prefixes of probs [T, V + 1].
-std::tuple<Tensor, Tensor, Tensor> prefix_tree(Tensor probs, int64_t max_nodes, int64_t max_depth) {
+std::tuple<Tensor, Tensor, Tensor> ctc_prefix_tree(Tensor probs, int64_t max_nodes, int64_t max_depth) {
     const bool fits = probs.dim() == 2 && probs.scalar_type() == ScalarType::Float;
     STD_TORCH_CHECK(fits, "probs must be [T, V + 1] in float32");
     if (!probs.is_contiguous()) probs = torch::stable::contiguous(probs);
@@ -206,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor> prefix_tree(Tensor probs, int64_t max_nodes, 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(draft_heads, library) {
-    library.def("prefix_tree(Tensor probs, int max_nodes, int max_depth) -> (Tensor, Tensor, Tensor)");
+    library.def("ctc_prefix_tree(Tensor probs, int max_nodes, int max_depth) -> (Tensor, Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(draft_heads, CPU, library) { library.impl("prefix_tree", TORCH_BOX(&prefix_tree)); }
+STABLE_TORCH_LIBRARY_IMPL(draft_heads, CPU, library) { library.impl("ctc_prefix_tree", TORCH_BOX(&ctc_prefix_tree)); }

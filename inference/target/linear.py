@@ -1,0 +1,122 @@
+"""Linear layers as decoding uses them: those that read the same states merged, and fast for a tree's few rows on a CPU.
+
+On a CPU in float32 the weights are held a second time, in column blocks for `skinny_matmul`. There a row's result does
+not depend on how many rows are multiplied with it. Without a C++ compiler, in other types and on other devices, the
+product is `F.linear` with the merged weight.
+
+Shapes: R rows, K inputs, N outputs of all layers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_heads.heads.base import DraftHead, TargetView
+from draft_heads.inference.native import library
+
+Head = TypeVar("Head", bound=DraftHead)
+
+MAX_SKINNY_ROWS = 64
+"""Above this many rows `F.linear` is faster than `skinny_matmul`."""
+
+MAX_COPIED_BYTES = 4 * 2**30
+"""Weights of larger modules are not held a second time."""
+
+
+class MergedLinear:
+    """x [..., K] → x Wᵀ + b [..., N]; W is the weights of several Linears, one below the other."""
+
+    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None = None, blocks: Tensor | None = None) -> None:
+        """weights: one [N, K], or several [Nᵢ, K] whose `column_blocks` are `blocks`; None: `F.linear` always."""
+        assert blocks is not None or len(weights) == 1
+        self.weights, self.bias, self.blocks = weights, bias, blocks
+        self.outputs = sum(map(len, weights))
+
+    @classmethod
+    def of(cls, linears: Sequence[nn.Linear], copy: bool) -> MergedLinear:
+        """copy: hold column blocks beside the Linears; otherwise they become views of the merged weight."""
+        weights = [linear.weight.detach() for linear in linears]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        bias = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        if copy:
+            return cls(weights, bias, library.column_blocks(weight))
+        sizes = [len(one) for one in weights]
+        for linear, rows in zip(linears, weight.split(sizes)):
+            linear.weight.data = rows
+        for linear, part in zip(linears, () if bias is None else bias.split(sizes)):
+            linear.bias.data = part
+        return cls([weight], bias)
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return self.weights[0].shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product; a compiled program uses one kernel for any number of rows."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self.blocks is not None and (torch.compiler.is_compiling() or len(rows) <= MAX_SKINNY_ROWS):
+            product = library.skinny_matmul(rows, self.blocks, self.outputs).view(*x.shape[:-1], self.outputs)
+        elif len(self.weights) == 1:
+            return F.linear(x, self.weights[0], self.bias)
+        else:
+            product = torch.cat([F.linear(x, weight) for weight in self.weights], dim=-1)
+        return product if self.bias is None else product + self.bias
+
+
+def copy_pays(weights: Collection[Tensor]) -> bool:
+    """Whether weights should be held in column blocks too: float32 on a CPU, not too large, a compiler found."""
+    return (
+        all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in weights)
+        and sum(weight.numel() * weight.element_size() for weight in weights) <= MAX_COPIED_BYTES
+        and library.load_library()
+    )
+
+
+class SkinnyLinear(nn.Linear):
+    """A head's Linear while it drafts; shares its weight and bias, which must not change any more."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+        self._merged = MergedLinear.of([linear], copy=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., N]; the plain product where gradients are wanted."""
+        return super().forward(x) if torch.is_grad_enabled() else self._merged(x)
+
+
+@dataclass(frozen=True)
+class DraftingView(TargetView):
+    """A target's view whose LM head is fast for few rows."""
+
+    lm_head: MergedLinear = field(kw_only=True)
+
+    @classmethod
+    def of(cls, view: TargetView, lm_head: MergedLinear | None = None) -> DraftingView:
+        """lm_head: of the target's decoder, where it has all of the view's rows; None: made from them."""
+        weight, bias = view.lm_head_weight.detach(), view.lm_head_bias
+        blocks = library.column_blocks(weight) if lm_head is None and copy_pays([weight]) else None
+        lm_head = lm_head or MergedLinear([weight], bias, blocks)
+        return cls(view.embedding, view.lm_head_weight, bias, view.layers, lm_head=lm_head)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] → [..., V]"""
+        return self.lm_head(hidden)
+
+
+def prepare_for_drafting(head: Head) -> Head:
+    """The head in evaluation mode, its Linears replaced by `SkinnyLinear` where that pays; names of weights stay."""
+    if copy_pays(list(head.parameters())):
+        for module in list(head.modules()):
+            for name, child in list(module.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(module, name, SkinnyLinear(child))
+    return head.eval()
