@@ -15,7 +15,7 @@ import datasets
 import torch
 from torch import Tensor
 
-from draft_heads.data.hidden_cache import hidden_from_bytes
+from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_from_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class DraftCollator:
     segment_ids  [B, L] int64, 0 on padding, 1, 2, … for the conversations of the row
     position_ids [B, L] int64, 0, 1, … in each conversation; 0 on padding
     hidden       [B, L, H] of `hidden_dtype`, 0 on padding; only where the rows have cached hidden states
+    aux_hidden   [B, L, k·H], likewise, with `aux_hidden` set: the outputs of k layers of the target
 
     With `packing`, each conversation goes into the first row that has room (first fit), so B may shrink. Example,
     max_length 8, lengths 5, 4, 3: rows [1 1 1 1 1 2 2 2] and [1 1 1 1 0 0 0 0]. Conversations longer than
@@ -42,6 +43,7 @@ class DraftCollator:
     max_length: int
     packing: bool = False
     hidden_dtype: torch.dtype | None = None
+    aux_hidden: bool = False
     _warned: bool = field(default=False, init=False, repr=False)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -89,11 +91,12 @@ class DraftCollator:
                 batch["mask"][b, span] = torch.as_tensor(row["assistant_mask"][:n]).bool()
                 batch["segment_ids"][b, span] = number
                 batch["position_ids"][b, span] = torch.arange(n)
-                if self.hidden_dtype is not None:
-                    hidden_LH = hidden_from_bytes(row["hidden"], len(row["input_ids"]), self.hidden_dtype)[:n]
-                    if "hidden" not in batch:
-                        batch["hidden"] = hidden_LH.new_zeros(*shape, hidden_LH.shape[-1])
-                    batch["hidden"][b, span] = hidden_LH
+                for name in STATE_COLUMNS[: (self.hidden_dtype is not None) * (1 + self.aux_hidden)]:
+                    assert self.hidden_dtype is not None
+                    states_LH = hidden_from_bytes(row[name], len(row["input_ids"]), self.hidden_dtype)[:n]
+                    if name not in batch:
+                        batch[name] = states_LH.new_zeros(*shape, states_LH.shape[-1])
+                    batch[name][b, span] = states_LH
                 start += n
         return batch
 

@@ -1,7 +1,8 @@
 """Conversations → what the frozen target says at every position, in resumable Arrow shards.
 
 A row: `id`; `input_ids` [L]; `assistant_mask` [L], true on the tokens heads are trained on; `greedy_ids` [L], the
-target's own token at each position given the text before it (-100 at position 0); `hidden` [L, H] when cached.
+target's own token at each position given the text before it (-100 at position 0); when cached, `hidden` [L, H] and
+`aux_hidden` [L, k·H], the outputs of k `target_layers`.
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
@@ -29,7 +30,7 @@ from draft_heads.data.conversations import Conversations, read_conversations
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller, without_repeats
 from draft_heads.data.dtypes import dtype_name
-from draft_heads.data.hidden_cache import check_disk
+from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.progress import DistillProgress
 from draft_heads.data.shards import ShardFolder
@@ -53,7 +54,7 @@ def distill(
     folder = ShardFolder.open(output, _header(source, distiller, loaded), overwrite)
     rest = loaded.dataset.select(range(folder.next_row, len(loaded.dataset)))
     if distiller.hidden_dtype is not None:
-        hidden_size = folder.manifest["target"]["fingerprint"]["hidden_size"]
+        hidden_size = folder.manifest["target"]["fingerprint"]["hidden_size"] * (1 + len(options.target_layers))
         tokens = distiller.count_tokens(rest)
         print(check_disk(tokens, options.labels == "argmax", hidden_size, distiller.hidden_dtype, output))
     folder.begin()
@@ -113,7 +114,8 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
         ],
         "cut": [row.id for row in kept if row.cut],
     }
-    folder.write(counted(), entry, counts, hidden=distiller.hidden_dtype is not None)
+    states = 0 if distiller.hidden_dtype is None else 1 + bool(distiller.options.target_layers)
+    folder.write(counted(), entry, counts, STATE_COLUMNS[:states])
 
 
 def _header(source: str, distiller: Distiller, loaded: Conversations) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draft_heads.data.dtypes import DTYPES
 
@@ -20,6 +20,7 @@ class DistillOptions:
     answer_prefix   * let the target continue the first 0 to N tokens (by row) of the recorded answer
     cut_loops       * end a generated answer where it begins to loop (`data.loops`)
     hidden_states   * cache the target's hidden states: None, `target` (its own type) or the name of a type
+    target_layers   * with hidden_states: also cache the outputs of these layers of the target, for heads that read them
     shard_rows      * conversations per shard
     skip_bad_rows   * list unusable rows instead of stopping
     engine          * what generates: local, or openai (a /v1/completions server that returns token ids)
@@ -37,6 +38,7 @@ class DistillOptions:
     answer_prefix: int = 0
     cut_loops: bool = False
     hidden_states: str | None = None
+    target_layers: list[int] = field(default_factory=list)
     shard_rows: int = 1024
     skip_bad_rows: bool = False
     engine: str = "local"
@@ -60,6 +62,11 @@ class DistillOptions:
         if self.hidden_states not in (None, "target", *DTYPES):
             raise ValueError(
                 f"--hidden_states {self.hidden_states} is unknown; pass target or one of {', '.join(DTYPES)}"
+            )
+        if self.target_layers and self.hidden_states is None:
+            raise ValueError(
+                "--target_layers are cached with the hidden states; got it without --hidden_states; pass both, or "
+                "neither: training computes them"
             )
         if (self.engine == "openai") != (self.base_url is not None):
             raise ValueError("--engine openai and --base_url URL go together; pass both or neither")

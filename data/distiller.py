@@ -14,7 +14,7 @@ from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.collate import unit_hash
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.dtypes import DTYPES
-from draft_heads.data.hidden_cache import hidden_bytes
+from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.progress import DistillProgress
 from draft_heads.data.rendering import ChatRenderer, ConversationError
@@ -58,6 +58,7 @@ class Distiller:
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
+        target.check_layers(options.target_layers)
         self._answerer = answerer or (
             lambda prompts, limits, progress: answer_prompts(
                 target, prompts, limits, options.batch_size, options.cut_loops, progress
@@ -85,7 +86,8 @@ class Distiller:
         labelled: dict[int, dict[str, Any]] = {}
         for start in range(0, len(order), self.options.batch_size):
             batch = order[start : start + self.options.batch_size]
-            for i, (greedy, hidden) in zip(batch, self.target.label([rows[i].ids for i in batch], keep)):
+            texts, layers = [rows[i].ids for i in batch], self.options.target_layers
+            for i, (greedy, *states) in zip(batch, self.target.label(texts, keep, layers)):
                 row = rows[i]
                 record = {
                     "id": row.id,
@@ -93,10 +95,11 @@ class Distiller:
                     "assistant_mask": row.mask,
                     "greedy_ids": greedy,
                 }
-                if hidden is None:
-                    labelled[i] = record
+                if keep:
+                    columns = zip(STATE_COLUMNS[: 1 + bool(layers)], states)
+                    yield record | {name: hidden_bytes(x.to(self.hidden_dtype)) for name, x in columns if x is not None}
                 else:
-                    yield record | {"hidden": hidden_bytes(hidden.to(self.hidden_dtype))}
+                    labelled[i] = record
             self.progress.add_rows(len(batch))
         for i in sorted(labelled):
             yield labelled[i]

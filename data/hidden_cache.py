@@ -11,6 +11,9 @@ from torch import Tensor
 
 from draft_heads.data.dtypes import dtype_name
 
+STATE_COLUMNS = ("hidden", "aux_hidden")
+"""Columns of a dataset: what the LM head reads, and the outputs of `--target_layers` side by side."""
+
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+
+class Labelled(NamedTuple):
+    """What a target says about one text.
+
+    greedy_ids  [L], `greedy_ids[i] = argmax LM(h_{i-1})`, what it says at position i given the text before it; -100 at
+                position 0. Example: ids [5, 7, 9] give [-100, argmax LM(h_0), argmax LM(h_1)].
+    hidden      [L, H] on the CPU, or None where it was not asked for
+    aux_hidden  [L, k·H], the outputs of k layers side by side, like `hidden`
+    """
+
+    greedy_ids: list[int]
+    hidden: Tensor | None
+    aux_hidden: Tensor | None
 
 
 class Labeller(Protocol):
@@ -46,9 +61,8 @@ class Labeller(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """What identifies it (`data.fingerprint`)."""
 
-    def label(self, rows: list[list[int]], keep_hidden: bool) -> list[tuple[list[int], Tensor | None]]:
-        """(greedy_ids [L], hidden [L, H] on the CPU or None) for each row of token ids.
+    def check_layers(self, target_layers: Sequence[int]) -> None:
+        """ValueError unless these are layers whose outputs can be captured."""
 
-        `greedy_ids[i] = argmax LM(h_{i-1})`, what the target says at position i given the text before it; -100 at
-        position 0. Example: ids [5, 7, 9] give [-100, argmax LM(h_0), argmax LM(h_1)].
-        """
+    def label(self, rows: list[list[int]], keep_hidden: bool, target_layers: Sequence[int] = ()) -> list[Labelled]:
+        """Labels for each row of token ids, and its hidden states if they are to be kept."""

@@ -1,6 +1,6 @@
 """A folder of labelled conversations: Arrow shards and a manifest. A run killed at any time loses no finished shard.
 
-    OUT/shard-00000.arrow …   columns id, input_ids, assistant_mask, greedy_ids [, hidden]
+    OUT/shard-00000.arrow …   columns id, input_ids, assistant_mask, greedy_ids [, hidden [, aux_hidden]]
     OUT/manifest.json         the settings, one entry per finished shard, counts, whether it is complete
 
 A shard is written under a temporary name, flushed to disk and renamed; then the manifest that lists it replaces the old
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,18 +36,21 @@ class DistilledDataset:
         """Type of the cached hidden states (`float32`, `float16`, `bfloat16`), None when there are none."""
         return self.manifest["settings"].get("hidden_states")
 
+    @property
+    def target_layers(self) -> list[int]:
+        """The layers whose outputs are cached beside the hidden states."""
+        return list(self.manifest["settings"].get("target_layers") or [])
 
-def row_features(hidden: bool) -> datasets.Features:
-    """Columns of a shard; `hidden` is the raw bytes of an [L, H] tensor, its type in the manifest."""
+
+def row_features(states: Sequence[str] = ()) -> datasets.Features:
+    """Columns of a shard; `states` are the raw bytes of an [L, ·] tensor each, its type in the manifest."""
     columns: dict[str, Any] = {
         "id": datasets.Value("string"),
         "input_ids": datasets.List(datasets.Value("int32")),
         "assistant_mask": datasets.List(datasets.Value("bool")),
         "greedy_ids": datasets.List(datasets.Value("int32")),
     }
-    if hidden:
-        columns["hidden"] = datasets.Value("large_binary")
-    return datasets.Features(columns)
+    return datasets.Features({**columns, **dict.fromkeys(states, datasets.Value("large_binary"))})
 
 
 class ShardFolder:
@@ -106,17 +109,17 @@ class ShardFolder:
         return shards[-1]["first_row"] + shards[-1]["source_rows"] if shards else 0
 
     def write(
-        self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], hidden: bool
+        self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], states: Sequence[str] = ()
     ) -> None:
         """Write one shard; `entry` (first_row, source_rows, skipped …) is added to the manifest as it is."""
         name = f"shard-{len(self.manifest['shards']):05d}.arrow"
         path = self.folder / name
         temporary = path.with_suffix(".arrow.tmp")
-        schema = row_features(hidden).arrow_schema
+        schema = row_features(states).arrow_schema
         written = 0
         with temporary.open("wb") as file:
             with pa.ipc.new_stream(file, schema) as stream:
-                for batch in _batches(rows, 1 if hidden else 256):
+                for batch in _batches(rows, 1 if states else 256):
                     columns = {key: [row[key] for row in batch] for key in schema.names}
                     stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
                     written += len(batch)

@@ -79,6 +79,7 @@ class HeadConfig(ABC):
     """Sizes a head takes from its target, and which target that was. Subclasses add what the method needs."""
 
     kind: ClassVar[str] = ""
+    reads_layers: ClassVar[bool] = False  # whether heads of this kind can have `target_layers`
     hidden_size: int = 0
     vocab_size: int = 0
     num_attention_heads: int = 0
@@ -92,6 +93,10 @@ class HeadConfig(ABC):
     target_fingerprint: dict[str, Any] = field(default_factory=dict)
     token_scale: float = 1.0  # what heads multiply the target's embeddings by; `DraftHead.start_from` sets it
     tree_temperature: float = 1.0  # divides the log-probabilities a draft tree is built from; scripts/tune_tree.py
+    target_layers: list[int] = field(
+        default_factory=list,
+        metadata={"help": "layers of the target that are read beside its last hidden state, e.g. 2 16 29"},
+    )
     anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
     draft_vocab_size: int = field(
         default=0, metadata={"help": "draft from this many most frequent answer tokens; 0: from the whole vocabulary"}
@@ -113,6 +118,11 @@ class HeadConfig(ABC):
         return True
 
     def __post_init__(self) -> None:
+        if self.target_layers and not self.reads_layers:
+            raise ValueError(
+                f"--target_layers is for heads that read several layers; a {self.kind} head reads the last hidden "
+                f"state only; got {' '.join(map(str, self.target_layers))}; leave it out"
+            )
         if self.anchors < 0:
             raise ValueError(f"--anchors must be 0 (all) or more; got {self.anchors}")
         if not self.tree_temperature > 0:
@@ -171,12 +181,19 @@ class Rows:
     input_ids     [B, L] int64, the text
     segment_ids   [B, L] int64, 0 = padding, 1.. = conversation inside a packed row
     position_ids  [B, L] int64, restarting per conversation
+    aux_hidden    [B, L, k·H], the outputs of the k `target_layers` side by side; None for a head without any
     """
 
     hidden: Tensor
     input_ids: Tensor
     segment_ids: Tensor
     position_ids: Tensor
+    aux_hidden: Tensor | None = None
+
+    @property
+    def states(self) -> tuple[Tensor, Tensor | None]:
+        """`hidden` and `aux_hidden`."""
+        return self.hidden, self.aux_hidden
 
     @classmethod
     def of(
@@ -185,13 +202,14 @@ class Rows:
         input_ids: Tensor,
         segment_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        aux_hidden: Tensor | None = None,
     ) -> Rows:
         """Rows with one conversation each where segments and positions are left out."""
         if segment_ids is None:
             segment_ids = torch.ones_like(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        return cls(hidden, input_ids, segment_ids, position_ids)
+        return cls(hidden, input_ids, segment_ids, position_ids, aux_hidden)
 
 
 def at(rows: Tensor, index: Tensor) -> Tensor:
@@ -223,6 +241,16 @@ class DraftHead(nn.Module, ABC):
         self.draft_vocab: Tensor | None  # [D] int64, ascending: the token of each class; None: the whole vocabulary
         size = config.draft_vocab_size
         self.register_buffer("draft_vocab", torch.arange(size) if size else None)
+        if layers := len(config.target_layers):
+            self.layer_projection = nn.Linear(layers * config.hidden_size, config.hidden_size, bias=False)
+            nn.init.zeros_(self.layer_projection.weight)  # starts as the head without them
+
+    def target_states(self, hidden: Tensor, aux_hidden: Tensor | None) -> Tensor:
+        """[..., H], what the head reads of the target: h, with `target_layers` h + W [low; middle; high]."""
+        if aux_hidden is None:
+            return hidden.to(self.dtype)
+        states: Tensor = hidden.to(self.dtype) + self.layer_projection(aux_hidden.to(self.dtype))
+        return states
 
     def set_draft_vocab(self, ids: Tensor) -> None:
         """Draft from these tokens, of which there must be `config.draft_vocab_size`; before `start_from`."""
@@ -293,6 +321,7 @@ class DraftHead(nn.Module, ABC):
         target: TargetView,
         segment_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        aux_hidden: Tensor | None = None,
         seed: int = 0,
     ) -> HeadLoss:
         """The training loss of one batch; see `Rows` for the text's tensors.
@@ -301,7 +330,7 @@ class DraftHead(nn.Module, ABC):
         mask          [B, L] bool, tokens the assistant wrote
         seed          chooses which anchors are sampled, the same ones on any number of processes
         """
-        rows = Rows.of(hidden.to(self.dtype), input_ids, segment_ids, position_ids)
+        rows = Rows.of(hidden.to(self.dtype), input_ids, segment_ids, position_ids, aux_hidden)
         windows = self.windows(input_ids, greedy_ids, mask, rows.segment_ids, seed)
         if windows.anchors.shape[1] == 0:  # nothing to train on here; still touch every parameter
             nothing = sum((p.sum() * 0.0 for p in self.parameters()), torch.zeros((), device=hidden.device))

@@ -45,6 +45,7 @@ class MedusaConfig(OffsetConfig):
     """Settings of Medusa heads; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "medusa"
+    reads_layers: ClassVar[bool] = True
 
     layers: int = field(default=1, metadata={"help": "residual layers of a head"})
     decay: float = field(default=0.8, metadata={"help": "the loss of head k is weighted decay^k"})
@@ -103,7 +104,8 @@ class MedusaHead(OffsetHeads):
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
-        states = at(rows.hidden, windows.anchors)[windows.valid]  # [N, H]
+        hidden, aux_hidden = (x if x is None else at(x, windows.anchors)[windows.valid] for x in rows.states)
+        states = self.target_states(hidden, aux_hidden)  # [N, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(states), states.device)
         hits = []

@@ -114,14 +114,14 @@ class BatchEngine:
         prompt = torch.tensor(prompt_ids, device=self.target.device)
         drafter.begin(prompt, len(prompt_ids) + stopper.limit)
         single.clear()
-        hidden, logits = self.target.prefill(prompt, single)
+        hidden, logits, aux_hidden = self.target.prefill(prompt, single, drafter.target_layers)
         base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), stopper.settings.sampling)[0]
         stopper.extend(answer, [int(base)], [-1])
         if answer.finish_reason:
             return None
         cache.copy_sequence(place, single)
         end[place] = len(prompt_ids) + stopper.limit
-        drafter.observe(VerifiedStep.of_prompt(prompt, hidden, base))
+        drafter.observe(VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden))
         return _Slot(drafter, answer, stopper, base, len(prompt_ids))
 
     def _step(
@@ -160,4 +160,5 @@ class BatchEngine:
         self, base: Tensor, tree: DraftTree, cache: KVCache, end: Tensor, settings: GenerationSettings
     ) -> VerifiedStep:
         accept = accept_exact if settings.typical is None else settings.typical
-        return verify_step(self.target, cache, base, tree, self.drafter.max_depth, end, settings.sampling, accept)
+        depth, layers = self.drafter.max_depth, self.drafter.target_layers
+        return verify_step(self.target, cache, base, tree, depth, end, settings.sampling, accept, layers)

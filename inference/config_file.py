@@ -31,7 +31,8 @@ def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
     if value is None:
         return None
     if flag.nargs == "+":
-        return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+        convert: Any = flag.type or str
+        return [convert(item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError(f"--config {path}: {flag.dest} must be true or false, got {value!r}")

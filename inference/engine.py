@@ -145,10 +145,10 @@ class DecodingEngine:
         prompt = torch.tensor(prompt_ids, dtype=torch.long, device=self.target.device)
         self.drafter.begin(prompt, self._reserved_length(prompt.numel() + limit))
         clock.lap("draft")
-        hidden, logits = self.target.prefill(prompt, cache)
+        hidden, logits, aux_hidden = self.target.prefill(prompt, cache, self.drafter.target_layers)
         base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
         clock.lap("verify")
-        return VerifiedStep.of_prompt(prompt, hidden, base)
+        return VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden)
 
     @torch.inference_mode()
     def _step(
@@ -200,8 +200,9 @@ class DecodingEngine:
     ) -> tuple[VerifiedStep, Tensor]:
         """`verify_step` for one sequence, and the tokens to copy to the host (`PendingReadback`)."""
         accept = self._accept if typical is None else typical
-        depth = self.drafter.max_depth
-        batch = verify_step(self.target, cache, base[None], tree.map(_first_of_one), depth, end[None], sampling, accept)
+        depth, layers = self.drafter.max_depth, self.drafter.target_layers
+        one = base[None], tree.map(_first_of_one), depth, end[None]
+        batch = verify_step(self.target, cache, *one, sampling, accept, layers)
         step = batch.map(_only)
         assert step.source is not None
         return step, torch.cat([step.count[None], step.next_tokens, step.source])

@@ -6,7 +6,7 @@ A = max_depth+1 accepted rows at most, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +36,7 @@ class VerifiedStep:
     source       [A] int64, which drafter proposed the token after each (`DraftTree.source`); −1: the target itself;
                  None after the prefill
     tree         the tree that was verified; None after the prefill
+    aux_hidden   [A, k·H], the outputs of the drafter's `target_layers` side by side, like `hidden`; None for none
 
     A step of B sequences has a leading batch dimension in every tensor.
     """
@@ -47,11 +48,13 @@ class VerifiedStep:
     choices: Tensor | None = None
     source: Tensor | None = None
     tree: DraftTree | None = None
+    aux_hidden: Tensor | None = None
 
     @classmethod
-    def of_prompt(cls, prompt: Tensor, hidden: Tensor, base: Tensor) -> VerifiedStep:
+    def of_prompt(cls, prompt: Tensor, hidden: Tensor, base: Tensor, aux_hidden: Tensor | None = None) -> VerifiedStep:
         """After the prefill of `prompt [n]`: hidden [n, H], base [] the target's own next token."""
-        return cls(prompt, torch.cat([prompt[1:], base[None]]), hidden, torch.full_like(base, len(prompt)))
+        next_tokens = torch.cat([prompt[1:], base[None]])
+        return cls(prompt, next_tokens, hidden, torch.full_like(base, len(prompt)), aux_hidden=aux_hidden)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> VerifiedStep:
         """The same with every tensor changed."""
@@ -63,11 +66,12 @@ class VerifiedStep:
             None if self.choices is None else change(self.choices),
             None if self.source is None else change(self.source),
             None if self.tree is None else self.tree.map(change),
+            None if self.aux_hidden is None else change(self.aux_hidden),
         )
 
     def tensors(self) -> list[Tensor]:
         """All of them, the tree's included."""
-        own = [self.tokens, self.next_tokens, self.hidden, self.count, self.choices, self.source]
+        own = [self.tokens, self.next_tokens, self.hidden, self.count, self.choices, self.source, self.aux_hidden]
         return [x for x in own if x is not None] + ([] if self.tree is None else self.tree.tensors())
 
     def sequence(self, index: int, tree: DraftTree) -> VerifiedStep:
@@ -91,6 +95,7 @@ def verify_step(
     end: Tensor | None = None,
     sampling: Sampling | None = None,
     accept: Accept = accept_exact,
+    target_layers: Sequence[int] = (),
 ) -> VerifiedStep:
     """Verify one tree behind the cached text of each of B sequences and commit the accepted paths to `cache`.
 
@@ -100,13 +105,14 @@ def verify_step(
     tree       tensors [B, M]; `DraftTree.stack` makes it of several trees
     max_depth  no tree is deeper
     end        [B] int64, the length at which each text must end: nothing deeper is accepted; None: no bound
+    target_layers  whose outputs the drafter reads
     """
     sees = ancestor_rows(tree.parents, max_depth)  # [B, R, R]
     depth = depths(sees)  # [B, R]
     if end is not None:
         tree = tree.no_deeper((end - cache.lengths - 1)[:, None], depth[:, 1:])
     rows = torch.cat([base[:, None], tree.tokens], dim=1)  # [B, R]
-    hidden, logits = target.forward_tree(rows, depth, sees, cache)
+    hidden, logits, aux_hidden = target.forward_tree(rows, depth, sees, cache, target_layers)
     chosen = choices(logits, depth + cache.lengths[:, None] + 1, sampling)
     path, count, next_base = accept(tree, chosen, logits, sees, depth, max_depth)
     cache.commit(path, count)
@@ -116,8 +122,14 @@ def verify_step(
     next_tokens = torch.where(behind, next_base[:, None], tokens.roll(-1, -1))
     source = torch.cat([torch.full_like(base, -1)[:, None], tree.source], dim=1).gather(1, path)
     source = source.roll(-1, -1).masked_fill(behind, -1)
-    hidden = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[-1]))
-    return VerifiedStep(tokens, next_tokens, hidden, count, chosen, source, tree)
+    hidden = _rows_at(hidden, path)
+    aux_hidden = None if aux_hidden is None else _rows_at(aux_hidden, path)
+    return VerifiedStep(tokens, next_tokens, hidden, count, chosen, source, tree, aux_hidden)
+
+
+def _rows_at(states: Tensor, path: Tensor) -> Tensor:
+    """[B, A, H] of states `[B, R, H]` at rows `path [B, A]`."""
+    return states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def choices(logits: Tensor, positions: Tensor, sampling: Sampling | None) -> Tensor:

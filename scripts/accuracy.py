@@ -39,9 +39,7 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
     view = target.view()
     for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collator):
         batch = {name: value.to(target.device) for name, value in batch.items()}
-        hidden = target.hidden_of(batch)
-        batch.pop("hidden", None)
-        loss = head(hidden=hidden, target=view, **batch)
+        loss = head(**{**batch, **target.states_of(batch, head.config.target_layers)}, target=view)
         if loss.correct is not None and loss.counted is not None:
             hits += loss.correct.cpu()
             counted += loss.counted.cpu()
@@ -79,11 +77,15 @@ def main() -> None:
         if len(named) != len(args.heads):
             raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
         target = load_target(args)
-        _, held_out, _, collator = load_data(RunOptions(args.target, args.dataset, held_out=args.rows), target)
         heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
+        run = RunOptions(args.target, args.dataset, held_out=args.rows)
+        data = {name: load_data(run, target, head.config.target_layers) for name, head in heads.items()}
     except (ValueError, OSError) as error:
         sys.exit(f"scripts/accuracy.py: {error}")
-    results = {name: accuracies(head, target, held_out, collator) for name, head in heads.items()}
+    results = {}
+    for name, head in heads.items():
+        _, held_out, _, collator = data[name]
+        results[name] = accuracies(head, target, held_out, collator)
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "accuracy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (args.output / "accuracy.md").write_text(table(results), encoding="utf-8")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ def parser() -> argparse.ArgumentParser:
         const="target",
         help=f"cache the target's hidden states: the target's own type, or one of {', '.join(DTYPES)}",
     )
+    p.add_argument(
+        "--target_layers", type=int, nargs="+", metavar="K", help="with --hidden_states: also cache these layers"
+    )
     p.add_argument("--shard_rows", type=int, help="conversations per shard (1024)")
     p.add_argument("--batch_size", type=int, help="rows generated and labelled together (32)")
     p.add_argument("--skip_bad_rows", action="store_true", help="list unusable rows instead of stopping")
@@ -66,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--engine", choices=("local", "openai"), help="what generates the answers (local)")
     p.add_argument("--base_url", help="URL of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
     p.add_argument("--model_name", help="name of the model on that server (the first it lists)")
-    p.set_defaults(**{field.name: field.default for field in fields(DistillOptions)})
+    p.set_defaults(**asdict(DistillOptions()))
     return p
 
 

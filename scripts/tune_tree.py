@@ -46,7 +46,7 @@ def simulated_betas(
     head: DraftHead, target: Target, rows: Any, collator: DraftCollator, max_nodes: int, grid: list[float]
 ) -> dict[float, float]:
     """Temperature → β over all greedy answers of the rows; NaN where they hold none."""
-    draft = importlib.import_module(f"train.{head.config.kind}").propose_from
+    draft = importlib.import_module(f"draft_heads.train.{head.config.kind}").propose_from
     view = target.view()
     totals = {temperature: torch.zeros(2) for temperature in grid}
 
@@ -56,11 +56,10 @@ def simulated_betas(
 
     for row in track(rows, "walking held-out rows"):
         batch = {name: value.to(target.device) for name, value in collator([row]).items()}
-        hidden = target.hidden_of(batch)
-        batch.pop("hidden", None)
+        batch |= target.states_of(batch, head.config.target_layers)
         for temperature in grid:
             head.config.tree_temperature = temperature
-            for run in simulate_row(head, batch, hidden, view, propose_from):
+            for run in simulate_row(head, batch, view, propose_from):
                 totals[temperature] += torch.tensor(run)
     return {temperature: float(tokens / steps) for temperature, (tokens, steps) in totals.items()}
 
@@ -108,8 +107,9 @@ def main() -> None:
         if min(args.nodes) < 1:
             raise ValueError(f"--nodes must be at least 1; got {min(args.nodes)}")
         target = load_target(args)
-        _, held_out, _, collator = load_data(RunOptions(args.target, args.dataset, held_out=args.rows), target)
         head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
+        run = RunOptions(args.target, args.dataset, held_out=args.rows)
+        _, held_out, _, collator = load_data(run, target, head.config.target_layers)
     except (ValueError, OSError) as error:
         sys.exit(f"scripts/tune_tree.py: {error}")
     betas = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)

@@ -19,7 +19,8 @@ from draft_heads.train.simulate import ProposeAt
 def propose_from(head: MedusaHead, rows: Rows, view: TargetView, max_nodes: int) -> ProposeAt:
     """How the Medusa drafter drafts along one row: K distributions from the hidden state at the anchor."""
     paths = rank_paths(head, max_nodes)
-    return lambda anchor: draft_tree(head, rows.hidden[0, anchor], paths)
+    states = head.target_states(rows.hidden[0], None if rows.aux_hidden is None else rows.aux_hidden[0])
+    return lambda anchor: draft_tree(head, states[anchor], paths)
 
 
 if __name__ == "__main__":

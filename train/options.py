@@ -7,7 +7,7 @@ taken.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     for option in settings:
         group.add_argument(
             f"--{option.name}",
-            type=_switch if isinstance(option.default, bool) else type(option.default),
-            default=option.default,
+            **_value_type(option),
             help=option.metadata.get("help"),
         )
     parser.add_argument("--config", default=None, help="recipe of defaults; without it the one that fits the target")
@@ -138,6 +137,13 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     return run, head, training
+
+
+def _value_type(option: Any) -> dict[str, Any]:
+    """How argparse reads a field: as a value of its default's type, or a list of whole numbers."""
+    if option.default is MISSING:
+        return {"type": int, "nargs": "+", "default": option.default_factory()}
+    return {"type": _switch if isinstance(option.default, bool) else type(option.default), "default": option.default}
 
 
 def head_settings(head_config: type[HeadConfig]) -> list[Any]:

@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ def train_head(kind: str, propose_from: ProposeFrom) -> None:
         begin(run, args)
         resume = prepare_folder(run, settings, args)
         target = load_target(run, args)
-        training, held_out, data, collator = load_data(run, target)
+        target.check_layers(settings["target_layers"])
+        training, held_out, data, collator = load_data(run, target, settings["target_layers"])
         config = head_config(config_type, settings, run, target, data)
     except (ValueError, OSError) as error:
         sys.exit(f"train/{kind}.py: {error}")
@@ -130,8 +131,10 @@ def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
     return Target.from_pretrained(run.target, run.target_dtype, args.device, run.target_adapter, run.chat_template)
 
 
-def load_data(run: RunOptions, target: Target) -> tuple[Any, Any, list[DistilledDataset], DraftCollator]:
-    """(rows to train on, held-out rows, the datasets they come from, their collator).
+def load_data(
+    run: RunOptions, target: Target, target_layers: Sequence[int] = ()
+) -> tuple[Any, Any, list[DistilledDataset], DraftCollator]:
+    """(rows to train on, held-out rows, the datasets they come from, their collator) for a head of these layers.
 
     Rows are held out by their id, so a conversation that several datasets hold is on one side in all of them.
     """
@@ -143,6 +146,13 @@ def load_data(run: RunOptions, target: Target) -> tuple[Any, Any, list[Distilled
             f"datasets trained on together must all have cached hidden states of one type, or none; got {told}; distil "
             "them alike"
         )
+    for folder, part in zip(run.dataset, parts):
+        if target_layers and part.hidden_dtype and part.target_layers != list(target_layers):
+            raise ValueError(
+                f"cached states must be those of the head's --target_layers {' '.join(map(str, target_layers))}; "
+                f"--dataset {folder} has {' '.join(map(str, part.target_layers)) or 'the last layer only'}; distil "
+                "with the same --target_layers, or without --hidden_states"
+            )
     dataset = datasets.concatenate_datasets([part.dataset for part in parts])
     if len(dataset) <= run.held_out:
         raise ValueError(
@@ -152,7 +162,7 @@ def load_data(run: RunOptions, target: Target) -> tuple[Any, Any, list[Distilled
     training, held_out = split_held_out(dataset, rows=run.held_out)
     longest = run.max_length or max(int(part.manifest["settings"]["max_length"]) for part in parts)
     hidden = getattr(torch, parts[0].hidden_dtype) if parts[0].hidden_dtype else None
-    collator = DraftCollator(target.tokenizer.pad_token_id or 0, longest, run.packing, hidden)
+    collator = DraftCollator(target.tokenizer.pad_token_id or 0, longest, run.packing, hidden, bool(target_layers))
     return training, held_out, parts, collator
 
 

@@ -40,16 +40,16 @@ def walk(row: Tensor, start: int, end: int, propose_at: ProposeAt) -> tuple[int,
 def simulate_row(
     head: DraftHead,
     batch: dict[str, Tensor],
-    hidden: Tensor,
     view: TargetView,
     propose_from: Callable[[Any, Rows, TargetView], ProposeAt],
 ) -> list[tuple[int, int]]:
-    """(new tokens, target steps) of every greedy answer in a batch of one row, whose `hidden` is [1, L, H]."""
+    """(new tokens, target steps) of every greedy answer in a batch of one row, its states `[1, L, …]` in it."""
     text = batch["input_ids"][0]
     spans = list(answers(batch["mask"][0], text, batch["greedy_ids"][0]))
     if not spans:
         return []
-    rows = Rows(hidden.to(head.dtype), batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+    ids = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
+    rows = Rows(batch["hidden"].to(head.dtype), *ids, batch.get("aux_hidden"))
     propose_at = propose_from(head, rows, view)
     return [walk(text, start, end, propose_at) for start, end in spans]
 

@@ -90,15 +90,14 @@ class DraftHeadTrainer(Trainer):
         dataset: Any = self.train_dataset
         batch = self.data_collator([dataset[row] for row in range(min(rows, len(dataset)))])
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
-        self.model.to(self.target.device).start_from(self.target.hidden_of(batch)[batch["mask"]], self.view)
+        self.model.to(self.target.device).start_from(self.target.states_of(batch)["hidden"][batch["mask"]], self.view)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
     def head_loss(self, model: nn.Module, batch: dict[str, Tensor], seed: int = 0) -> HeadLoss:
         """The head's loss on a batch of the collator, hidden states taken from the batch or from the target."""
-        hidden = self.target.hidden_of(batch)
-        inputs = {name: value for name, value in batch.items() if name != "hidden"}
-        return model(hidden=hidden, target=self.view, seed=seed, **inputs)
+        states = self.target.states_of(batch, self.model.config.target_layers)
+        return model(**{**batch, **states}, target=self.view, seed=seed)
 
     def compute_loss(
         self,
@@ -120,7 +119,7 @@ class DraftHeadTrainer(Trainer):
         head = self.accelerator.unwrap_model(self.model_wrapped)
         count = torch.zeros((), dtype=torch.long, device=device)
         for batch in batch_samples:
-            inputs = {name: value.to(device) for name, value in batch.items() if name != "hidden"}
+            inputs = {name: value.to(device) for name, value in batch.items() if "hidden" not in name}
             count += head.count_windows(seed=self.state.global_step, **inputs)
         return self.accelerator.gather(count[None]).sum() if self.args.world_size > 1 else count
 
@@ -224,7 +223,8 @@ class DraftHeadTrainer(Trainer):
         for row in self._share(self.simulate_dataset):
             batch = self._prepare_inputs(self.data_collator([row]))
             with self.compute_loss_context_manager():
-                runs += simulate_row(head, batch, self.target.hidden_of(batch), self.view, self.propose_from)
+                states = self.target.states_of(batch, head.config.target_layers)
+                runs += simulate_row(head, {**batch, **states}, self.view, self.propose_from)
         totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
         tokens, steps = self._sum_over_processes(totals).tolist()
         return {"simulated_beta": tokens / steps if steps else math.nan}

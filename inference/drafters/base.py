@@ -48,6 +48,8 @@ class Drafter(ABC):
     reads_choices  `observe` looks at the target's choices elsewhere than on the accepted path
     sources        the names that `DraftTree.source` counts: which drafter proposed a node
 
+    target_layers  layers of the target whose outputs it reads beside the hidden states (`VerifiedStep.aux_hidden`)
+
     An instance may know better, where that depends on its options. It also has
 
     max_nodes  no proposal has more nodes
@@ -65,6 +67,11 @@ class Drafter(ABC):
     sources: tuple[str, ...] = ("draft",)
     max_nodes: int
     max_depth: int
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """See the class."""
+        return ()
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> Drafter:

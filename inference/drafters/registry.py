@@ -188,6 +188,7 @@ class DrafterBuilder:
                     f"a {kind} drafter needs a {kind} head; {path} holds one of kind {head.config.kind}; leave the "
                     "kind out to take the checkpoint's"
                 )
+            self.target.check_layers(head.config.target_layers)
             self._heads[path] = head
         return self._heads[path]
 

@@ -104,11 +104,13 @@ class FusedDecoder:
             kind,
         )
 
-    def __call__(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
-        """[B, R, H], what the LM head reads, for R rows behind the cached text of each of B sequences.
+    def __call__(
+        self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden `[B, R, H]`, what the LM head reads, and aux_hidden `[B, R, k·H]`; see `Target.forward_tree`.
 
-        token_ids and depths [B, R] int64; sees [B, R, R] bool; see `Target.forward_tree`. All tensors, no value read:
-        the texts' lengths lie on the device, what lies behind them is masked.
+        token_ids and depths [B, R] int64; sees [B, R, R] bool. No value is read back: the texts' lengths lie on the
+        device, and cache rows after them are masked.
         """
         if not torch.compiler.is_compiling():  # a program finds this done
             cache.allocate(self.like)
@@ -120,7 +122,8 @@ class FusedDecoder:
         masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
         attention = TREE_ATTENTION[self.attention](masks, self.heads // self.kv_heads, self.dtype)
         states = self.embedding(token_ids)
-        return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), attention, cache)
+        slots = cache.slots(token_ids.shape[1])
+        return self._layers(states, *self._rotation(positions), slots, attention, cache, target_layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,8 +144,10 @@ class FusedDecoder:
         slots: Tensor,
         attention: TreeAttention,
         cache: KVCache,
-    ) -> Tensor:
+        target_layers: Sequence[int],
+    ) -> tuple[Tensor, Tensor | None]:
         """Every layer in turn. Rows go to `slots [B, R]` of the cache."""
+        outputs = [states]
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
         for index, layer in enumerate(self.layers):
@@ -162,7 +167,9 @@ class FusedDecoder:
             states = states + layer.output(attended)
             gate, up = layer.gate_up(self._normed(states, layer.mlp_norm)).chunk(2, dim=-1)
             states = states + layer.down(F.silu(gate) * up)
-        return self._normed(states, self.norm)
+            outputs.append(states)
+        aux_hidden = torch.cat([outputs[layer] for layer in target_layers], dim=-1) if target_layers else None
+        return self._normed(states, self.norm), aux_hidden
 
     def _normed(self, states: Tensor, norm: Any) -> Tensor:
         """As transformers has it: in float32, whatever the states' own type, which even float64 shows."""

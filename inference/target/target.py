@@ -5,10 +5,11 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.dtypes import dtype_named
 from draft_heads.data.fingerprint import target_fingerprint
+from draft_heads.data.labeller import Labelled
 from draft_heads.data.rendering import end_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
@@ -25,6 +27,19 @@ from draft_heads.inference.target.linear import DraftingView
 from draft_heads.inference.target.masks import behind_text, by_kind
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
+
+
+class TargetOutput(NamedTuple):
+    """What a forward gives.
+
+    hidden      [..., H], what the LM head reads
+    logits      [..., V]
+    aux_hidden  [..., k·H], the outputs of the k target layers asked for, side by side; None for none
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    aux_hidden: Tensor | None = None
 
 
 class Target:
@@ -235,85 +250,149 @@ class Target:
             return ShardedKVCache(self.layer_devices, capacity, self.device)
         return KVCache(len(self.kinds), capacity, batch, self.device)
 
-    def _through_modules(self, token_ids: Tensor, positions: Tensor, masks: dict[str, Tensor], cache: Any) -> Tensor:
-        """[B, R, H] by transformers' own decoder."""
+    def check_layers(self, target_layers: Sequence[int]) -> None:
+        """ValueError unless heads can read these layers: layer k's output is `hidden_states[k]` in transformers."""
+        layers = self.config.num_hidden_layers
+        if target_layers and (
+            self._layer_modules is None
+            or sorted(set(target_layers)) != list(target_layers)
+            or not 1 <= min(target_layers) <= max(target_layers) < layers
+        ):
+            raise ValueError(
+                f"--target_layers are ascending numbers from 1 to {layers - 1}, the layers of {self.name} before its "
+                f"last; got {' '.join(map(str, target_layers))}; pick others or leave it out"
+            )
+
+    @property
+    def _layer_modules(self) -> torch.nn.ModuleList | None:
+        """The decoder's layers, whatever the architecture calls them."""
+        lists = (child for child in self.decoder.children() if isinstance(child, torch.nn.ModuleList))
+        return next((found for found in lists if len(found) == self.config.num_hidden_layers), None)
+
+    @contextmanager
+    def _captured(self, target_layers: Sequence[int]) -> Iterator[list[Tensor]]:
+        """Collects the outputs of layers, in their order, while the decoder runs."""
+        outputs: list[Tensor] = []
+
+        def keep(module: Any, args: Any, output: Any) -> None:
+            outputs.append((output[0] if isinstance(output, tuple) else output).to(self.device))
+
+        modules = self._layer_modules
+        hooks = [modules[layer - 1].register_forward_hook(keep) for layer in target_layers] if modules else []
+        try:
+            yield outputs
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _through_modules(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        masks: dict[str, Tensor],
+        cache: Any,
+        target_layers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden `[B, R, H]` and aux_hidden `[B, R, k·H]` by transformers' own decoder."""
         as_taken = {kind: mask[:, None] for kind, mask in masks.items()}
         positions = positions.clamp(max=self.max_positions - 1)  # drafts may hang over the end; none is accepted there
         mask: Any = as_taken if self._per_layer_type else next(iter(as_taken.values()))
-        return self.decoder(
-            input_ids=token_ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        ).last_hidden_state
+        with self._captured(target_layers) as outputs:
+            hidden: Tensor = self.decoder(
+                input_ids=token_ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            ).last_hidden_state
+        return hidden, torch.cat(outputs, dim=-1) if outputs else None
 
-    def _forward(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
-        """Hidden `[B, R, H]` of R rows that see the whole cached text, and each other as `sees [B, R, R]` says."""
+    def _forward(
+        self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden and aux_hidden of R rows that see the whole cached text, and each other as `sees [B, R, R]` says."""
         if self.fused is not None:
-            return self.fused(token_ids, depths, sees, cache)
+            return self.fused(token_ids, depths, sees, cache, target_layers)
         positions = depths + cache.lengths[:, None]
         visible, keys = behind_text(sees, positions, cache.lengths, cache.reach(sees.shape[1]))
         masks = by_kind(visible, positions, keys, self.window, self.kinds)
-        return self._through_modules(token_ids, positions, masks, cache)
+        return self._through_modules(token_ids, positions, masks, cache, target_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] → [..., V], the target's LM head."""
         return self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden)
 
-    def forward_tree(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """One forward over R rows behind each of B cached texts: hidden `[B, R, H]` and logits `[B, R, V]`.
+    def forward_tree(
+        self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        """One forward over R rows behind each of B cached texts: tensors `[B, R, …]`.
 
         token_ids [B, R] int64; depths [B, R] int64, distance from the first row in the text; sees [B, R, R] bool, which
         rows each row sees. Every row sees its whole cached text. Rows are written to `cache` but not committed.
+        target_layers: the layers whose outputs are captured in the same forward (`check_layers`).
         """
-        hidden = self._forward(token_ids, depths, sees, cache)
-        return hidden.to(self.device), self.logits(hidden).to(self.device)  # a sharded target's lie elsewhere
+        hidden, aux_hidden = self._forward(token_ids, depths, sees, cache, target_layers)
+        # the layers of a sharded target lie on several devices
+        return TargetOutput(hidden.to(self.device), self.logits(hidden).to(self.device), aux_hidden)
 
-    def prefill(self, prompt: Tensor, cache: KVCache, rows_per_forward: int = 2048) -> tuple[Tensor, Tensor]:
-        """Commit a prompt `[n]`: its hidden states `[n, H]` and the logits `[V]` of what follows."""
+    def prefill(
+        self, prompt: Tensor, cache: KVCache, target_layers: Sequence[int] = (), rows_per_forward: int = 2048
+    ) -> TargetOutput:
+        """Commit a prompt `[n]`: its states `[n, …]`, and the logits `[V]` of what follows."""
         pieces = []
         for chunk in prompt.split(rows_per_forward):
             index = torch.arange(chunk.numel(), device=prompt.device)
-            pieces.append(self._forward(chunk[None], index[None], (index <= index[:, None])[None], cache)[0])
+            causal = index <= index[:, None]
+            pieces.append(self._forward(chunk[None], index[None], causal[None], cache, target_layers))
             cache.keep_first(chunk.numel())
-        hidden = torch.cat(pieces)
-        return hidden.to(self.device), self.logits(hidden[-1]).to(self.device)
+        hidden = torch.cat([states[0] for states, _ in pieces])
+        aux_hidden = torch.cat([aux[0] for _, aux in pieces if aux is not None]) if target_layers else None
+        return TargetOutput(hidden.to(self.device), self.logits(hidden[-1]).to(self.device), aux_hidden)
 
     @torch.no_grad()
-    def forward_rows(self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states `[B, L, H]` of whole (possibly packed) rows: a token sees its own conversation only."""
+    def forward_rows(
+        self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, target_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden `[B, L, H]` and aux_hidden `[B, L, k·H]` of whole rows; a token sees its own conversation only."""
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
         masks = by_kind(visible, position_ids, position_ids, self.window, self.kinds)
-        return self._through_modules(input_ids, position_ids, masks, None)
+        return self._through_modules(input_ids, position_ids, masks, None, target_layers)
 
-    def hidden_of(self, batch: dict[str, Tensor]) -> Tensor:
-        """[B, L, H] of a training batch: those cached with the labels, or `forward_rows` now."""
+    def states_of(self, batch: dict[str, Tensor], target_layers: Sequence[int] = ()) -> dict[str, Tensor]:
+        """`hidden [B, L, H]`, and with `target_layers` `aux_hidden [B, L, k·H]`, of a training batch.
+
+        Those cached with the labels, or those of `forward_rows` now.
+        """
         if "hidden" in batch:
-            return batch["hidden"]
-        return self.forward_rows(batch["input_ids"], batch["segment_ids"], batch["position_ids"])
+            return {name: batch[name] for name in ("hidden", "aux_hidden") if name in batch}
+        rows = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
+        hidden, aux_hidden = self.forward_rows(*rows, target_layers)
+        return {"hidden": hidden} if aux_hidden is None else {"hidden": hidden, "aux_hidden": aux_hidden}
 
     @torch.inference_mode()
-    def label(self, rows: list[list[int]], keep_hidden: bool) -> list[tuple[list[int], Tensor | None]]:
-        """(greedy_ids [L], hidden [L, H] on the CPU or None) per row, as `data.labeller` says, from one forward."""
+    def label(self, rows: list[list[int]], keep_hidden: bool, target_layers: Sequence[int] = ()) -> list[Labelled]:
+        """See `data.labeller.Labeller`; from one forward."""
         lengths = [len(row) for row in rows]
         ids_BL = torch.full((len(rows), max(lengths)), self.pad_token_id)
         for padded, row in zip(ids_BL, rows):
             padded[: len(row)] = torch.tensor(row)
         real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        out = self.decoder(
-            input_ids=ids_BL.to(self.device), attention_mask=real_BL.long().to(self.device), use_cache=False
-        )
+        with self._captured(target_layers) as outputs:
+            out = self.decoder(
+                input_ids=ids_BL.to(self.device), attention_mask=real_BL.long().to(self.device), use_cache=False
+            )
         hidden_BLH = out.last_hidden_state
         hidden_NH = hidden_BLH[real_BL.to(hidden_BLH.device)]
         choices = torch.cat([self.lm_head(part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).tolist()
-        labelled: list[tuple[list[int], Tensor | None]] = []
+        aux_BLK = torch.cat(outputs, dim=-1) if outputs else hidden_BLH[..., :0]
+        labelled = []
         start = 0
-        for hidden_LH, length in zip(hidden_BLH, lengths):
+        for hidden_LH, aux_LK, length in zip(hidden_BLH, aux_BLK, lengths):
             greedy = [-100] + choices[start : start + length - 1]
             start += length
-            labelled.append((greedy, hidden_LH[:length].cpu() if keep_hidden else None))
+            kept = [x[:length].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK)]
+            labelled.append(Labelled(greedy, *kept))
         return labelled
 
     @torch.no_grad()
@@ -328,7 +407,7 @@ class Target:
         try:
             own = self.model(input_ids=ids, use_cache=False).logits.float()
             positions = torch.arange(length, device=self.device)[None]
-            hidden = self.forward_rows(ids, torch.ones_like(ids), positions)
+            hidden, _ = self.forward_rows(ids, torch.ones_like(ids), positions)
             ours = self.lm_head(hidden).float().to(own.device)
         except Exception as error:
             raise ValueError(f"{rule} failed a trial forward ({error}); pick another --target") from error

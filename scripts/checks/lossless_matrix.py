@@ -160,7 +160,7 @@ def trained_head(
             mask[row, len(prompt) : end] = True
             segments[row, :end] = 1
         positions = torch.arange(length).expand_as(ids)
-        hidden = target.forward_rows(ids, segments, positions)
+        hidden, _ = target.forward_rows(ids, segments, positions)
         if step == 0:
             head.start_from(hidden[mask], view)
         loss = head(hidden, ids, ids, mask, view, segments, positions, seed=step)

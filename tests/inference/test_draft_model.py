@@ -165,7 +165,7 @@ def test_the_drafter_inside_is_told_the_text_and_the_draft_models_states(llama):
         told = [*witness.tokens, int(witness.base)]
         assert told[: len(text)] == text and told[len(text) :] == drafted[: len(told) - len(text)]
         row = torch.tensor([witness.tokens])
-        expected = llama.forward_rows(row, torch.ones_like(row), torch.arange(row.shape[1])[None])[0]
+        expected = llama.forward_rows(row, torch.ones_like(row), torch.arange(row.shape[1])[None])[0][0]
         assert torch.allclose(torch.stack(witness.hidden), expected, atol=1e-4)
 
 

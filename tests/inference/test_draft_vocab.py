@@ -126,16 +126,17 @@ def test_answers_are_the_targets_and_simulated_steps_those_of_decoding(kind, set
         for (prompt, answer), decoded in zip(texts, steps):
             row = torch.tensor([prompt + answer])
             rows = Rows.of(torch.empty(0), row)
-            hidden = target.forward_rows(row, rows.segment_ids, rows.position_ids)
+            hidden, _ = target.forward_rows(row, rows.segment_ids, rows.position_ids)
             batch = {
                 "input_ids": row,
                 "greedy_ids": row,
                 "mask": torch.arange(row.shape[1])[None] >= len(prompt),
                 "segment_ids": rows.segment_ids,
                 "position_ids": rows.position_ids,
+                "hidden": hidden,
             }
             with torch.inference_mode():
-                walked = simulate_row(head, batch, hidden, target.view(), lambda *row: propose_from(*row, 12))
+                walked = simulate_row(head, batch, target.view(), lambda *row: propose_from(*row, 12))
             assert walked == [(len(answer), decoded)]
 
 

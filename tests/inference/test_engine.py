@@ -178,7 +178,7 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
     committed = int(drafter.length)
     positions = torch.arange(text.shape[1])[None]
     segments = torch.ones_like(text)
-    hidden = target.forward_rows(text, segments, positions)
+    hidden, _ = target.forward_rows(text, segments, positions)
     with torch.inference_mode():
         states = head.context_states(hidden, torch.nn.functional.pad(text[:, 1:], (0, 1)), target.view())
         for block, cache in zip(head.blocks, drafter._cache):
@@ -223,7 +223,7 @@ def test_every_node_is_scored_as_the_training_forward_scores_its_path(name, kind
     for path, score in zip(paths, tree.log_probs.tolist()):
         row = torch.tensor([[*text[0].tolist(), *path]])
         positions = torch.arange(row.shape[1])[None]
-        hidden = target.forward_rows(row, torch.ones_like(row), positions)
+        hidden, _ = target.forward_rows(row, torch.ones_like(row), positions)
         with torch.inference_mode():
             rows = Rows(hidden, row, torch.ones_like(row), positions)
             expected = sum(

@@ -25,7 +25,7 @@ def test_labelled_hidden_states_are_those_that_training_computes():
     target = Target(random_llama().double(), byte_tokenizer(template("chatml")))
     for row, (_, hidden) in zip(ROWS, target.label(ROWS, keep_hidden=True)):
         ids = torch.tensor([row])
-        recomputed = target.forward_rows(ids, torch.ones_like(ids), torch.arange(len(row))[None])
+        recomputed, _ = target.forward_rows(ids, torch.ones_like(ids), torch.arange(len(row))[None])
         torch.testing.assert_close(hidden, recomputed[0])
 
 

@@ -42,7 +42,7 @@ def test_simulated_beta_is_the_decoders_beta(mode):
         row = torch.tensor([prompt + answer])
         positions = torch.arange(row.shape[1])[None]
         segments = torch.ones_like(row)
-        hidden = target.forward_rows(row, segments, positions)
+        hidden, _ = target.forward_rows(row, segments, positions)
         with torch.no_grad():
             frames = head.train_frames(Rows(hidden, row, segments, positions), positions, target.view())
             log_probs = head.frame_log_probs(frames, target.view())[0]

@@ -63,7 +63,8 @@ class MedusaDrafter(HeadDrafter):
 
     def observe(self, step: VerifiedStep) -> None:
         """Take the last committed token's hidden state."""
-        self._last = step.hidden[-1].to(self.head.dtype)
+        aux_hidden = None if step.aux_hidden is None else step.aux_hidden[-1]
+        self._last = self.head.target_states(step.hidden[-1], aux_hidden)
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""

@@ -32,6 +32,7 @@ class DraftLoop:
         self._capacity = 0
         self._cache: KVCache | None = None
         self._hidden: Tensor | None = None  # of every cached token, [capacity, H], for the inner drafter
+        self._aux: Tensor | None = None  # likewise [capacity, k·H], where it reads more layers
         self._kept, self._ahead = 0, list[int]()  # cached: so many tokens of the text, then these
         self._told, self._told_ahead = 0, list[int]()  # the same of what the inner drafter was told
         self._depth = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -52,8 +53,10 @@ class DraftLoop:
             if self.model.fused is not None:
                 self._cache.allocate(self.model.fused.like)
             if self.inner is not None:
-                size = self._cache.capacity, self.model.config.hidden_size
-                self._hidden = torch.empty(size, dtype=self.model.dtype, device=self.model.device)
+                states = torch.empty(self._cache.capacity, 0, dtype=self.model.dtype, device=self.model.device)
+                size, layers = self.model.config.hidden_size, len(self.inner.target_layers)
+                self._hidden = states.new_empty(len(states), size)
+                self._aux = states.new_empty(len(states), layers * size) if layers else None
         self._cache.clear()
         self._kept = self._told = 0
         self._ahead, self._told_ahead = [], []
@@ -118,7 +121,7 @@ class DraftLoop:
 
     def _row(self, token: Tensor, cache: KVCache) -> Tensor:
         """[1] the model's own choice behind `token [1]`, which is committed."""
-        _, logits = self.model.forward_tree(token[None], self._depth, self._alone, cache)
+        _, logits, _ = self.model.forward_tree(token[None], self._depth, self._alone, cache)
         cache.lengths += 1
         return logits[0].argmax(-1)
 
@@ -135,7 +138,8 @@ class DraftLoop:
         assert self.inner is not None and self._hidden is not None
         fresh = torch.tensor(text[kept:], device=self.model.device)
         if len(fresh) > 1:
-            self._hidden[kept : len(text) - 1] = self.model.prefill(fresh[:-1], self.cache)[0]
+            hidden, _, aux_hidden = self.model.prefill(fresh[:-1], self.cache, self.inner.target_layers)
+            self._keep(kept, hidden, aux_hidden)
             self.forwards += 1
         self._tell(text)
         base, drafted = fresh[-1:], list[int]()
@@ -157,12 +161,13 @@ class DraftLoop:
         start = place - 1 if goes_on else 0
         tokens = torch.tensor(text[start:], device=self.model.device)
         hidden = self._hidden[start : len(text) - 1].clone()  # a drafter may keep it
+        aux_hidden = None if self._aux is None else self._aux[start : len(text) - 1].clone()
         if goes_on:
             count = torch.full_like(tokens[0], len(hidden))
             tree = DraftTree.empty(tokens.device)
-            self.inner.observe(VerifiedStep(tokens[:-1], tokens[1:], hidden, count, tree=tree))
+            self.inner.observe(VerifiedStep(tokens[:-1], tokens[1:], hidden, count, tree=tree, aux_hidden=aux_hidden))
         else:
-            step = VerifiedStep.of_prompt(tokens[:-1], hidden, tokens[-1])
+            step = VerifiedStep.of_prompt(tokens[:-1], hidden, tokens[-1], aux_hidden)
             if self._told:
                 self.inner.rewind(step, self._capacity)
             else:
@@ -179,9 +184,15 @@ class DraftLoop:
         self.forwards += 1
         start, accepted = cache.bound, int(step.count)
         cache.settle(start + accepted)
-        self._hidden[start : cache.bound] = step.hidden[:accepted]
+        self._keep(start, step.hidden[:accepted], None if step.aux_hidden is None else step.aux_hidden[:accepted])
         return step
+
+    def _keep(self, start: int, hidden: Tensor, aux_hidden: Tensor | None) -> None:
+        """States of tokens that were committed from position `start` on."""
+        for store, states in ((self._hidden, hidden), (self._aux, aux_hidden)):
+            if store is not None and states is not None:
+                store[start : start + len(states)] = states
 
     def _verify_tree(self, base: Tensor, tree: DraftTree, cache: KVCache) -> VerifiedStep:
         assert self.inner is not None
-        return verify_step(self.model, cache, base, tree, self.inner.max_depth)
+        return verify_step(self.model, cache, base, tree, self.inner.max_depth, target_layers=self.inner.target_layers)

@@ -1,0 +1,121 @@
+"""Heads that read several layers of the target: captured in the same forward, wherever the states come from."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+
+from draft_heads.heads.base import Rows
+from draft_heads.heads.ctc import CTCConfig
+from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
+from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.target import Target
+from tests.inference.models import make_head, make_prompts, vanilla_tokens
+
+LAYERS = [1, 2, 3]
+SETTINGS = GenerationSettings(24)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.from_pretrained("data/tiny_target", torch.float64, "cpu")
+
+
+@pytest.fixture(scope="module")
+def head(target):
+    return make_head(target, "medusa", target_layers=LAYERS)
+
+
+def hf_states(target, ids):
+    """[L, k·H], `hidden_states` of transformers' own forward."""
+    with torch.no_grad():
+        states = target.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in LAYERS], dim=-1)
+
+
+class Recorder(VanillaDrafter):
+    """Keeps what it is shown of every committed token."""
+
+    target_layers = tuple(LAYERS)
+
+    def begin(self, prompt, capacity):
+        self.tokens, self.aux_hidden = [], []
+
+    def observe(self, step):
+        count = int(step.count)
+        self.tokens += step.tokens[:count].tolist()
+        self.aux_hidden += step.aux_hidden[:count]
+
+
+SMALL = {"vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+MODELS = {
+    "fused": lambda: MistralForCausalLM(MistralConfig(**SMALL, num_hidden_layers=4, num_key_value_heads=2)),
+    "modules": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=211, n_embd=32, n_layer=4, n_head=4)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_captured_layers_are_transformers_hidden_states(name):
+    torch.manual_seed(0)
+    model = Target(MODELS[name]().double())
+    drafter = Recorder(model.device)
+    DecodingEngine(model, drafter).generate([5, 9, 3, 7, 11] * 5, SETTINGS)
+    expected = hf_states(model, drafter.tokens)
+    assert torch.allclose(torch.stack(drafter.aux_hidden), expected, atol=1e-5 * float(expected.abs().max()))
+    ids = torch.tensor([drafter.tokens])
+    rows = model.forward_rows(ids, torch.ones_like(ids), torch.arange(ids.shape[1])[None], LAYERS)[1]
+    (labelled,) = model.label([drafter.tokens], True, LAYERS)
+    for states in (rows[0], labelled.aux_hidden):
+        assert torch.allclose(states, expected, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_head_drafts_from_its_layers_as_it_was_trained(target, head):
+    """The drafter's distributions are those of the training forward, at the first and at later steps."""
+    prompt = make_prompts(target, 1)[0]
+    drafter, seen = drafter_for(head, target, 8), []
+    propose = drafter.propose
+    drafter.propose = lambda: (seen.append(drafter._last.clone()), propose())[1]
+    answer = DecodingEngine(target, drafter).generate(prompt, SETTINGS)
+    assert answer.tokens == vanilla_tokens(target, prompt, SETTINGS)
+    ids = torch.tensor([prompt + answer.tokens])
+    text = Rows.of(torch.empty(0), ids)
+    hidden, aux_hidden = target.forward_rows(ids, text.segment_ids, text.position_ids, LAYERS)
+    expected = head.target_states(hidden[0], aux_hidden[0])
+    anchors = (len(prompt) - 1 + torch.tensor([0, *answer.accept_lengths[1:]]).cumsum(0))[: len(seen)]
+    assert torch.allclose(torch.stack(seen), expected[anchors], atol=1e-4)
+    assert not torch.allclose(torch.stack(seen), hidden[0][anchors], atol=1e-2)
+
+
+def test_batches_and_draft_models_pass_the_layers_on(target, head):
+    prompts = make_prompts(target, 3)
+    expected = [DecodingEngine(target, drafter_for(head, target, 8)).generate(prompt, SETTINGS) for prompt in prompts]
+    together = BatchEngine(target, lambda: drafter_for(head, target, 8), 2).generate(prompts, SETTINGS)
+    assert [x.accept_lengths for x in together] == [x.accept_lengths for x in expected]
+    cascade = DecodingEngine(target, DraftModelDrafter(target, drafter_for(head, target, 8), k=4))
+    for prompt, answer in zip(prompts, expected):
+        drafted = cascade.generate(prompt, SETTINGS)
+        assert drafted.tokens == answer.tokens and max(drafted.accept_lengths) == 5  # the draft model is the target
+
+
+def test_a_head_without_layers_starts_where_one_with_layers_does(target):
+    plain, layered = (make_head(target, "medusa", scale=0, target_layers=layers) for layers in ([], LAYERS))
+    size = target.config.hidden_size
+    hidden, aux_hidden = torch.randn(3, 5, size).double(), torch.randn(3, 5, 3 * size).double()
+    assert torch.equal(plain.target_states(hidden, None), layered.target_states(hidden, aux_hidden))
+
+
+def test_nothing_is_captured_for_heads_that_ask_for_nothing(target):
+    ids = torch.tensor([[1, 2, 3]])
+    assert target.forward_rows(ids, torch.ones_like(ids), torch.arange(3)[None])[1] is None
+    assert target.prefill(ids[0], target.new_cache(40)).aux_hidden is None
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 2], [3, 2, 1], [1, 1], [1, 4]])
+def test_layers_that_cannot_be_read_are_refused(target, layers):
+    with pytest.raises(ValueError, match="ascending numbers from 1 to 3"):
+        target.check_layers(layers)
+    with pytest.raises(ValueError, match="a ctc head reads the last hidden state only"):
+        CTCConfig(target_layers=[1, 2])
