@@ -212,6 +212,8 @@ def test_every_node_is_scored_as_the_training_forward_scores_its_path(name, kind
     text = decode_with_partial_acceptances(target, drafter)
     with torch.inference_mode():
         tree = drafter.propose()
+    found = drafter.findings()  # of a k-gram cache
+    assert not found or (found["misses"] > 16 and found["hits"] + found["reloads"] > 0)
     levels = depths(ancestor_rows(tree.parents, len(tree)))[1:]
     assert levels.max() >= 3 and len(tree) == 24
 
