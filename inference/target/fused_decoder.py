@@ -1,8 +1,8 @@
-"""The forward of Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) in few, merged operations.
+"""The forward of Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) in few operations.
 
-A decoding step of a small forward costs as much in launching operations as in arithmetic: transformers' modules launch
-some thirty a layer, this forward half of that. The merged weights are the model's own, of which its modules become
-views; on a CPU smaller models are copied instead (`linear.py`).
+A small forward spends as much time on launching operations as on arithmetic: transformers' modules launch some thirty a
+layer, this forward half as many, because projections of the same states are merged (`linear.py`). The model's Linears
+become views of the merged weights; on a CPU, the merged weights of smaller models are copies.
 
 Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/value heads, D head size, K keys.
 """
@@ -28,7 +28,7 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """One decoder layer's weights, the projections that read the same states merged into one."""
+    """One decoder layer's weights; projections of the same states are merged."""
 
     attention_norm: nn.Module
     qkv: MergedLinear  # H → (N + 2G)·D
@@ -41,8 +41,8 @@ class FusedLayer:
     kind: str
 
     @property
-    def products(self) -> tuple[MergedLinear, ...]:
-        """All of them."""
+    def linears(self) -> tuple[MergedLinear, ...]:
+        """The layer's matrix products."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
@@ -50,7 +50,7 @@ class FusedDecoder:
     """Computes what `model.get_decoder()` computes over a preallocated cache, up to rounding."""
 
     def __init__(self, model: Any, kinds: Sequence[str], window: int | None = None) -> None:
-        """Merges the model's projections in place; `model` computes what it did before. See `can_drive`.
+        """Merges the projections of `model` in place; it computes what it did before. See `can_drive`.
 
         kinds: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
         """
@@ -63,10 +63,10 @@ class FusedDecoder:
         self.eps = config.rms_norm_eps
         self.norm = decoder.norm
         lm_head = model.get_output_embeddings()
-        copied = copy_pays(list(model.parameters()))
-        self.logits = MergedLinear.of([lm_head], copied)  # H → V
+        copy_weights = copy_pays(list(model.parameters()))
+        self.logits = MergedLinear.of([lm_head], copy_weights)  # H → V
         self.rotary = decoder.rotary_emb
-        self.layers = [self._fuse(layer, kind, copied) for layer, kind in zip(decoder.layers, kinds)]
+        self.layers = [self._fuse(layer, kind, copy_weights) for layer, kind in zip(decoder.layers, kinds)]
 
     @staticmethod
     def can_drive(model: Any) -> bool:
@@ -83,34 +83,34 @@ class FusedDecoder:
         )
 
     def without_layers(self, skipped: Collection[int]) -> FusedDecoder:
-        """The same weights, the layers of these numbers left out."""
-        left = copy(self)
-        left.layers = [layer for index, layer in enumerate(self.layers) if index not in skipped]
-        left.kinds = {layer.kind for layer in left.layers}
-        return left
+        """A decoder that shares the weights and skips the layers with these indices."""
+        shorter = copy(self)
+        shorter.layers = [layer for index, layer in enumerate(self.layers) if index not in skipped]
+        shorter.kinds = {layer.kind for layer in shorter.layers}
+        return shorter
 
     @staticmethod
-    def _fuse(layer: Any, kind: str, copied: bool) -> FusedLayer:
+    def _fuse(layer: Any, kind: str, copy_weights: bool) -> FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         return FusedLayer(
             layer.input_layernorm,
-            MergedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj], copied),
+            MergedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj], copy_weights),
             getattr(attention, "q_norm", None),
             getattr(attention, "k_norm", None),
-            MergedLinear.of([attention.o_proj], copied),
+            MergedLinear.of([attention.o_proj], copy_weights),
             layer.post_attention_layernorm,
-            MergedLinear.of([mlp.gate_proj, mlp.up_proj], copied),
-            MergedLinear.of([mlp.down_proj], copied),
+            MergedLinear.of([mlp.gate_proj, mlp.up_proj], copy_weights),
+            MergedLinear.of([mlp.down_proj], copy_weights),
             kind,
         )
 
     def __call__(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
         """[B, R, H], what the LM head reads, for R rows behind the cached text of each of B sequences.
 
-        token_ids and depths [B, R] int64; sees [B, R, R] bool; see `Target.forward_tree`. All tensors, no value read:
-        the texts' lengths lie on the device, what lies behind them is masked.
+        token_ids and depths [B, R] int64; sees [B, R, R] bool; see `Target.forward_tree`. Reads nothing back to the
+        host: text lengths stay on the device, cache rows behind them are masked.
         """
-        if not torch.compiler.is_compiling():  # a program finds this done
+        if not torch.compiler.is_compiling():  # whoever calls a compiled program has done this
             cache.allocate(self.like)
             cache.reach(token_ids.shape[1])
         assert cache.rows is not None
@@ -142,7 +142,7 @@ class FusedDecoder:
         attention: TreeAttention,
         cache: KVCache,
     ) -> Tensor:
-        """Every layer in turn. Rows go to `slots [B, R]` of the cache."""
+        """[B, R, H] after all layers; keys and values are written to `slots [B, R]` of the cache."""
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
         for index, layer in enumerate(self.layers):
@@ -152,10 +152,10 @@ class FusedDecoder:
             if layer.q_norm is not None:
                 queries, keys = queries_keys.split([self.heads, self.kv_heads], dim=2)
                 queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
-            turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
-            queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
+            rotated = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
+            queries, keys = rotated.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
             keys, values = cache.write(index, slots, keys, values.transpose(1, 2))
-            # the queries of one key head are rows of one product: no key is repeated
+            # queries that share a key head become rows of one product, so keys are not repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
             attended = attention(layer.kind, queries, keys, values)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
@@ -165,13 +165,13 @@ class FusedDecoder:
         return self._normed(states, self.norm)
 
     def _normed(self, states: Tensor, norm: Any) -> Tensor:
-        """As transformers has it: in float32, whatever the states' own type, which even float64 shows."""
+        """RMSNorm as transformers computes it: in float32 whatever the states' type, float64 included."""
         if states.dtype == torch.float32:
             return F.rms_norm(states, (states.shape[-1],), norm.weight, self.eps)
         return norm(states)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin `[..., 1, D]` of positions `[...]`, sin with the sign of the half it turns."""
+        """cos and sin `[..., 1, D]` of positions `[...]`; the first half of sin is negated, for `roll`."""
         angles = positions[..., None, None].float() * self.rotary.inv_freq
         cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
         return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)

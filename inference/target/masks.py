@@ -1,4 +1,4 @@
-"""Who sees whom in a forward behind cached text; sliding windows are part of it, as our masks replace a decoder's own.
+"""Which keys the rows of a forward behind cached text see, sliding windows included: our masks replace a decoder's own.
 
 Shapes: B sequences, R rows of a forward, C cache rows that are read (committed text, the forward's rows, garbage).
 """
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def behind_text(sees: Tensor, positions: Tensor, lengths: Tensor, end: int) -> tuple[Tensor, Tensor]:
-    """Rows that lie behind `lengths [B]` committed ones: what they see `[B, R, C]`, and key positions `[B, C]`.
+    """For rows behind `lengths [B]` committed ones: which keys they see `[B, R, C]`, and key positions `[B, C]`.
 
-    sees [B, R, R] among the rows; positions [B, R]. C = `end`; no length is read by the host. Worked example: 2
+    sees [B, R, R] among the rows; positions [B, R]; C = `end`. Reads nothing back to the host. Worked example: 2
     committed rows, R = 2, C = 5, causal: row 0 sees slots 0, 1, 2 and row 1 sees 0, 1, 2, 3; slot 4 is garbage.
     """
     rows = positions.shape[1]
