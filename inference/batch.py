@@ -112,7 +112,7 @@ class BatchEngine:
         tokens, depth, sees = stacked(trees, bases, device)
         deepest = self.drafters[0].max_depth
         cache.settle(max(place.committed for place in places if place is not None))
-        cache.reach(1 + max(tokens.shape[1] - 1, deepest))
+        cache.set_visible_length(1 + max(tokens.shape[1] - 1, deepest))
         hidden, logits = self._forward(tokens, depth, sees, cache)
         positions = depth + cache.lengths[:, None] + 1
         chosen = choices(logits.flatten(0, 1), positions.flatten(), settings.sampling).view_as(tokens)

@@ -224,7 +224,7 @@ class DecodingEngine:
             self.target.prefill(base[None], cache)
             for tensor in tree.tensors() if len(tree) > 1 else ():
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            cache.reach(4 + self.drafter.max_depth)
+            cache.set_visible_length(4 + self.drafter.max_depth)
             self._verify(base, tree, cache, self._end, None, None)
             cache.clear()
 
@@ -250,7 +250,7 @@ class DecodingEngine:
             first = step.tree is None  # a prompt has a length of its own: its step is not compiled
             tree = (self._drafted if first else self._draft)(step)
             clock.lap("draft")
-            cache.reach(1 + len(tree))
+            cache.set_visible_length(1 + len(tree))
             # noise is drawn by 64-bit integers that wrap around, which compiled code on a CPU may not
             verify = self._verify if settings.sampling is None else self._verified
             return verify(step.base, tree, cache, end, settings.sampling, settings.typical)
@@ -258,15 +258,17 @@ class DecodingEngine:
         captured = self._captured
         if step.tree is None or settings.sampling is not None:  # a seed would be part of a graph, and seeds are many
             captured = None
-        # what is kept must fit, and what the drafter may look at follows from that: a graph is made for one reach
-        reach = cache.reach(1 + (self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)))
-        self.drafter.reach(reach)
+        # what is kept must fit, and what the drafter may look at follows from that: a graph is made for one length
+        visible = cache.set_visible_length(
+            1 + (self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes))
+        )
+        self.drafter.set_visible_length(visible)
         with asking_nothing() if self.ahead else nullcontext():
             if captured is None:
                 verified = body(step)
             else:
                 places = tuple((x.data_ptr(), *x.shape) for x in (end, *cache.memory(), *self.drafter.memory()))
-                verified = captured(places, (reach, settings.typical), step, body)
+                verified = captured(places, (visible, settings.typical), step, body)
             clock.lap("verify")
         return verified
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
-from draft_heads.inference.target.masks import behind_text, by_kind
+from draft_heads.inference.target.masks import behind_text, masks_by_layer_type
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -38,7 +38,7 @@ class FusedLayer:
     mlp_norm: nn.Module
     gate_up: MergedLinear  # H → 2·I
     down: MergedLinear  # I → H
-    kind: str
+    layer_type: str
 
     @property
     def linears(self) -> tuple[MergedLinear, ...]:
@@ -49,13 +49,13 @@ class FusedLayer:
 class FusedDecoder:
     """Computes what `model.get_decoder()` computes over a preallocated cache, up to rounding."""
 
-    def __init__(self, model: Any, kinds: Sequence[str], window: int | None = None) -> None:
+    def __init__(self, model: Any, layer_types: Sequence[str], window: int | None = None) -> None:
         """Merges the projections of `model` in place; it computes what it did before. See `can_drive`.
 
-        kinds: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
+        layer_types: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
         """
         decoder, config = model.get_decoder(), model.config
-        self.window, self.kinds = window, set(kinds)
+        self.window, self.layer_types = window, set(layer_types)
         self.attention = "masked"
         self.embedding = model.get_input_embeddings()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -66,7 +66,9 @@ class FusedDecoder:
         copy_weights = copy_pays(list(model.parameters()))
         self.logits = MergedLinear.of([lm_head], copy_weights)  # H → V
         self.rotary = decoder.rotary_emb
-        self.layers = [self._fuse(layer, kind, copy_weights) for layer, kind in zip(decoder.layers, kinds)]
+        self.layers = [
+            self._fuse(layer, layer_type, copy_weights) for layer, layer_type in zip(decoder.layers, layer_types)
+        ]
 
     @staticmethod
     def can_drive(model: Any) -> bool:
@@ -86,11 +88,11 @@ class FusedDecoder:
         """A decoder that shares the weights and skips the layers with these indices."""
         shorter = copy(self)
         shorter.layers = [layer for index, layer in enumerate(self.layers) if index not in skipped]
-        shorter.kinds = {layer.kind for layer in shorter.layers}
+        shorter.layer_types = {layer.layer_type for layer in shorter.layers}
         return shorter
 
     @staticmethod
-    def _fuse(layer: Any, kind: str, copy_weights: bool) -> FusedLayer:
+    def _fuse(layer: Any, layer_type: str, copy_weights: bool) -> FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         return FusedLayer(
             layer.input_layernorm,
@@ -101,7 +103,7 @@ class FusedDecoder:
             layer.post_attention_layernorm,
             MergedLinear.of([mlp.gate_proj, mlp.up_proj], copy_weights),
             MergedLinear.of([mlp.down_proj], copy_weights),
-            kind,
+            layer_type,
         )
 
     def __call__(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache) -> Tensor:
@@ -112,12 +114,12 @@ class FusedDecoder:
         """
         if not torch.compiler.is_compiling():  # whoever calls a compiled program has done this
             cache.allocate(self.like)
-            cache.reach(token_ids.shape[1])
+            cache.set_visible_length(token_ids.shape[1])
         assert cache.rows is not None
         end = cache.rows.shape[2]
         positions = depths + cache.lengths[:, None]
         visible, key_positions = behind_text(sees, positions, cache.lengths, end)
-        masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
+        masks = masks_by_layer_type(visible, positions, key_positions, self.window, self.layer_types)
         attention = TREE_ATTENTION[self.attention](masks, self.heads // self.kv_heads, self.dtype)
         states = self.embedding(token_ids)
         return self._layers(states, *self._rotation(positions), cache.slots(token_ids.shape[1]), attention, cache)
@@ -157,7 +159,7 @@ class FusedDecoder:
             keys, values = cache.write(index, slots, keys, values.transpose(1, 2))
             # queries that share a key head become rows of one product, so keys are not repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = attention(layer.kind, queries, keys, values)
+            attended = attention(layer.layer_type, queries, keys, values)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             states = states + layer.output(attended)
             gate, up = layer.gate_up(self._normed(states, layer.mlp_norm)).chunk(2, dim=-1)

@@ -54,7 +54,7 @@ class KVCache(Cache):
     The device knows how many rows are committed; the host keeps an upper bound, exact once it has read every step.
 
     store    [N, B, 2, G, C, D] keys and values, allocated when the first states are seen
-    rows     [N, B·2·G, C', D] the visible part of it, set by `reach`: what a forward reads and writes
+    rows     [N, B·2·G, C', D] the visible part of it, set by `set_visible_length`: what a forward reads and writes
     lengths  [B] int64 on the device, committed rows of each sequence
     bound    no sequence has more committed rows
     """
@@ -86,7 +86,7 @@ class KVCache(Cache):
         self._views.clear()
         self._show()
 
-    def reach(self, rows: int) -> int:
+    def set_visible_length(self, rows: int) -> int:
         """Make visible what a forward over `rows` more rows reads and writes, rounded up to `step`; the visible length.
 
         The host calls this before a step, with its upper bound; rounding keeps the number of different lengths small.

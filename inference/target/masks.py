@@ -27,11 +27,11 @@ def behind_text(sees: Tensor, positions: Tensor, lengths: Tensor, end: int) -> t
     return visible, torch.where(among_rows, positions.gather(1, row), index)
 
 
-def by_kind(
-    visible: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None, kinds: Collection[str]
+def masks_by_layer_type(
+    visible: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None, layer_types: Collection[str]
 ) -> dict[str, Tensor]:
-    """`visible [B, R, C]` for each of the layer kinds. Window w, row at position 9: sees positions 10 − w … 9."""
+    """`visible [B, R, C]` for each layer type. Window w, row at position 9: sees positions 10 − w … 9."""
     masks = {"full_attention": visible}
-    if window is not None and "sliding_attention" in kinds:
+    if window is not None and "sliding_attention" in layer_types:
         masks["sliding_attention"] = visible & (key_positions[:, None] > query_positions[:, :, None] - window)
-    return {kind: mask for kind, mask in masks.items() if kind in kinds}
+    return {layer_type: mask for layer_type, mask in masks.items() if layer_type in layer_types}

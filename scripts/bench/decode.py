@@ -250,7 +250,7 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
         engine._end.fill_(len(text) + max(NODES))
         target.prefill(torch.tensor(text, device=target.device), cache)
         tree, base = engine.drafter.propose(), torch.zeros((), dtype=torch.long, device=target.device)
-        cache.reach(1 + nodes)
+        cache.set_visible_length(1 + nodes)
 
         def run() -> None:
             cache.lengths.fill_(len(text))

@@ -30,9 +30,9 @@ class BlockCache:
         if size < slots:
             self._store = self._store.new_zeros(-(-slots // 256) * 256, *shape)
             self._views.clear()
-        self.reach(len(self._store))
+        self.set_visible_length(len(self._store))
 
-    def reach(self, slots: int) -> None:
+    def set_visible_length(self, slots: int) -> None:
         """Only the first `slots` rows are read and written until the next call."""
         slots = min(-(-slots // 16) * 16, len(self._store))  # attention is slower over odd numbers of keys
         if slots not in self._views:

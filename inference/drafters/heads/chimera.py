@@ -172,11 +172,11 @@ class ChimeraDrafter(Drafter):
         if self._encoder is not None:
             self._encoder.reserve(capacity + self._behind)
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`."""
-        self._fusion.reach(2 * (tokens + self._behind))
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
+        self._fusion.set_visible_length(2 * (tokens + self._behind))
         if self._encoder is not None:
-            self._encoder.reach(tokens + self._behind)
+            self._encoder.set_visible_length(tokens + self._behind)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""

@@ -22,7 +22,7 @@ class SelfSpeculativeDrafter(DraftModelDrafter):
     ) -> SelfSpeculativeDrafter:
         """See `FREE_DRAFTERS`. skip: layers from 0 with slashes between, "1/3"; "": every second but the outermost."""
         refuse_path("self_speculative", path)
-        return cls(target.without_layers(skipped_layers(skip, len(target.kinds))), None, max_nodes, **options)
+        return cls(target.without_layers(skipped_layers(skip, len(target.layer_types))), None, max_nodes, **options)
 
 
 def skipped_layers(skip: str, layers: int) -> list[int]:
