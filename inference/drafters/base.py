@@ -86,10 +86,10 @@ class Drafter(ABC):
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last prompt. `prompt [n]` is about to be prefilled; it and its answer take `capacity` tokens."""
 
-    def reach(self, tokens: int) -> None:
-        """Until this is said again, neither the text nor rows behind it that do not count go beyond so many tokens.
+    def set_visible_length(self, tokens: int) -> None:
+        """Until the next call, the text and uncommitted rows after it stay within `tokens`; at first in `capacity`.
 
-        Said between steps, in numbers of which there are few; nothing need be done about it. Not said: `capacity`.
+        Called between steps, with few different numbers. A drafter may read only so much of its caches, or ignore it.
         """
         return
 

@@ -102,7 +102,7 @@ class Sides:
         self.tables = [[make(n) for n in sizes] for make in (merging.NgramTable, ngram_table.NgramTable)]
         self.heads = [TreeSource(), LevelSource(pick.choice([0.0, 0.1])), TreeSource()]
         self.phrases = [[PhraseSource(table) for table in tables] for tables in self.tables]
-        self.kinds = merging.Calibration(5), calibration.Calibration()
+        self.layer_types = merging.Calibration(5), calibration.Calibration()
 
     def step(self):
         """The sources of a step, some of them switched off, for either side."""
@@ -119,7 +119,7 @@ class Sides:
 
     def merge(self, sources, *arguments):
         made = merging.MergedTree, merged_tree.MergedTree
-        return [make(said, known, *arguments) for make, said, known in zip(made, sources, self.kinds)]
+        return [make(said, known, *arguments) for make, said, known in zip(made, sources, self.layer_types)]
 
 
 def nodes(merged):

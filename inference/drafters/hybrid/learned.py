@@ -75,7 +75,7 @@ class LearnedFile:
             **hybrid,
             "target": target.vocab_size if target.tokenizer is None else target.fingerprint(),
             "name": target.name,
-            "layers": len(target.kinds),
+            "layers": len(target.layer_types),
             "attention": target.fused.attention if target.fused else None,
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name(target.device) if on_gpu else platform.machine(),
