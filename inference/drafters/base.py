@@ -73,12 +73,16 @@ class Drafter(Protocol):
     max_nodes  no proposal has more nodes
     max_depth  no proposal is deeper
     reads_choices  whether `observe` looks at what the target said elsewhere than on the accepted path
+    extends_paths  whether it can say what follows any path: it has `table`, n-grams of the text, and `read(tokens)`
+    proposes_levels  whether it has `propose_levels()`, distributions by depth that a hybrid makes its tree of
     sources    what `DraftTree.source` counts: who may have drafted a node; a drafter alone is its only source
     """
 
     max_nodes: int
     max_depth: int
     reads_choices: bool = False
+    extends_paths: bool = False
+    proposes_levels: bool = False
     sources: tuple[str, ...] = ("draft",)
 
     @property

@@ -11,13 +11,14 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.target.target import Target
 
@@ -169,27 +170,16 @@ def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32) -> Dra
 
 def _composed(spec: DrafterSpec, target: Target, max_nodes: int) -> Drafter:
     """Several sources in one tree; options that are the whole's, not a source's, may stand behind any of them."""
-    from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
-    from draft_heads.inference.drafters.hybrid.learned import LearnedFile
-
     if any(part.kind == "vanilla" for part in spec.parts):
         raise ValueError(f"drafter {spec.name!r} joins vanilla, which drafts nothing, to others; leave it out")
     own = {key: value for part in spec.parts for key, value in part.options.items() if key in HybridDrafter.options}
     whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
-    path = whole.pop("learned")
     parts = [
         replace(part, options={key: value for key, value in part.options.items() if key not in own})
         for part in spec.parts
     ]
     made = [(name, DRAFTERS[part.kind](part, target, max_nodes)) for name, part in zip(part_names(parts), parts)]
-    hybrid = {"parts": [asdict(part) for part in parts], "max_nodes": max_nodes, **whole}
-    file = None
-    if "learned" in own:
-        if not path or not isinstance(target, Target):
-            got = "a replay, which measures none" if path else "no name"
-            raise ValueError(f"learned=FILE keeps what a hybrid measured of a target; got {got}; leave learned out")
-        file = LearnedFile(path, hybrid, target)
-    return HybridDrafter(made, target, max_nodes, **whole, learned=file)
+    return HybridDrafter(made, target, max_nodes, **whole)
 
 
 def part_names(parts: Sequence[DrafterPart]) -> list[str]:

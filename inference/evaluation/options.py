@@ -131,10 +131,6 @@ def prepared(target: Target, options: argparse.Namespace) -> Target:
     return target
 
 
-KEPT = ("pool", "learned")
-"""Options of drafters that name a file they write."""
-
-
 def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     """The drafters asked for, vanilla first whether it was or not; ValueError for a name given twice or reserved."""
     specs = [DrafterSpec.parse("vanilla")]
@@ -150,10 +146,10 @@ def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
         if spec.name in [other.name for other in specs]:
             raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
         specs.append(spec)
-    files = [value for spec in specs for part in spec.parts for key, value in part.options.items() if key in KEPT]
+    files = [value for spec in specs for part in spec.parts for key, value in part.options.items() if key == "pool"]
     if twice := sorted({file for file in files if files.count(file) > 1}):
         raise ValueError(
-            f"what drafters keep must go to different files ({' and '.join(KEPT)}); {twice[0]!r} is given twice, and "
+            f"what drafters keep must go to different files (pool); {twice[0]!r} is given twice, and "
             "the last to end would write over the others; rename one"
         )
     return specs

@@ -3,14 +3,12 @@
     torch.ops.draft_heads.prefix_tree   the tree of highest Ψ under a CTC head (`prefix_tree.cpp`)
     torch.ops.draft_heads.few_rows      a few rows times a matrix in eight bits (`few_rows.cpp`)
     torch.ops.draft_heads.float_rows    a few rows times a matrix in float32 (`float_rows.cpp`)
-    functions()                         n-grams, and merging with them, for `merging.py` (`merging.cpp`)
 
 What has no compiler decodes without them, more slowly and, but for rounding, the same.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import subprocess
@@ -27,7 +25,6 @@ LANES, FLOAT_LANES = 16, 32
 """Outputs that lie side by side in the weights of `few_rows` and of `float_rows`."""
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC")
 _present: Path | None = None
 
@@ -45,7 +42,7 @@ def load() -> bool:
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     links = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu"]
     command = [compiler, *_FLAGS, *includes, *map(str, _SOURCES), *links]
-    made_from = [torch.__version__, *command, *(path.read_text(encoding="utf-8") for path in _SOURCES + _HEADERS)]
+    made_from = [torch.__version__, *command, *(path.read_text(encoding="utf-8") for path in _SOURCES)]
     name = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
     try:
         library = Path(cpp_extension.get_default_build_root()) / "draft_heads" / f"{name}.so"
@@ -65,14 +62,6 @@ def load() -> bool:
     torch.library.register_fake("draft_heads::float_rows", _float_product_shape)
     _present = library
     return True
-
-
-@cache
-def functions() -> ctypes.PyDLL:
-    """What is no operation on tensors; RuntimeError where there is no compiler to make it."""
-    if not load():
-        raise RuntimeError("this is in C++ and there is no compiler; install g++, or take the class in Python")
-    return ctypes.PyDLL(str(_present))  # which keeps the interpreter's lock: a call takes a microsecond
 
 
 def _compile(command: list[str], library: Path) -> None:

@@ -30,19 +30,10 @@ from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafte
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.tree import DraftTree
 
-
-def hastened(drafter: NgramDrafter) -> NgramDrafter:
-    """As the drafters that a command line names."""
-    drafter.hasten()
-    return drafter
-
-
-TOKENIZER = Path(__file__).resolve().parent.parent / "data" / "tiny_target"
+TOKENIZER = Path(__file__).resolve().parents[2] / "data" / "tiny_target"
 DRAFTERS = {
-    "ngram": lambda: hastened(NgramDrafter()),
-    "ngram tree": lambda: hastened(NgramDrafter(branches=4, max_nodes=16)),
-    "ngram in Python": lambda: NgramDrafter(),
-    "ngram tree in Python": lambda: NgramDrafter(branches=4, max_nodes=16),
+    "ngram": lambda: NgramDrafter(),
+    "ngram tree": lambda: NgramDrafter(branches=4, max_nodes=16),
     "prompt_lookup": lambda: PromptLookupDrafter(),
 }
 

@@ -246,8 +246,8 @@ def test_incremental_stop_gives_the_first_end_and_pushes_each_token_once():
 
 def test_a_file_that_cannot_be_written_costs_neither_the_report_nor_the_others(command, tmp_path, capsys):
     (tmp_path / "file").touch()
-    bad, good = tmp_path / "file" / "pool", tmp_path / "learned.json"
-    drafters = [f"a=ngram,pool={bad}", f"h=ngram,learned={good}+prompt_lookup", f"b=ngram,pool={tmp_path / 'last'}"]
+    bad, good = tmp_path / "file" / "pool", tmp_path / "good"
+    drafters = [f"a=ngram,pool={bad}", f"h=ngram,pool={good}+prompt_lookup", f"b=ngram,pool={tmp_path / 'last'}"]
     assert evaluate.main([*command, "--drafters", *drafters, "--output", str(tmp_path / "out")]) == 2
     assert "error:" in capsys.readouterr().err
     assert all(path.exists() for path in (tmp_path / "out" / "report.json", good, tmp_path / "last"))

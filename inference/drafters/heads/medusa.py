@@ -47,6 +47,7 @@ class MedusaDrafter(Drafter):
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
         self.tree = tree
+        self.proposes_levels = tree == "best"
         self.drafting = DraftingHead(head, int8)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(heads or head.config.heads, self.max_nodes)
