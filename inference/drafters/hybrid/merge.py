@@ -129,7 +129,7 @@ class PhraseSource:
 
 
 class MergedTree:
-    """The `max_nodes` nodes that are most probably accepted; the evidence for them is learned from by `learn`.
+    """The `max_nodes` nodes that are most probably accepted; `learn` corrects the calibration by what was.
 
     tokens, parents, log_probs, source  [M] lists, as in `DraftTree`; source is the first of those that propose a node
     needs  [M] bit s: source s alone proposes the node or one above it, so the tree has the node thanks to that source
