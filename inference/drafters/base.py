@@ -46,8 +46,9 @@ class Drafter(ABC):
     text_only      it reads nothing but the text: recorded answers can be replayed through it
     on_device      neither `observe` nor `propose` reads a value back: they may be compiled, captured, run ahead
     reads_choices  `observe` looks at the target's choices elsewhere than on the accepted path
+    extends_paths  it can continue any path: it has `table`, n-grams of the text, and `read(tokens)`
+    proposes_levels  it has `propose_levels()`, a distribution for each depth, of which a hybrid makes its tree
     sources        the names that `DraftTree.source` counts: which drafter proposed a node
-
     target_layers  layers of the target whose outputs it reads beside the hidden states (`VerifiedStep.aux_hidden`)
 
     An instance may know better, where that depends on its options. It also has
@@ -64,6 +65,8 @@ class Drafter(ABC):
 
     on_device: bool = True
     reads_choices: bool = False
+    extends_paths: bool = False
+    proposes_levels: bool = False
     sources: tuple[str, ...] = ("draft",)
     max_nodes: int
     max_depth: int
