@@ -293,5 +293,5 @@ def test_a_head_that_reads_layers_trains_on_cached_and_on_computed_states(distil
         (dataset, ("--target_layers", "4"), "medusa", "from 1 to 3"),
         (dataset, layers, "ctc", "a ctc head reads the last hidden state only"),
     ]:
-        status, told = run(data, tmp_path / "refused", *flags, kind=kind)
+        status, told = run(data, tmp_path / f"refused {kind} {flags}", *flags, kind=kind)
         assert status != 0 and rule in told and "Traceback" not in told, told
