@@ -190,11 +190,6 @@ class Rows:
     position_ids: Tensor
     aux_hidden: Tensor | None = None
 
-    @property
-    def states(self) -> tuple[Tensor, Tensor | None]:
-        """`hidden` and `aux_hidden`."""
-        return self.hidden, self.aux_hidden
-
     @classmethod
     def of(
         cls,

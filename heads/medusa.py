@@ -104,8 +104,8 @@ class MedusaHead(OffsetHeads):
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
-        hidden, aux_hidden = (x if x is None else at(x, windows.anchors)[windows.valid] for x in rows.states)
-        states = self.target_states(hidden, aux_hidden)  # [N, H]
+        aux_hidden = None if rows.aux_hidden is None else at(rows.aux_hidden, windows.anchors)[windows.valid]
+        states = self.target_states(at(rows.hidden, windows.anchors)[windows.valid], aux_hidden)  # [N, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(states), states.device)
         hits = []

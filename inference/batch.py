@@ -133,7 +133,7 @@ class BatchEngine:
         base = torch.stack([end.new_zeros(()) if slot is None else slot.base for slot in slots])
         clock.lap("draft")
         cache.settle(max(slot.committed for slot in slots if slot is not None))
-        cache.reach(1 + max(self.drafter.max_depth, *map(len, trees)))
+        cache.set_visible_length(1 + max(self.drafter.max_depth, *map(len, trees)))
         verify = self._verify_step if settings.sampling is None else self._verify
         batch = verify(base, DraftTree.stack(trees), cache, end, settings)
         clock.lap("verify")

@@ -132,7 +132,7 @@ class DecodingEngine:
             self.target.prefill(base[None], cache)
             for tensor in tree.tensors() if len(tree) > 1 else ():
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            cache.reach(4 + self.drafter.max_depth)
+            cache.set_visible_length(4 + self.drafter.max_depth)
             self._verify(base, tree, cache, self._end, None, None)
             cache.clear()
 
@@ -160,7 +160,7 @@ class DecodingEngine:
             after_prompt = step.tree is None  # a prompt has a length of its own: its step is not compiled
             tree = (self._drafted if after_prompt else self._draft)(step)
             clock.lap("draft")
-            cache.reach(1 + len(tree))
+            cache.set_visible_length(1 + len(tree))
             # sampling's noise is made of 64-bit integers that wrap around, which compiled code on a CPU may not do
             verify = self._verify if settings.sampling is None else self._verified
             return verify(step.base, tree, cache, end, settings.sampling, settings.typical)
@@ -169,14 +169,15 @@ class DecodingEngine:
         if step.tree is None or settings.sampling is not None:  # a graph would contain the seed, and seeds are many
             captured = None
         # the accepted path must fit into what is visible; a graph is made for one visible length
-        reach = cache.reach(1 + (self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)))
-        self.drafter.reach(reach)
+        rows = self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)
+        visible = cache.set_visible_length(1 + rows)
+        self.drafter.set_visible_length(visible)
         with no_host_sync() if self.ahead else nullcontext():
             if captured is None:
                 verified = body(step)
             else:
                 addresses = tuple((x.data_ptr(), *x.shape) for x in (end, *cache.memory(), *self.drafter.memory()))
-                verified = captured(addresses, (reach, settings.typical), step, body)
+                verified = captured(addresses, (visible, settings.typical), step, body)
             clock.lap("verify")
         return verified
 

@@ -46,8 +46,9 @@ class Drafter(ABC):
     text_only      it reads nothing but the text: recorded answers can be replayed through it
     on_device      neither `observe` nor `propose` reads a value back: they may be compiled, captured, run ahead
     reads_choices  `observe` looks at the target's choices elsewhere than on the accepted path
+    extends_paths  it can continue any path: it has `table`, n-grams of the text, and `read(tokens)`
+    proposes_levels  it has `propose_levels()`, a distribution for each depth, of which a hybrid makes its tree
     sources        the names that `DraftTree.source` counts: which drafter proposed a node
-
     target_layers  layers of the target whose outputs it reads beside the hidden states (`VerifiedStep.aux_hidden`)
 
     An instance may know better, where that depends on its options. It also has
@@ -64,6 +65,8 @@ class Drafter(ABC):
 
     on_device: bool = True
     reads_choices: bool = False
+    extends_paths: bool = False
+    proposes_levels: bool = False
     sources: tuple[str, ...] = ("draft",)
     max_nodes: int
     max_depth: int
@@ -86,10 +89,10 @@ class Drafter(ABC):
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last prompt. `prompt [n]` is about to be prefilled; it and its answer take `capacity` tokens."""
 
-    def reach(self, tokens: int) -> None:
-        """Until this is said again, neither the text nor rows behind it that do not count go beyond so many tokens.
+    def set_visible_length(self, tokens: int) -> None:
+        """Until the next call, the text and uncommitted rows after it stay within `tokens`; at first in `capacity`.
 
-        Said between steps, in numbers of which there are few; nothing need be done about it. Not said: `capacity`.
+        Called between steps, with few different numbers. A drafter may read only so much of its caches, or ignore it.
         """
         return
 

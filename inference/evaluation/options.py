@@ -135,10 +135,6 @@ def prepared(target: Target, options: argparse.Namespace) -> Target:
     return target
 
 
-KEPT = ("pool", "learned")
-"""Options of drafters that name a file they write."""
-
-
 def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     """The drafters asked for, vanilla first whether it was or not; ValueError for a name given twice or reserved."""
     specs = [DrafterSpec.parse("vanilla")]
@@ -154,10 +150,10 @@ def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
         if spec.name in [other.name for other in specs]:
             raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
         specs.append(spec)
-    files = [value for spec in specs for part in spec.parts for key, value in part.options.items() if key in KEPT]
+    files = [value for spec in specs for part in spec.parts for key, value in part.options.items() if key == "pool"]
     if twice := sorted({file for file in files if files.count(file) > 1}):
         raise ValueError(
-            f"what drafters keep must go to different files ({' and '.join(KEPT)}); {twice[0]!r} is given twice, and "
+            f"what drafters keep must go to different files (pool); {twice[0]!r} is given twice, and "
             "the last to end would write over the others; rename one"
         )
     return specs
@@ -175,9 +171,9 @@ def load_engines(
     if batch_size == 1:
         return {name: DecodingEngine(target, x) for name, x in load_drafters(specs, target, max_nodes).items()}
     for spec in specs:
-        if any(key in KEPT for part in spec.parts for key in part.options):
+        if any("pool" in part.options for part in spec.parts):
             raise ValueError(
-                f"a drafter of several sequences writes no file ({' or '.join(KEPT)}); got {spec.name!r} with "
+                f"a drafter of several sequences writes no file (pool=); got {spec.name!r} with "
                 f"--batch_size {batch_size}; leave one of them out"
             )
     builder = DrafterBuilder(target, max_nodes)

@@ -7,7 +7,7 @@ follows from the answer alone: each step commits the drafts that the answer conf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -231,12 +231,4 @@ def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) 
                     f"{part.kind}, which needs a target; measure it with scripts/evaluate.py"
                 )
     target = cast(Target, TokenizerTarget(tokenizer))  # text drafters ask for no more
-    return {spec.name: build_drafter(_untimed(spec), target, max_nodes) for spec in specs}
-
-
-def _untimed(spec: DrafterSpec) -> DrafterSpec:
-    """A hybrid of everything that its parts draft: there is no target whose time a node could cost."""
-    *others, last = spec.parts
-    if not others:
-        return spec
-    return replace(spec, parts=(*others, replace(last, options={**last.options, "fit": "0"})))
+    return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}

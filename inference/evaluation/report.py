@@ -253,20 +253,15 @@ def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
-    """A sentence for what was learned before, every source that drafted in some steps only, every switching off."""
+    """A sentence for every part of a hybrid that drafted in some steps only, and for each of its rests."""
     notes = []
     for drafter, found in findings.items():
-        if found.get("learned_before"):
-            notes.append(f"{drafter} began with what {found['learned_before']:,} earlier target steps had taught it.")
         for name, part in found.get("parts", {}).items():
-            if part["asked"] < found["steps"]:
-                notes.append(f"{drafter}: {name} drafted in {part['asked']:,} of {found['steps']:,} target steps.")
-            for switch in part["switched"]:
-                off = "did not pay before and was off from the start"
-                if switch["off"]:
-                    off = f"did not pay and was switched off after {switch['off']:,} target steps"
-                again = f", for another trial on again after {switch['on']:,}" if switch["on"] is not None else ""
-                notes.append(f"{drafter}: {name} {off}{again}.")
+            if part["steps"] < found["steps"]:
+                notes.append(f"{drafter}: {name} drafted in {part['steps']:,} of {found['steps']:,} target steps.")
+            for first, *end in part["rests"]:
+                until = f" until step {end[0]:,}" if end else ""
+                notes.append(f"{drafter}: {name} was hardly ever needed and rested from target step {first:,}{until}.")
     return notes
 
 

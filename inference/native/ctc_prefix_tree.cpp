@@ -1,6 +1,6 @@
-// The draft tree that is optimal under a CTC head, best prefix first. inference/drafters/heads/ctc_search.py says what and why.
+// The draft tree that is optimal under a CTC head; see inference/drafters/heads/ctc_search.py.
 //
-// Shapes: T frames, V vocabulary, C labels that can be in the answer, M nodes.
+// Shapes: T frames, V vocabulary, C candidate labels (those that can be in the tree), M nodes.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -15,10 +15,10 @@
 
 namespace {
 
-// A prefix that has been expanded: its last label's column and γⁿ, γᵇ before each frame.
+// An expanded prefix: its last label and γⁿ, γᵇ before each frame.
 struct State {
     State(int column, size_t frames) : column(column), in_label(frames, 0.0f), in_blank(frames, 0.0f) {}
-    int column;  // among the labels considered; -1: the empty prefix
+    int column;  // of the last label among the candidates; -1: the empty prefix
     std::vector<float> in_label, in_blank;
 };
 
@@ -26,10 +26,10 @@ struct State {
 struct Prefix {
     float score;
     int column, depth;
-    size_t parent;     // the parent's place among the states
-    size_t state = 0;  // its own, once it has been expanded
+    size_t parent;     // index of the parent's state
+    size_t state = 0;  // index of its own state, once it has been expanded
 
-    // Of equals the shorter goes first: a parent before its children.
+    // Equal scores: the shorter first, so a parent stands before its children.
     bool before(const Prefix& other) const { return score != other.score ? score > other.score : depth < other.depth; }
 };
 
@@ -37,9 +37,9 @@ void add(float* sums, const float* values, float factor, size_t count) {
     for (size_t i = 0; i < count; ++i) sums[i] += factor * values[i];
 }
 
-// The count-th largest of the values, 0 if there are fewer.
-float ranked(const std::vector<float>& values, size_t count) {
-    std::priority_queue<float, std::vector<float>, std::greater<float>> largest;  // its smallest on top
+// The count-th largest value, 0 if there are fewer.
+float nth_largest(const std::vector<float>& values, size_t count) {
+    std::priority_queue<float, std::vector<float>, std::greater<float>> largest;  // the smallest on top
     for (const float value : values) {
         if (largest.size() == count && value <= largest.top()) continue;
         largest.push(value);
@@ -60,20 +60,20 @@ public:
             blank_.push_back(probs[t * (vocabulary + 1) + vocabulary]);
             blanks *= blank_[t];
         }
-        consider(probs, vocabulary, empty.in_blank);
+        select_candidates(probs, vocabulary, empty.in_blank);
         states_.push_back(std::move(empty));
     }
 
     // The best M prefixes of at most `max_depth` labels, the shortest first, of equal length the best first.
     //
-    // A child's Ψ is never above its parent's: what has left the best can have no descendant among them, and what an
-    // expansion adds lies behind the expanded.
+    // A child's Ψ never exceeds its parent's: a prefix that dropped out of the best has no descendant among them, and
+    // new children are inserted behind the prefix that is being expanded.
     std::vector<Prefix> run(int max_depth) {
         expand({1.0f, -1, 0, 0});
         for (size_t next = 0; next < best_.size(); ++next) {
             if (best_[next].depth == max_depth) continue;
             best_[next].state = states_.size();
-            states_.push_back(entered(best_[next]));
+            states_.push_back(state_of(best_[next]));
             expand(best_[next]);
         }
         const auto shorter = [](const Prefix& a, const Prefix& b) { return a.depth < b.depth; };
@@ -86,15 +86,15 @@ public:
 
 private:
     // A label whose probabilities, summed over the frames, stay below the M-th best Ψ of a single label is in no
-    // prefix of the answer. The others' are gathered, the largest sum first.
-    void consider(const float* probs, size_t vocabulary, const std::vector<float>& blanks_before) {
+    // prefix of the tree. The others are the candidates, largest sum first.
+    void select_candidates(const float* probs, size_t vocabulary, const std::vector<float>& blanks_before) {
         std::vector<float> sums(vocabulary, 0.0f), alone(vocabulary, 0.0f);
         for (size_t t = 0; t < frames_; ++t) {
             const float* row = probs + t * (vocabulary + 1);
             add(sums.data(), row, 1.0f, vocabulary);
             add(alone.data(), row, blanks_before[t], vocabulary);
         }
-        const float least = ranked(alone, max_nodes_);
+        const float least = nth_largest(alone, max_nodes_);
         for (size_t c = 0; c < vocabulary; ++c) {
             if (sums[c] >= least) labels_.push_back(static_cast<int64_t>(c));
         }
@@ -107,7 +107,7 @@ private:
         scores_.resize(labels_.size());
     }
 
-    // How many labels, from the first, may follow a prefix among the best: Ψ(p·c) ≤ max_t φ_t · Σ_t p_t(c).
+    // How many candidates, from the first, may extend the prefix to one of the best: Ψ(p·c) ≤ max_t φ_t · Σ_t p_t(c).
     size_t promising(const State& state) const {
         if (best_.size() < max_nodes_) return labels_.size();
         float most = 0.0f;
@@ -117,12 +117,12 @@ private:
         return std::partition_point(sums_.begin(), sums_.end(), may) - sums_.begin();
     }
 
-    // p_t of the labels considered.
+    // p_t of the candidates.
     const float* frame(size_t t) const { return probs_.data() + t * labels_.size(); }
 
     // φ_t(p, c) = γᵇ_{t−1}(p) + [c ≠ last(p)]·γⁿ_{t−1}(p)
     // γⁿ_t(p·c) = (γⁿ_{t−1}(p·c) + φ_t(p, c))·p_t(c), γᵇ_t(p·c) = (γᵇ_{t−1}(p·c) + γⁿ_{t−1}(p·c))·p_t(blank)
-    State entered(const Prefix& prefix) const {
+    State state_of(const Prefix& prefix) const {
         const State& parent = states_[prefix.parent];
         const bool repeats = parent.column == prefix.column;
         State own(prefix.column, frames_);
@@ -134,7 +134,7 @@ private:
         return own;
     }
 
-    // Ψ(p·c) = Σ_t φ_t(p, c)·p_t(c) of every label c, for the prefix whose state is the last.
+    // Ψ(p·c) = Σ_t φ_t(p, c)·p_t(c) of every candidate c, for the prefix whose state is the last.
     void expand(const Prefix parent) {
         const State& state = states_.back();
         const size_t count = promising(state);
@@ -146,12 +146,12 @@ private:
         }
         if (state.column >= 0) scores_[state.column] = repeated;
         for (size_t c = 0; c < count; ++c) {
-            offer({std::min(scores_[c], parent.score), static_cast<int>(c), parent.depth + 1, states_.size() - 1});
+            insert({std::min(scores_[c], parent.score), static_cast<int>(c), parent.depth + 1, states_.size() - 1});
         }
     }
 
-    // Keep it in its place if it is among the best.
-    void offer(const Prefix& prefix) {
+    // Insert the prefix if it is among the best M.
+    void insert(const Prefix& prefix) {
         if (best_.size() == max_nodes_) {
             if (!prefix.before(best_.back())) return;
             best_.pop_back();

@@ -8,7 +8,6 @@ Callers ask `load_library` first and have a torch version of their own for where
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -25,7 +24,6 @@ OUTPUTS = 32
 """Outputs of one of `column_blocks`."""
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC")
 _VECTOR_FLAGS = {"AVX2": "-march=x86-64-v3", "AVX512": "-march=x86-64-v4"}  # by torch's name of what this CPU can do
 _loaded: Path | None = None
@@ -48,7 +46,7 @@ def load_library() -> bool:
     vectors = _VECTOR_FLAGS.get(torch.backends.cpu.get_cpu_capability())
     flags = [*_FLAGS, *([vectors] if vectors else [])]
     command = [compiler, *flags, *includes, *map(str, _SOURCES), *links]
-    made_from = [torch.__version__, *command, *(path.read_text(encoding="utf-8") for path in _SOURCES + _HEADERS)]
+    made_from = [torch.__version__, *command, *(path.read_text(encoding="utf-8") for path in _SOURCES)]
     name = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
     try:
         library = Path(cpp_extension.get_default_build_root()) / "draft_heads" / f"{name}.so"
@@ -109,11 +107,3 @@ def column_blocks(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     filled = torch.nn.functional.pad(weight, (0, 0, 0, -outputs % OUTPUTS))
     return filled.view(-1, OUTPUTS, inputs).transpose(1, 2).contiguous()
-
-
-@cache
-def functions() -> ctypes.PyDLL:
-    """The functions of `merging.cpp`, which take no tensors; RuntimeError where there is no compiler."""
-    if not load_library():
-        raise RuntimeError("this is in C++ and there is no compiler; install g++, or take the class in Python")
-    return ctypes.PyDLL(str(_loaded))  # which keeps the interpreter's lock: a call takes a microsecond

@@ -1,4 +1,4 @@
-"""Compiled programs: a step's many small operations as one, made once and good for every length of text."""
+"""torch.compile for the methods of a decoding step; one compiled program serves every length of text."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def program(method: Method, device: torch.device) -> Method:
-    """A bound method compiled as a whole, in one piece.
+    """A bound method compiled without graph breaks.
 
-    It gets code of its own: programs of one function share a limited store, in which they would crowd each other out.
+    The method's code object is copied: dynamo keeps a limited number of programs per code object, and each engine needs
+    its own.
     """
     function: Any = method.__func__  # type: ignore[attr-defined]
-    own = types.FunctionType(
+    copied = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    bound = types.MethodType(own, method.__self__)  # type: ignore[attr-defined]
+    bound = types.MethodType(copied, method.__self__)  # type: ignore[attr-defined]
     on_cpu = device.type == "cpu"
-    options: dict[str, Any] = {"cpp_wrapper": on_cpu, "guard_filter_fn": kept_guards}
+    options: dict[str, Any] = {"cpp_wrapper": on_cpu, "guard_filter_fn": argument_guards}
     if on_cpu:
-        options["max_fusion_size"] = 8  # a search level by level is one long chain: with 64, minutes go into fusing it
-    made: Any = torch.compile(bound, fullgraph=True, options=options)
-    return made
+        options["max_fusion_size"] = 8  # a search level by level is one long chain: the default 64 takes minutes
+    compiled: Any = torch.compile(bound, fullgraph=True, options=options)
+    return compiled
 
 
-def kept_guards(guards: Sequence[Any]) -> list[bool]:
-    """Which conditions are checked at every call: those on arguments. The weights behind `self` do not change."""
+def argument_guards(guards: Sequence[Any]) -> list[bool]:
+    """Which of dynamo's guards are checked at every call: those on arguments. Weights and settings never change."""
     return [not guard.is_global and "self" not in guard.name for guard in guards]

@@ -1,9 +1,9 @@
 """A decoding step captured once and replayed: on a GPU one launch instead of hundreds.
 
-Captured work reads and writes the same memory at every replay. So the step's input lies in tensors of its own, into
-which the step copies its results at its end, and everything else that changes from step to step (lengths, keys and
-values, the drafter's memory) is written in place. A graph serves one size of tree, one reach of the cache and one
-place of every buffer; another one is captured when any of these change.
+A replay reads and writes the addresses it was captured with. So the step's input has tensors of its own, into which the
+step copies its result at its end, and everything else that changes from step to step (lengths, keys and values, the
+drafter's memory) is written in place. A graph serves one tree size, one visible length of the cache and one address of
+every buffer; when any of these changes, another graph is captured.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from draft_heads.inference.step import VerifiedStep
 
 Body = Callable[[VerifiedStep], tuple[VerifiedStep, Tensor]]
-"""What the last step committed → what this one committed, and what the host is told."""
+"""What the last step committed → what this one committed, and the tokens to copy to the host."""
 
 
 class CudaGraph:
-    """Work captured on a CUDA device; all graphs share one pool of memory, as only one runs at a time."""
+    """Work captured on a CUDA device; only one graph runs at a time, so all share one memory pool."""
 
     _pool: Any = None
-    _anchor: Any = None  # a graph that is never dropped: a pool whose last graph has died cannot be used again
+    _anchor: Any = None  # an empty graph that is kept: a pool is lost with its last graph
 
     def __init__(self, work: Callable[[], None]) -> None:
         if CudaGraph._pool is None:
@@ -37,39 +37,41 @@ class CudaGraph:
             work()
 
     def replay(self) -> None:
-        """Do the work once more."""
+        """Run the work once more."""
         self._graph.replay()
 
 
 class Rerun:
-    """Stands in for a graph where there is no GPU: the captured work is done at every replay, not when captured."""
+    """Stands in for a graph where there is no GPU: runs the work at every replay, and not when capturing."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.replay = work
 
 
 class CapturedSteps:
-    """Runs step after step; the second of a kind is captured, the later ones are replayed."""
+    """Runs steps: of each `key` the first normally, the second while capturing it, later ones by replay."""
 
     def __init__(self, capture: Callable[[Callable[[], None]], Any] = CudaGraph) -> None:
-        """`capture` makes an object with `replay()` from work that it need not run."""
+        """capture: makes an object with `replay()` from work, which it need not run."""
         self._capture = capture
         self._graphs: dict[Hashable, tuple[Any, Tensor]] = {}
         self._seen: set[Hashable] = set()
-        self._places: Hashable = None
-        self._step: VerifiedStep | None = None  # every graph's input, and where it leaves its result
+        self._addresses: Hashable = None
+        self._step: VerifiedStep | None = None  # every graph's input and output
 
-    def __call__(self, places: Hashable, key: Hashable, step: VerifiedStep, body: Body) -> tuple[VerifiedStep, Tensor]:
-        """`body(step)`, by a graph where one of this `key` is at hand.
+    def __call__(
+        self, addresses: Hashable, key: Hashable, step: VerifiedStep, body: Body
+    ) -> tuple[VerifiedStep, Tensor]:
+        """`body(step)`, by replay where a graph with this `key` exists.
 
-        places  where the memory that outlives steps lies; graphs made for other places are dropped
-        key     everything else that a graph depends on
+        addresses  of the memory that outlives steps; graphs captured with others are dropped
+        key        everything else that a graph depends on
         """
-        if places != self._places:
-            self._places = places
+        if addresses != self._addresses:
+            self._addresses = addresses
             self._graphs.clear()
             self._seen.clear()
-        if key not in self._seen:  # memory that a first run sets aside must not be part of a graph
+        if key not in self._seen:  # a first run allocates memory, which must not be part of a graph
             self._seen.add(key)
             return body(step)
         if self._step is None or self._step.tokens.shape != step.tokens.shape:
@@ -79,22 +81,22 @@ class CapturedSteps:
             copy(self._step, step)
         if key not in self._graphs:
             self._graphs[key] = self._captured(self._step, body)
-        graph, told = self._graphs[key]
+        graph, packed = self._graphs[key]
         graph.replay()
-        return self._step, told
+        return self._step, packed
 
     def _captured(self, step: VerifiedStep, body: Body) -> tuple[Any, Tensor]:
-        told = step.tokens.new_empty(1 + 2 * len(step.tokens))  # a count, tokens, sources
+        packed = step.tokens.new_empty(1 + 2 * len(step.tokens))  # a count, tokens, sources
 
         def work() -> None:
-            result, news = body(step)
+            result, fresh = body(step)
             copy(step, result)
-            told.copy_(news)
+            packed.copy_(fresh)
 
-        return self._capture(work), told
+        return self._capture(work), packed
 
 
 def copy(into: VerifiedStep, step: VerifiedStep) -> None:
-    """Every tensor of a step into another's memory."""
+    """Write every tensor of `step` into the memory of `into`."""
     for old, new in zip(into.tensors(), step.tensors()):
         old.copy_(new)

@@ -1,8 +1,8 @@
-"""The forward of Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) in few, merged operations.
+"""The forward of Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) in few operations.
 
-A decoding step of a small forward costs as much in launching operations as in arithmetic: transformers' modules launch
-some thirty a layer, this forward half of that. The merged weights are the model's own, of which its modules become
-views; on a CPU smaller models are copied instead (`linear.py`).
+A small forward spends as much time on launching operations as on arithmetic: transformers' modules launch some thirty a
+layer, this forward half as many, because projections of the same states are merged (`linear.py`). The model's Linears
+become views of the merged weights; on a CPU, the merged weights of smaller models are copies.
 
 Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/value heads, D head size, K keys.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
-from draft_heads.inference.target.masks import behind_text, by_kind
+from draft_heads.inference.target.masks import behind_text, masks_by_layer_type
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -28,7 +28,7 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """One decoder layer's weights, the projections that read the same states merged into one."""
+    """One decoder layer's weights; projections of the same states are merged."""
 
     attention_norm: nn.Module
     qkv: MergedLinear  # H → (N + 2G)·D
@@ -38,24 +38,24 @@ class FusedLayer:
     mlp_norm: nn.Module
     gate_up: MergedLinear  # H → 2·I
     down: MergedLinear  # I → H
-    kind: str
+    layer_type: str
 
     @property
-    def products(self) -> tuple[MergedLinear, ...]:
-        """All of them."""
+    def linears(self) -> tuple[MergedLinear, ...]:
+        """The layer's matrix products."""
         return self.qkv, self.output, self.gate_up, self.down
 
 
 class FusedDecoder:
     """Computes what `model.get_decoder()` computes over a preallocated cache, up to rounding."""
 
-    def __init__(self, model: Any, kinds: Sequence[str], window: int | None = None) -> None:
-        """Merges the model's projections in place; `model` computes what it did before. See `can_drive`.
+    def __init__(self, model: Any, layer_types: Sequence[str], window: int | None = None) -> None:
+        """Merges the projections of `model` in place; it computes what it did before. See `can_drive`.
 
-        kinds: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
+        layer_types: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
         """
         decoder, config = model.get_decoder(), model.config
-        self.window, self.kinds = window, set(kinds)
+        self.window, self.layer_types = window, set(layer_types)
         self.attention = "masked"
         self.embedding = model.get_input_embeddings()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -63,10 +63,12 @@ class FusedDecoder:
         self.eps = config.rms_norm_eps
         self.norm = decoder.norm
         lm_head = model.get_output_embeddings()
-        copied = copy_pays(list(model.parameters()))
-        self.logits = MergedLinear.of([lm_head], copied)  # H → V
+        copy_weights = copy_pays(list(model.parameters()))
+        self.logits = MergedLinear.of([lm_head], copy_weights)  # H → V
         self.rotary = decoder.rotary_emb
-        self.layers = [self._fuse(layer, kind, copied) for layer, kind in zip(decoder.layers, kinds)]
+        self.layers = [
+            self._fuse(layer, layer_type, copy_weights) for layer, layer_type in zip(decoder.layers, layer_types)
+        ]
 
     @staticmethod
     def can_drive(model: Any) -> bool:
@@ -83,25 +85,25 @@ class FusedDecoder:
         )
 
     def without_layers(self, skipped: Collection[int]) -> FusedDecoder:
-        """The same weights, the layers of these numbers left out."""
-        left = copy(self)
-        left.layers = [layer for index, layer in enumerate(self.layers) if index not in skipped]
-        left.kinds = {layer.kind for layer in left.layers}
-        return left
+        """A decoder that shares the weights and skips the layers with these indices."""
+        shorter = copy(self)
+        shorter.layers = [layer for index, layer in enumerate(self.layers) if index not in skipped]
+        shorter.layer_types = {layer.layer_type for layer in shorter.layers}
+        return shorter
 
     @staticmethod
-    def _fuse(layer: Any, kind: str, copied: bool) -> FusedLayer:
+    def _fuse(layer: Any, layer_type: str, copy_weights: bool) -> FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         return FusedLayer(
             layer.input_layernorm,
-            MergedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj], copied),
+            MergedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj], copy_weights),
             getattr(attention, "q_norm", None),
             getattr(attention, "k_norm", None),
-            MergedLinear.of([attention.o_proj], copied),
+            MergedLinear.of([attention.o_proj], copy_weights),
             layer.post_attention_layernorm,
-            MergedLinear.of([mlp.gate_proj, mlp.up_proj], copied),
-            MergedLinear.of([mlp.down_proj], copied),
-            kind,
+            MergedLinear.of([mlp.gate_proj, mlp.up_proj], copy_weights),
+            MergedLinear.of([mlp.down_proj], copy_weights),
+            layer_type,
         )
 
     def __call__(
@@ -112,14 +114,14 @@ class FusedDecoder:
         token_ids and depths [B, R] int64; sees [B, R, R] bool. No value is read back: the texts' lengths lie on the
         device, and cache rows after them are masked.
         """
-        if not torch.compiler.is_compiling():  # a program finds this done
+        if not torch.compiler.is_compiling():  # whoever calls a compiled program has done this
             cache.allocate(self.like)
-            cache.reach(token_ids.shape[1])
+            cache.set_visible_length(token_ids.shape[1])
         assert cache.rows is not None
         end = cache.rows.shape[2]
         positions = depths + cache.lengths[:, None]
         visible, key_positions = behind_text(sees, positions, cache.lengths, end)
-        masks = by_kind(visible, positions, key_positions, self.window, self.kinds)
+        masks = masks_by_layer_type(visible, positions, key_positions, self.window, self.layer_types)
         attention = TREE_ATTENTION[self.attention](masks, self.heads // self.kv_heads, self.dtype)
         states = self.embedding(token_ids)
         slots = cache.slots(token_ids.shape[1])
@@ -157,12 +159,12 @@ class FusedDecoder:
             if layer.q_norm is not None:
                 queries, keys = queries_keys.split([self.heads, self.kv_heads], dim=2)
                 queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
-            turned = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
-            queries, keys = turned.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
+            rotated = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
+            queries, keys = rotated.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
             keys, values = cache.write(index, slots, keys, values.transpose(1, 2))
-            # the queries of one key head are rows of one product: no key is repeated
+            # queries that share a key head become rows of one product, so keys are not repeated
             queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
-            attended = attention(layer.kind, queries, keys, values)
+            attended = attention(layer.layer_type, queries, keys, values)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             states = states + layer.output(attended)
             gate, up = layer.gate_up(self._normed(states, layer.mlp_norm)).chunk(2, dim=-1)
@@ -172,13 +174,13 @@ class FusedDecoder:
         return self._normed(states, self.norm), aux_hidden
 
     def _normed(self, states: Tensor, norm: Any) -> Tensor:
-        """As transformers has it: in float32, whatever the states' own type, which even float64 shows."""
+        """RMSNorm as transformers computes it: in float32 whatever the states' type, float64 included."""
         if states.dtype == torch.float32:
             return F.rms_norm(states, (states.shape[-1],), norm.weight, self.eps)
         return norm(states)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin `[..., 1, D]` of positions `[...]`, sin with the sign of the half it turns."""
+        """cos and sin `[..., 1, D]` of positions `[...]`; the first half of sin is negated, for `roll`."""
         angles = positions[..., None, None].float() * self.rotary.inv_freq
         cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
         return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 STEPS = {"cpu": 64, "cuda": 256}
-"""Rows by which what a forward reads of a cache grows: a GPU captures a graph for each length, a CPU pays per row."""
+"""The visible part of a cache grows by so many rows: a GPU captures a graph per length, a CPU pays per row."""
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """One layer's keys and values `[B, G, C, D]`, views of its cache's memory, as transformers' modules use them."""
+    """What transformers' modules see of one layer: keys and values `[B, G, C, D]`, views of the cache's memory."""
 
     is_sliding = False
 
@@ -26,14 +26,14 @@ class PreallocatedLayer(CacheLayerMixin):
         self.cache, self.index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The cache holds the memory, which the first layer makes it allocate; nothing is kept here."""
+        """The first layer makes the cache allocate the memory of all; nothing is kept here."""
         self.cache.allocate(key_states)
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write R rows behind the committed ones (without committing them) and lend all of them."""
+        """Write R rows behind the committed ones, without committing them; all rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self.cache.write(self.index, self.cache.slots(key_states.shape[2]), key_states, value_states)
@@ -51,10 +51,10 @@ class PreallocatedLayer(CacheLayerMixin):
 class KVCache(Cache):
     """The cache of every layer of a target, with room for `capacity` rows (committed text plus one forward) a sequence.
 
-    How much is committed is known on the device; the host keeps a bound, which is exact once it has read every step.
+    The device knows how many rows are committed; the host keeps an upper bound, exact once it has read every step.
 
     store    [N, B, 2, G, C, D] keys and values, allocated when the first states are seen
-    rows     [N, B·2·G, C', D] the same memory, as far as `reach` said: what a forward reads, writes and is given
+    rows     [N, B·2·G, C', D] the visible part of it, set by `set_visible_length`: what a forward reads and writes
     lengths  [B] int64 on the device, committed rows of each sequence
     bound    no sequence has more committed rows
     """
@@ -71,20 +71,20 @@ class KVCache(Cache):
         self._views: dict[int, Tensor] = {}
 
     def allocate(self, like: Tensor) -> None:
-        """Set the memory aside, the first time, for states `[B, G, R, D]` like these."""
+        """Allocate the memory, once, for states `[B, G, R, D]` like these."""
         if self.store is None:
             _, heads, _, size = like.shape
             self.store = like.new_zeros(len(self.layers), len(self.lengths), 2, heads, self.capacity, size)
             self._show()
 
     def memory(self) -> list[Tensor]:
-        """The tensors that outlive a step; where they lie, a captured step expects them."""
+        """The tensors that outlive a step; CUDA graphs hold their addresses."""
         return [self.lengths] if self.store is None else [self.lengths, self.store]
 
-    def reach(self, rows: int) -> int:
-        """Make `rows` reach as far as a forward over that many more rows may write, in whole steps; how far.
+    def set_visible_length(self, rows: int) -> int:
+        """Make visible what a forward over `rows` more rows reads and writes, rounded up to `step`; the visible length.
 
-        The host does this before a step, from its bound: a program or a captured graph sees few different lengths.
+        The host calls this before a step, with its upper bound; rounding keeps the number of different lengths small.
         """
         end = self.bound + rows
         assert end <= self.capacity, f"cache of {self.capacity} rows asked to hold {end}"
@@ -97,12 +97,12 @@ class KVCache(Cache):
             return
         if self._end not in self._views:
             view = self.store.flatten(1, 3)[:, :, : self._end]
-            torch._dynamo.maybe_mark_dynamic(view, 2)  # one compiled program serves every length
+            torch._dynamo.maybe_mark_dynamic(view, 2)  # one compiled program for all lengths
             self._views[self._end] = view
         self.rows = self._views[self._end]
 
     def slots(self, rows: int) -> Tensor:
-        """[B, rows] int64, where the next forward's rows go."""
+        """[B, rows] int64, the slots of the next forward's rows."""
         return self.lengths[:, None] + torch.arange(rows, device=self.lengths.device)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class KVCache(Cache):
         states = torch.cat([keys, values], dim=1).flatten(0, 1)  # [B·2·G, R, D]
         if batch == 1 and not torch.compiler.is_compiling():
             self.rows[layer].index_copy_(1, slots[0], states)
-        else:  # a program that writes into a part of a tensor would copy all of it
+        else:  # in a compiled program index_copy_ into a part would copy the whole tensor
             lanes = torch.arange(len(states), device=slots.device)[:, None]
             into = slots.repeat_interleave(2 * heads, 0) if batch > 1 else slots
             self.rows.index_put_((torch.full_like(lanes, layer), lanes, into), states)
@@ -128,9 +128,9 @@ class KVCache(Cache):
         self.lengths[index] = single.bound
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
-        """Commit the first `counts [B]` of `rows [B, A]` (ascending, of the last forward) in place, all layers at once.
+        """Move the rows `rows [B, A]` (ascending) of the last forward behind the text, commit the first `counts [B]`.
 
-        What lies behind a sequence's count is written but not committed. The host's `bound` is left alone: `settle`.
+        The host's `bound` stays as it is; see `settle`.
         """
         assert self.rows is not None
         into = self.slots(rows.shape[1])
@@ -152,7 +152,7 @@ class KVCache(Cache):
         self.bound += count
 
     def settle(self, bound: int) -> None:
-        """The host has learned that no sequence holds more than `bound` rows."""
+        """The host has read that no sequence has more than `bound` rows."""
         self.bound = bound
 
     def clear(self) -> None:
@@ -162,10 +162,10 @@ class KVCache(Cache):
 
 
 class ShardedKVCache(KVCache):
-    """The cache of a target whose layers lie on several devices: memory of its own for every layer, one sequence."""
+    """The cache of a target spread over several devices: one sequence, every layer's memory on its own device."""
 
     def __init__(self, devices: Sequence[torch.device], capacity: int, device: torch.device) -> None:
-        """devices: of every layer; device: where token ids, lengths and choices lie."""
+        """devices: of every layer; device: of token ids, lengths and choices."""
         super().__init__(len(devices), capacity, device=device)
         self.devices = devices
         self.stores: list[Tensor] = []

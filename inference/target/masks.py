@@ -1,4 +1,4 @@
-"""Who sees whom in a forward behind cached text; sliding windows are part of it, as our masks replace a decoder's own.
+"""Which keys the rows of a forward behind cached text see, sliding windows included: our masks replace a decoder's own.
 
 Shapes: B sequences, R rows of a forward, C cache rows that are read (committed text, the forward's rows, garbage).
 """
@@ -12,9 +12,9 @@ from torch import Tensor
 
 
 def behind_text(sees: Tensor, positions: Tensor, lengths: Tensor, end: int) -> tuple[Tensor, Tensor]:
-    """Rows that lie behind `lengths [B]` committed ones: what they see `[B, R, C]`, and key positions `[B, C]`.
+    """For rows behind `lengths [B]` committed ones: which keys they see `[B, R, C]`, and key positions `[B, C]`.
 
-    sees [B, R, R] among the rows; positions [B, R]. C = `end`; no length is read by the host. Worked example: 2
+    sees [B, R, R] among the rows; positions [B, R]; C = `end`. Reads nothing back to the host. Worked example: 2
     committed rows, R = 2, C = 5, causal: row 0 sees slots 0, 1, 2 and row 1 sees 0, 1, 2, 3; slot 4 is garbage.
     """
     rows = positions.shape[1]
@@ -27,11 +27,11 @@ def behind_text(sees: Tensor, positions: Tensor, lengths: Tensor, end: int) -> t
     return visible, torch.where(among_rows, positions.gather(1, row), index)
 
 
-def by_kind(
-    visible: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None, kinds: Collection[str]
+def masks_by_layer_type(
+    visible: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None, layer_types: Collection[str]
 ) -> dict[str, Tensor]:
-    """`visible [B, R, C]` for each of the layer kinds. Window w, row at position 9: sees positions 10 − w … 9."""
+    """`visible [B, R, C]` for each layer type. Window w, row at position 9: sees positions 10 − w … 9."""
     masks = {"full_attention": visible}
-    if window is not None and "sliding_attention" in kinds:
+    if window is not None and "sliding_attention" in layer_types:
         masks["sliding_attention"] = visible & (key_positions[:, None] > query_positions[:, :, None] - window)
-    return {kind: mask for kind, mask in masks.items() if kind in kinds}
+    return {layer_type: mask for layer_type, mask in masks.items() if layer_type in layer_types}

@@ -24,7 +24,7 @@ from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, ShardedKVCache
 from draft_heads.inference.target.linear import DraftingView
-from draft_heads.inference.target.masks import behind_text, by_kind
+from draft_heads.inference.target.masks import behind_text, masks_by_layer_type
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
 
@@ -78,7 +78,7 @@ class Target:
                 f"the target must be a decoder with full or sliding-window attention and an LM head; {self.name} has "
                 f"{reason}; pick another --target"
             )
-        self.kinds = self._kinds()
+        self.layer_types = self._layer_types()
         layers = getattr(self.decoder, "layers", None)
         self.layer_devices = [next(x.parameters()).device for x in layers or ()]
         if any(device.type == "meta" for device in self.layer_devices):
@@ -95,7 +95,7 @@ class Target:
     def fused(self) -> FusedDecoder | None:
         """The fast forward of Llama-like decoders, made when first decoding; None where the modules must do."""
         if self._fused is None and not self._modules_only:
-            self._fused = FusedDecoder(self.model, self.kinds, self.window)
+            self._fused = FusedDecoder(self.model, self.layer_types, self.window)
         return self._fused
 
     def compile(self) -> None:
@@ -108,7 +108,7 @@ class Target:
         whole = self._needs_fused("self_speculative")
         left = copy(self)
         left._fused = whole.without_layers(skipped)
-        left.kinds = [layer.kind for layer in left._fused.layers]
+        left.layer_types = [layer.layer_type for layer in left._fused.layers]
         return left
 
     def attend(self, path: str) -> None:
@@ -131,7 +131,7 @@ class Target:
             )
         return self.fused
 
-    def _kinds(self) -> list[str]:
+    def _layer_types(self) -> list[str]:
         """What each layer sees: full_attention or sliding_attention."""
         if self._per_layer_type:
             return list(self.config.layer_types)
@@ -248,7 +248,7 @@ class Target:
                     "by one"
                 )
             return ShardedKVCache(self.layer_devices, capacity, self.device)
-        return KVCache(len(self.kinds), capacity, batch, self.device)
+        return KVCache(len(self.layer_types), capacity, batch, self.device)
 
     def check_layers(self, target_layers: Sequence[int]) -> None:
         """ValueError unless heads can read these layers: layer k's output is `hidden_states[k]` in transformers."""
@@ -314,8 +314,8 @@ class Target:
         if self.fused is not None:
             return self.fused(token_ids, depths, sees, cache, target_layers)
         positions = depths + cache.lengths[:, None]
-        visible, keys = behind_text(sees, positions, cache.lengths, cache.reach(sees.shape[1]))
-        masks = by_kind(visible, positions, keys, self.window, self.kinds)
+        visible, keys = behind_text(sees, positions, cache.lengths, cache.set_visible_length(sees.shape[1]))
+        masks = masks_by_layer_type(visible, positions, keys, self.window, self.layer_types)
         return self._through_modules(token_ids, positions, masks, cache, target_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ class Target:
         """Hidden `[B, L, H]` and aux_hidden `[B, L, k·H]` of whole rows; a token sees its own conversation only."""
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
-        masks = by_kind(visible, position_ids, position_ids, self.window, self.kinds)
+        masks = masks_by_layer_type(visible, position_ids, position_ids, self.window, self.layer_types)
         return self._through_modules(input_ids, position_ids, masks, None, target_layers)
 
     def states_of(self, batch: dict[str, Tensor], target_layers: Sequence[int] = ()) -> dict[str, Tensor]:

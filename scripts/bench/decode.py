@@ -251,7 +251,7 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
         engine._end.fill_(len(text) + max(NODES))
         target.prefill(torch.tensor(text, device=target.device), cache)
         tree, base = engine.drafter.propose(), torch.zeros((), dtype=torch.long, device=target.device)
-        cache.reach(1 + nodes)
+        cache.set_visible_length(1 + nodes)
 
         def run() -> None:
             cache.lengths.fill_(len(text))
@@ -283,7 +283,7 @@ def matrix_products(target: Target, rows: int) -> Callable[[], Any]:
     products: list[Any] = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
     sizes = [module.in_features for module in products]
     if target.fused is not None:
-        products = [product for layer in target.fused.layers for product in layer.products] + [target.fused.logits]
+        products = [product for layer in target.fused.layers for product in layer.linears] + [target.fused.logits]
         sizes = [product.inputs for product in products]
     inputs = [torch.ones(rows, size, dtype=target.dtype, device=target.device) for size in sizes]
     return lambda: [product(x) for product, x in zip(products, inputs)]

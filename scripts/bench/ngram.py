@@ -23,26 +23,17 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from draft_heads.data.synthetic.corpus import conversations
+from draft_heads.inference.drafters.base import VerifiedStep
 from draft_heads.inference.drafters.text.base import TextDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.evaluation.report import environment
-from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
-
-
-def hastened(drafter: NgramDrafter) -> NgramDrafter:
-    """As the drafters that a command line names."""
-    drafter.hasten()
-    return drafter
-
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "data" / "tiny_target"
 DRAFTERS = {
-    "ngram": lambda: hastened(NgramDrafter()),
-    "ngram tree": lambda: hastened(NgramDrafter(branches=4, max_nodes=16)),
-    "ngram in Python": lambda: NgramDrafter(),
-    "ngram tree in Python": lambda: NgramDrafter(branches=4, max_nodes=16),
+    "ngram": lambda: NgramDrafter(),
+    "ngram tree": lambda: NgramDrafter(branches=4, max_nodes=16),
     "prompt_lookup": lambda: PromptLookupDrafter(),
 }
 
@@ -65,7 +56,7 @@ def step_times(drafter: TextDrafter, text: Sequence[int], context: int, steps: i
     for _ in range(steps):
         count = rng.randint(1, 4)
         tokens = torch.tensor([*text[place : place + count], *[0] * (drafter.max_depth + 1 - count)])
-        step = VerifiedStep(tokens, tokens, torch.empty(len(tokens), 0), torch.tensor(count), tree=DraftTree.empty())
+        step = VerifiedStep(tokens, tokens, torch.empty(len(tokens), 0), torch.tensor(count), None, DraftTree.empty())
         start = time.perf_counter()
         drafter.observe(step)
         drafter.propose()

@@ -37,7 +37,7 @@ def make_drafters(target, prompts):
         **{kind: lambda head=head: drafter_for(head, target, 8) for kind, head in heads.items()},
         "ngram": lambda: NgramDrafter(branches=2),
         "hybrid": lambda: HybridDrafter(
-            [("ctc", drafter_for(heads["ctc"], target, 8)), ("ngram", NgramDrafter())], target, 8, fit=0
+            [("ctc", drafter_for(heads["ctc"], target, 8)), ("ngram", NgramDrafter())], target, 8
         ),
     }
 

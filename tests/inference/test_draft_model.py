@@ -203,7 +203,7 @@ def test_skipped_layers_are_every_second_but_the_outermost():
 @torch.inference_mode()
 def test_the_layers_left_share_the_weights_and_say_something_else(target):
     left = target.without_layers([0])
-    assert left.fused.layers[0] is target.fused.layers[1] and left.kinds == target.kinds[1:]
+    assert left.fused.layers[0] is target.fused.layers[1] and left.layer_types == target.layer_types[1:]
     prompt = torch.tensor(make_prompts(target, 1)[0])
     whole, part = (model.prefill(prompt, model.new_cache(128))[1] for model in (target, left))
     assert len(left.new_cache(1).layers) == 1 and not torch.allclose(whole, part, atol=0.1)

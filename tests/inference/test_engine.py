@@ -135,8 +135,8 @@ def decode_with_partial_acceptances(target, drafter):
             begin(*arguments)
             hints.begin(*arguments)
 
-        def reach(self, tokens):
-            drafter.reach(tokens)
+        def set_visible_length(self, tokens):
+            drafter.set_visible_length(tokens)
 
         def observe(self, step):
             nonlocal observed
@@ -213,6 +213,8 @@ def test_every_node_is_scored_as_the_training_forward_scores_its_path(name, kind
     text = decode_with_partial_acceptances(target, drafter)
     with torch.inference_mode():
         tree = drafter.propose()
+    found = drafter.findings()  # of a k-gram cache
+    assert not found or (found["misses"] > 16 and found["hits"] + found["reloads"] > 0)
     levels = depths(ancestor_rows(tree.parents, len(tree)))[1:]
     assert levels.max() >= 3 and len(tree) == 24
 
@@ -303,7 +305,7 @@ def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settin
     """What lies in a cache behind the text is not read, and the drafts are those of a drafter that reads all of it."""
     drafter = drafter_for(make_head(target, kind, **settings), target, 6)
     whole = drafter_for(make_head(target, kind, **settings), target, 6)
-    monkeypatch.setattr(whole, "reach", lambda tokens: None)
+    monkeypatch.setattr(whole, "set_visible_length", lambda tokens: None)
     cache = next(cache for cache in vars(drafter).values() if isinstance(cache, BlockCache | list))
     cache = cache[0] if isinstance(cache, list) else cache
     trees = {drafter: [], whole: []}

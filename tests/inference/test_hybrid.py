@@ -1,21 +1,17 @@
-"""Several drafters in one tree: merging, calibration, what does not pay, and that decoding stays exact."""
+"""Several drafters in one tree: merging, credit, riding rows, the pay-off rule, and that decoding stays exact."""
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
 
 from draft_heads.inference.drafters.heads.rank_paths import RankPaths
+from draft_heads.inference.drafters.hybrid import hybrid as hybrids
 from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
-from draft_heads.inference.drafters.hybrid.merged_tree import (
-    LevelSource,
-    MergedTree,
-    PhraseSource,
-    SilentSource,
-    TreeSource,
-)
+from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, NullSource, PhraseSource, TreeSource
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
@@ -23,66 +19,53 @@ from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.ngram_table import NgramTable
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
-from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine, GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
+
+# ---- merging ---------------------------------------------------------------------------------------------
 
 
 def proposal(tokens, parents, probabilities):
     source = TreeSource()
     logs = torch.tensor(probabilities, dtype=torch.float64).log()
-    source.take(DraftTree.build(torch.tensor(tokens), torch.tensor(parents), logs))
+    source.set(DraftTree.build(torch.tensor(tokens), torch.tensor(parents), logs))
     return source
 
 
-def merged(*sources, table=None, max_nodes=16, max_depth=8, least=0.0, calibration=None):
-    table = table or NgramTable(3)
-    bounds = [math.log(least)] * max_nodes if least else None
-    return MergedTree(sources, calibration or Calibration(), max_nodes, max_depth, bounds)
-
-
-def as_tree(tree):
-    return DraftTree.build(torch.tensor(tree.tokens), torch.tensor(tree.parents))
-
-
-def in_order(tree):
-    for node in range(len(tree.tokens)):
-        path, at = (), node
-        while at >= 0:
-            path, at = (tree.tokens[at], *path), tree.parents[at]
-        yield path
+def merged(*sources, table=None, max_nodes=16, max_depth=8, calibration=None):
+    return MergedTree(sources, calibration or Calibration(), max_nodes, max_depth, table)
 
 
 def paths(tree):
-    return set(in_order(tree))
+    """The path of each node, in the nodes' order."""
+    found = []
+    for token, parent in zip(tree.tokens, tree.parents):
+        found.append((*found[parent], token) if parent >= 0 else (token,))
+    return found
 
 
-# ---- merging ---------------------------------------------------------------------------------------------
+def followers(n, *tokens):
+    table = NgramTable(n)
+    table.extend(tokens)
+    return table
 
 
 def test_equal_prefixes_are_merged_and_credited_to_the_first_who_has_them():
     first = proposal([5, 6], [-1, 0], [0.6, 0.5])  # 5, 5 6
     second = proposal([5, 7, 9], [-1, 0, -1], [0.7, 0.4, 0.2])  # 5, 5 7, 9
     tree = merged(first, second)
-    assert paths(tree) == {(5,), (5, 6), (5, 7), (9,)}
-    by_path = {tree.tokens[i]: (tree.source[i], tree.needs[i]) for i in range(4)}
-    assert by_path == {5: (0, 0), 6: (0, 1), 7: (1, 2), 9: (1, 2)}
-    check_tree(as_tree(tree))
-
-
-def test_agreement_raises_the_estimate_above_either_part():
-    alone = merged(proposal([5], [-1], [0.5])).scores[0]
-    both = merged(proposal([5], [-1], [0.5]), proposal([5], [-1], [0.5])).scores[0]
-    assert torch.tensor([alone, both]).exp().tolist() == pytest.approx([0.5, 0.75])
+    check_tree(tree.as_tree(torch.device("cpu")))
+    by_path = {path: (tree.source[i], tree.needs[i]) for i, path in enumerate(paths(tree))}
+    assert by_path == {(5,): (0, 0), (5, 6): (0, 0b01), (5, 7): (1, 0b10), (9,): (1, 0b10)}
 
 
 def test_leaves_are_lengthened_by_what_followed_them_in_the_text():
-    table = NgramTable(3)
-    table.extend([1, 2, 3, 4, 9, 1])
+    table = followers(3, 1, 2, 3, 4, 9, 1)
     tree = merged(proposal([2], [-1], [0.9]), PhraseSource(table), table=table)
-    assert {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 9)} <= paths(tree)
+    assert {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 9)} <= set(paths(tree))
     assert tree.source[tree.tokens.index(3)] == 1
 
 
@@ -92,76 +75,46 @@ def test_the_budget_goes_to_the_nodes_most_probably_accepted():
     assert set(merged(wide, deep, max_nodes=3).tokens) == {8, 9, 1}
 
 
-def test_nodes_below_the_least_acceptance_are_left_out():
-    source = proposal([1, 2, 3], [-1, -1, 0], [0.6, 0.2, 0.09])
-    assert merged(source, least=0.15).tokens == [1, 2]
-    assert merged(source, least=0.7).tokens == []
-
-
-def test_impossible_nodes_are_no_stumbling_block():
+def test_nodes_of_no_probability_are_merged_too():
     scores = torch.tensor([-1.0, -torch.inf, -torch.inf, -2000.0])
     source = TreeSource()
-    source.take(DraftTree.build(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, -1, 1, 0]), scores))
+    source.set(DraftTree.build(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, -1, 1, 0]), scores))
     assert merged(source, max_nodes=4).tokens[0] == 1
 
 
 def test_no_path_is_deeper_than_asked():
-    table = NgramTable(2)
-    table.extend([1, 1, 1])
-    assert len(merged(SilentSource(), PhraseSource(table), table=table, max_depth=4).tokens) == 4
+    table = followers(2, 1, 1, 1)
+    assert len(merged(NullSource(), PhraseSource(table), table=table, max_depth=4).tokens) == 4
 
 
 def test_random_merges_are_trees_whose_siblings_differ():
-    generator = torch.Generator().manual_seed(0)
+    draw = random.Random(0)
     for _ in range(50):
         sources = []
         for _ in range(3):
-            parents, children = [], set()
-            tokens = []
-            while len(tokens) < 12:
-                parent = int(torch.randint(-1, len(tokens) or 1, (), generator=generator)) if tokens else -1
-                token = int(torch.randint(0, 4, (), generator=generator))
-                if (parent, token) not in children:
-                    children.add((parent, token))
-                    tokens.append(token)
-                    parents.append(parent)
-            scores = [0.9 ** (1 + len(paths_of(parents, node))) for node in range(12)]
-            sources.append(proposal(tokens, parents, scores))
+            nodes = {}  # parent and token → probability
+            while len(nodes) < 12:
+                nodes.setdefault((draw.randrange(-1, len(nodes)), draw.randrange(4)), 0.9 ** (1 + len(nodes)))
+            sources.append(proposal([token for _, token in nodes], [parent for parent, _ in nodes], [*nodes.values()]))
         tree = merged(*sources, max_nodes=20)
-        check_tree(as_tree(tree))
-        assert len(tree.tokens) == 20 == len(paths(tree))
-
-
-def paths_of(parents, node):
-    return list(itertools.takewhile(lambda n: n >= 0, iterate(parents, node)))
-
-
-def iterate(parents, node):
-    while True:
-        yield node
-        node = parents[node] if node >= 0 else -1
+        check_tree(tree.as_tree(torch.device("cpu")))
+        assert len(tree.tokens) == 20 == len(set(paths(tree)))
 
 
 def test_who_is_needed_for_a_node_is_needed_for_those_behind_it():
-    table = NgramTable(3)
-    table.extend([9, 5, 1, 2, 3, 1])
+    table = followers(3, 9, 5, 1, 2, 3, 1)
     first = proposal([2, 7], [-1, 0], [0.6, 0.5])
     tree = merged(first, PhraseSource(table), proposal([9], [-1], [0.5]), table=table)
-    needs = {path: tree.needs[node] for node, path in enumerate(in_order(tree))}
+    needs = dict(zip(paths(tree), tree.needs))
     assert needs[2,] == 0 and needs[2, 7] == 0b001 and needs[2, 3] == 0b010 and needs[2, 3, 1] == 0b010
     assert needs[9,] == 0b100 and needs[9, 5] == 0b110
-    assert [tree.needing(source) for source in range(3)] == [
-        sum(needed >> source & 1 for needed in tree.needs) for source in range(3)
-    ]
     assert tree.learn([2, 3, 1]) == [(0, 0), (1, 0b010), (1, 0b010)]
-    tree.cut(1)
-    assert len(tree.needs) == 1 and sum(map(tree.needing, range(3))) == tree.needs[0].bit_count()
 
 
-def test_learning_judges_every_child_considered_behind_the_accepted_path_and_none_elsewhere():
+def test_learning_judges_every_proposal_behind_the_accepted_path_and_none_elsewhere():
     calibration = Calibration()
     tree = merged(proposal([5, 6, 7], [-1, -1, 0], [0.7, 0.3, 0.35]), calibration=calibration)
-    assert tree.learn([5, 8]) == [(0, 1)]  # 5 was accepted, then 8 came instead of 7
+    assert tree.learn([5, 8, 7]) == [(0, 1)]  # 5 was accepted, then 8 came instead of 7
     right, wrong, behind = confidence(0.7), confidence(0.3), confidence(0.5)
     estimate = {entry: calibration.estimate((entry,), (0.0,)) for entry in (right, wrong, behind)}
     assert estimate[right] == pytest.approx((4 * 0.7 + 1) / 5)
@@ -172,28 +125,25 @@ def test_learning_judges_every_child_considered_behind_the_accepted_path_and_non
 class AsTold(Calibration):
     """Believes every source's own probability."""
 
-    def estimate(self, evidence, guesses):
-        return 1 - math.prod(1 - guess for _, guess in guesses)
+    def estimate(self, evidence, priors):
+        return 1 - math.prod(1 - prior for prior in priors if prior is not None)
 
 
-def levels(*rows, least=0.02):
-    """A source of depths, each {token: probability}."""
-    source = LevelSource(least)
-    most = max(map(len, rows))
+def levels(*rows):
+    """A source of levels, each {token: probability}."""
+    source, most = LevelSource(), max(map(len, rows))
     padded = [sorted(row.items(), key=lambda one: -one[1]) + [(0, 1e-9)] * (most - len(row)) for row in rows]
     told = torch.tensor(padded, dtype=torch.float64)
-    source.take(torch.stack([told[..., 0], told[..., 1].log()]))
+    source.set(torch.stack([told[..., 0], told[..., 1].log()]))
     return source
 
 
-def test_what_depends_on_depth_alone_is_said_behind_every_node():
-    table = NgramTable(3)
-    table.extend([1, 2, 3, 1])
-    tree = merged(
-        levels({7: 0.9}, {8: 0.8, 9: 0.1}), PhraseSource(table), table=table, calibration=AsTold(), max_nodes=30
-    )
-    assert {(7,), (7, 8), (7, 9), (2,), (2, 8), (2, 9), (2, 3), (2, 3, 1)} <= paths(tree)
-    assert not any(len(path) > 2 and path[-1] in (7, 8, 9) for path in paths(tree))
+def test_what_depends_on_depth_alone_is_proposed_behind_every_node():
+    table = followers(3, 1, 2, 3, 1)
+    source = levels({7: 0.9}, {8: 0.8, 9: 0.1})
+    found = paths(merged(source, PhraseSource(table), table=table, calibration=AsTold(), max_nodes=30))
+    assert {(7,), (7, 8), (7, 9), (2,), (2, 8), (2, 9), (2, 3), (2, 3, 1)} <= set(found)
+    assert not any(len(path) > 2 and path[-1] in (7, 8, 9) for path in found)
 
 
 def test_a_tree_of_levels_alone_is_the_best_one():
@@ -203,71 +153,75 @@ def test_a_tree_of_levels_alone_is_the_best_one():
         best = RankPaths(3, nodes, 12).best_tree(log_probs)
         top = log_probs.topk(min(nodes, 12))
         source = LevelSource(least=0.0)
-        source.take(torch.stack([top.indices.double(), top.values]))
-        tree = merged(source, SilentSource(), calibration=AsTold(), max_nodes=nodes)
-        assert sorted(tree.scores) == pytest.approx(sorted(best.log_probs.tolist()))
+        source.set(torch.stack([top.indices.double(), top.values]))
+        tree = merged(source, NullSource(), calibration=AsTold(), max_nodes=nodes)
+        assert sorted(tree.log_probs) == pytest.approx(sorted(best.log_probs.tolist()))
 
 
-def test_of_a_depth_the_unlikely_are_not_told_but_for_its_first():
-    source = levels({7: 0.9, 8: 0.019}, {5: 0.01, 6: 0.009})
-    assert [list(source.opinion(place, 0)[0]) for place in (-1, 0)] == [[7], [5]]
+def test_of_a_level_the_unlikely_are_not_proposed_but_for_its_first():
+    source = levels({7: 0.9, 8: 0.009}, {5: 0.005, 6: 0.004})
+    assert [list(source.proposals(None, depth, 0)[0]) for depth in (0, 1, 2)] == [[7], [5], []]
 
 
 # ---- in the engine ---------------------------------------------------------------------------------------
 
 
-def hybrids(llama, **options):
-    head = make_head(llama)
-    yield "ctc+ngram", [("ctc", drafter_for(head, llama, 12)), ("ngram", NgramDrafter())]
-    lookup = ("prompt_lookup", PromptLookupDrafter())
-    yield (
-        "medusa+ngram+lookup",
-        [
-            ("medusa", drafter_for(make_head(llama, "medusa"), llama, 12)),
-            ("ngram", NgramDrafter(keep=1)),
-            lookup,
-        ],
-    )
-    yield "chimera+hydra", [(kind, drafter_for(make_head(llama, kind), llama, 12)) for kind in ("chimera", "hydra")]
-    yield "ngram+lookahead", [("ngram", NgramDrafter()), ("lookahead", LookaheadDrafter(n=3, w=4))]
-    yield (
-        "ctc+ouroboros+ngram",
-        [
-            ("ctc", drafter_for(head, llama, 12)),
-            ("ouroboros", OuroborosDrafter(llama, gamma=2, w=3, p=3)),
-            ("ngram", NgramDrafter()),
-        ],
-    )
+def parts_of(llama, name):
+    """Made anew: drafters by name."""
+    made = {
+        "ngram": lambda: NgramDrafter(keep=1),
+        "prompt_lookup": PromptLookupDrafter,
+        "lookahead": lambda: LookaheadDrafter(n=3, w=4),
+        "ouroboros": lambda: OuroborosDrafter(llama, gamma=2, w=3, p=3),
+        "draft_model": lambda: DraftModelDrafter(llama.without_layers([1]), k=3),
+        "hydra_prefix": lambda: drafter_for(make_head(llama, "hydra", prefix_attention=True), llama, 6),
+    }
+    head = lambda kind: drafter_for(make_head(llama, kind), llama, 6)  # noqa: E731
+    return [(part, made[part]() if part in made else head(part)) for part in name.split("+")]
 
 
-@pytest.mark.parametrize(
-    "name", ["ctc+ngram", "medusa+ngram+lookup", "chimera+hydra", "ngram+lookahead", "ctc+ouroboros+ngram"]
-)
+NAMES = ["ctc+ngram", "medusa+ngram+prompt_lookup", "chimera+hydra", "ngram+lookahead", "ctc+ouroboros+ngram"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
-@pytest.mark.parametrize("fit", [0, 1])
-def test_decoding_is_exact(llama, llama_prompts, name, sampling, fit):
-    from draft_heads.inference.drafters.vanilla import VanillaDrafter
-
+def test_decoding_is_exact_and_parts_may_rest(llama, llama_prompts, monkeypatch, name, sampling):
+    monkeypatch.setattr(hybrids, "WINDOW", 1)
+    monkeypatch.setattr(hybrids, "SHARE", 2.0)  # whoever is needed least rests after every prompt …
+    monkeypatch.setattr(hybrids, "REST", 10)  # … and comes back behind the next one
     settings = GenerationSettings(60, sampling=sampling)
-    parts = dict(hybrids(llama))[name]
-    hybrid = DecodingEngine(llama, HybridDrafter(parts, llama, 10, fit=fit))
-    vanilla = DecodingEngine(llama, VanillaDrafter())
+    drafter = HybridDrafter(parts_of(llama, name), llama, 10)
+    hybrid, vanilla = DecodingEngine(llama, drafter), DecodingEngine(llama, VanillaDrafter())
     for prompt in llama_prompts:
         result = hybrid.generate(prompt, settings)
         assert result.tokens == vanilla.generate(prompt, settings).tokens
         drafted = sum(source >= 0 for source in result.sources)
         assert drafted - (len(result.tokens) - result.target_steps) in (0, 1)  # the answer may end on a draft
+    rests = [rest for part in drafter.findings()["parts"].values() for rest in part["rests"]]
+    assert any(len(rest) == 2 for rest in rests)
 
 
-def test_every_accepted_token_has_its_source(llama, llama_prompts):
-    answer = DecodingEngine(llama, build_drafter(DrafterSpec.parse("vanilla"), llama)).generate(
-        llama_prompts[0], GenerationSettings(40)
-    )
-    right, wrong = ScriptedDrafter(answer.tokens, 3), ScriptedDrafter([7] * 40, 3)
-    hybrid = HybridDrafter([("wrong", wrong), ("right", right)], llama, 8, fit=0)
+@pytest.mark.parametrize("name", ["ctc", "hydra", "hydra_prefix", "chimera", "draft_model"])
+def test_a_part_drafts_among_others_as_by_itself(llama, llama_prompts, monkeypatch, name):
+    (_, apart), part, ngram = *parts_of(llama, name), *parts_of(llama, f"{name}+ngram")
+    hybrid, trees = HybridDrafter([part, ngram], llama, 6), []
+    begin, observe, propose = hybrid.begin, hybrid.observe, hybrid.propose
+    monkeypatch.setattr(hybrid, "begin", lambda *given: (apart.begin(given[0], given[1] + 20), begin(*given)))
+    monkeypatch.setattr(hybrid, "observe", lambda step: (apart.observe(step), observe(step)))
+    monkeypatch.setattr(hybrid, "propose", lambda: (trees.append(apart.propose()), propose())[1])
+    for prompt in llama_prompts[:2]:
+        DecodingEngine(llama, hybrid).generate(prompt, GenerationSettings(40))
+        assert torch.equal(trees[-1].tokens, hybrid.parts[0].tree.tokens)
+        assert torch.equal(trees[-1].parents, hybrid.parts[0].tree.parents)
+
+
+def test_every_accepted_token_has_its_source_and_the_whole_budget_is_drafted(llama, llama_prompts, monkeypatch):
+    tokens = vanilla_tokens(llama, llama_prompts[0], GenerationSettings(40))
+    hybrid = HybridDrafter([("wrong", ScriptedDrafter([7] * 40, 3)), ("right", ScriptedDrafter(tokens, 3))], llama, 6)
+    sizes, propose = [], hybrid.propose
+    monkeypatch.setattr(hybrid, "propose", lambda: (tree := propose(), sizes.append(len(tree)))[0])
     result = DecodingEngine(llama, hybrid).generate(llama_prompts[0], GenerationSettings(40))
-    assert result.tokens == answer.tokens and result.target_steps < 15
-    assert len(result.sources) == 40
+    assert result.tokens == tokens and result.target_steps < 15 and set(sizes[:-3]) == {6}
     taken = [hybrid.sources[source] for source in result.sources if source >= 0]
     assert len(taken) - (40 - result.target_steps) in (0, 1)  # the answer may end on a draft
     assert set(taken) - {"wrong"} == {"right"} and taken.count("right") > 20
@@ -294,13 +248,9 @@ class Asking(ScriptedDrafter):
 
 
 def test_a_part_is_told_what_the_target_said_about_its_own_tree(llama, llama_prompts):
-    answer = DecodingEngine(llama, build_drafter(DrafterSpec.parse("vanilla"), llama)).generate(
-        llama_prompts[0], GenerationSettings(40)
-    )
-    tokens = answer.tokens
-    asking = Asking(tokens, 3)
-    wide = ScriptedDrafter([9] * 100, 4)
-    engine = DecodingEngine(llama, HybridDrafter([("wide", wide), ("asking", asking)], llama, 4, fit=0))
+    tokens = vanilla_tokens(llama, llama_prompts[0], GenerationSettings(40))
+    asking, wide = Asking(tokens, 3), ScriptedDrafter([9] * 100, 4)
+    engine = DecodingEngine(llama, HybridDrafter([("wide", wide), ("asking", asking)], llama, 4))
     assert engine.generate(llama_prompts[0], GenerationSettings(30)).tokens == tokens[:30]
     assert len(asking.seen) > 4
     for own, proposed, choices in asking.seen:
@@ -311,74 +261,78 @@ def test_a_part_is_told_what_the_target_said_about_its_own_tree(llama, llama_pro
 
 
 def test_a_window_rides_along_behind_the_merged_nodes(llama, llama_prompts):
-    def pools(drafter, lookahead):
-        DecodingEngine(llama, drafter).generate(llama_prompts[0], GenerationSettings(40))
-        return len(lookahead.pool), len(lookahead._rows)
-
-    alone, part = LookaheadDrafter(n=4, w=5), LookaheadDrafter(n=4, w=5)
-    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], llama, 6, fit=0)
-    filled, rows = pools(hybrid, part)
-    assert rows == 3 and filled > 20
-    assert pools(alone, alone)[1] == 3
-
-
-def test_riding_rows_keep_their_places_in_the_text(llama, llama_prompts):
     part = LookaheadDrafter(n=4, w=5)
-    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], llama, 6, fit=0)
-    DecodingEngine(llama, hybrid).generate(llama_prompts[0] * 2, GenerationSettings(20))
+    hybrid = HybridDrafter([("ngram", NgramDrafter()), ("lookahead", part)], llama, 6)
+    DecodingEngine(llama, hybrid).generate(llama_prompts[0] * 2, GenerationSettings(40))
+    assert len(part._rows) == 3 and len(part.pool) > 20
     tree, own = hybrid.propose(), hybrid.parts[1].tree
-    riders, cells = ~tree.candidate, ~own.candidate
-    assert 0 < int(riders.sum()) == int(cells.sum()) and int(tree.candidate.sum()) > 0
-    assert torch.equal(tree.tokens[riders], own.tokens[cells])
+    riding, cells = ~tree.candidate, ~own.candidate
+    assert int(riding.sum()) == int(cells.sum()) == 15 and int(tree.candidate.sum()) > 0
+    assert torch.equal(tree.tokens[riding], own.tokens[cells])
     depth, own_depth = (depths(ancestor_rows(some.parents, 20))[1:] for some in (tree, own))
-    assert torch.equal(depth[riders], own_depth[cells])
-
-
-@pytest.mark.parametrize("budget,depth", [(32, 1), (2, 0)])
-def test_a_part_left_alone_may_draft_deeper_than_the_merged_tree(llama, llama_prompts, budget, depth):
-    parts = [("draft_model", DraftModelDrafter(llama, k=5)), ("ngram", NgramDrafter())]
-    hybrid = HybridDrafter(parts, llama, budget, depth=depth)
-    hybrid.parts[1].switch_off(0)
-    settings = GenerationSettings(40)
-    for prompt in llama_prompts:
-        result = DecodingEngine(llama, hybrid).generate(prompt, settings)
-        assert result.tokens == vanilla_tokens(llama, prompt, settings)
-        assert set(result.accept_lengths[1:-1]) == {6}
-    found = hybrid.findings()["parts"]["draft_model"]
-    assert found["accepted"] == found["needed"] >= 5 * 5 * len(llama_prompts)
+    assert torch.equal(depth[riding], own_depth[cells])
 
 
 @pytest.mark.parametrize("kind", ["medusa", "ctc"])
 def test_a_compiled_target_drafts_its_heads_through_programs(kind):
     torch.set_num_threads(1)
-    llama = load_target("llama", torch.float32)
+    llama, plain = load_target("llama", torch.float32), load_target("llama", torch.float32)
     llama.compile()
-    plain = load_target("llama", torch.float32)
-    llama_prompts = make_prompts(llama, 2)
-    parts = [(kind, drafter_for(make_head(llama, kind), llama, 6)), ("ngram", NgramDrafter())]
-    drafter = HybridDrafter(parts, llama, 6)
-    hybrid = DecodingEngine(llama, drafter)
-    vanilla = DecodingEngine(plain, build_drafter(DrafterSpec.parse("vanilla"), plain))
-    for prompt in llama_prompts:
+    hybrid = DecodingEngine(llama, HybridDrafter(parts_of(llama, f"{kind}+ngram"), llama, 6))
+    for prompt in make_prompts(llama, 2):
         settings = GenerationSettings(70)
-        assert hybrid.generate(prompt, settings).tokens == vanilla.generate(prompt, settings).tokens
-        drafter.parts[1].switch_off(drafter._ledger.steps)  # the head goes on by itself
-        assert hybrid.generate(prompt, settings).tokens == vanilla.generate(prompt, settings).tokens
-        drafter.parts[1]._until = 0
+        assert hybrid.generate(prompt, settings).tokens == vanilla_tokens(plain, prompt, settings)
+
+
+# ---- the pay-off rule ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first,second,rests", [("wrong", "right", 0), ("right", "wrong", 1), ("right", "right", 0)])
+def test_a_part_that_is_never_needed_rests_and_comes_back(llama, llama_prompts, monkeypatch, first, second, rests):
+    monkeypatch.setattr(hybrids, "WINDOW", 30)
+    monkeypatch.setattr(hybrids, "REST", 40)
+    prompt, settings = llama_prompts[0], GenerationSettings(100)
+    answers = {"right": vanilla_tokens(llama, prompt, settings), "wrong": [7] * 10**4}
+    hybrid = HybridDrafter(
+        [(str(place), ScriptedDrafter(answers[one], 3)) for place, one in enumerate((first, second))], llama, 8
+    )
+    engine, drafted = DecodingEngine(llama, hybrid), [0]
+    for _ in range(7):
+        assert engine.generate(prompt, settings).tokens == answers["right"]
+        drafted.append(hybrid.findings()["parts"][str(rests)]["steps"])
+    # 24 observed steps an answer: judged after two, back after two more
+    assert [after > before for before, after in itertools.pairwise(drafted)] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    idle, other = (hybrid.findings()["parts"][str(place)] for place in (rests, 1 - rests))
+    assert len(idle["rests"]) == 2 and not other["rests"] and other["steps"] == hybrid.findings()["steps"]
+    assert idle["needed"] == 0 < other["needed"]
+
+
+def test_a_part_rests_that_was_needed_in_fewer_than_a_hundredth_of_a_window(llama):
+    hybrid = HybridDrafter(parts_of(llama, "prompt_lookup+ngram"), llama, 6)
+    part, other = hybrid.parts
+    for steps, needed, rests in ((511, 0, False), (1, 6, False), (512, 5, True), (512, 0, True), (4096, 0, False)):
+        hybrid._steps += steps
+        part.needed_steps, other.needed_steps = needed, needed + 1
+        hybrid.begin(torch.tensor([1, 2, 3]), 80)
+        assert part.resting == rests and not other.rests  # the last part never rests
+        assert (other.needed_steps == 0) == (steps != 511)  # compared anew
 
 
 # ---- words -----------------------------------------------------------------------------------------------
 
 
 def test_options_of_the_whole_may_stand_behind_any_part(llama):
-    drafter = build_drafter(DrafterSpec.parse("h=ngram,n=3,fit=0+prompt_lookup,depth=5"), llama, 9)
+    drafter = build_drafter(DrafterSpec.parse("h=ngram,n=3+prompt_lookup,depth=5"), llama, 9)
     assert isinstance(drafter, HybridDrafter)
-    assert (drafter.fit, drafter._deepest_node, drafter.max_nodes, drafter.sources) == (
-        False,
-        5,
-        9,
-        ("ngram", "prompt_lookup"),
-    )
+    assert (drafter._deepest_node, drafter.max_nodes, drafter.sources) == (5, 9, ("ngram", "prompt_lookup"))
     twice = build_drafter(DrafterSpec.parse("h=ngram+ngram,keep=1"), llama, 9)
     assert twice.sources == ("ngram", "ngram_2")
 
@@ -389,8 +343,9 @@ def test_options_of_the_whole_may_stand_behind_any_part(llama):
         ("h=ngram+vanilla", "vanilla, which drafts nothing"),
         ("h=ngram+magic:x", "known kinds"),
         ("h=ngram,size=3+prompt_lookup", "unknown option size"),
-        ("h=ngram+prompt_lookup,fit=yes", "whole number"),
-        ("h=ngram+prompt_lookup,fit=2", "fit is 0 or 1"),
+        ("h=ngram+prompt_lookup,fit=0", "unknown option fit"),
+        ("h=ngram,learned=file+prompt_lookup", "unknown option learned"),
+        ("h=ngram+prompt_lookup,depth=-1", "must not be negative; got -1"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(llama, words, told):
@@ -398,7 +353,6 @@ def test_words_that_make_no_sense_are_refused(llama, words, told):
         build_drafter(DrafterSpec.parse(words), llama, 9)
 
 
-def test_one_part_is_no_hybrid_nor_are_too_many(llama):
-    for parts in (1, 33):
-        with pytest.raises(ValueError, match="2 to 32 parts"):
-            HybridDrafter([(str(part), NgramDrafter()) for part in range(parts)], llama)
+def test_one_part_is_no_hybrid(llama):
+    with pytest.raises(ValueError, match="at least 2 parts; got 1"):
+        HybridDrafter([("ngram", NgramDrafter())], llama)

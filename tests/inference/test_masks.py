@@ -2,7 +2,7 @@
 
 import torch
 
-from draft_heads.inference.target.masks import behind_text, by_kind
+from draft_heads.inference.target.masks import behind_text, masks_by_layer_type
 from draft_heads.inference.tree import ancestor_rows, depths
 
 
@@ -22,7 +22,7 @@ def test_a_window_counts_positions_of_the_path_not_rows_of_the_tree():
     sees = ancestor_rows(torch.tensor([-1, -1, 1, 2]), 3)
     positions = 2 + depths(sees)[None]
     visible, keys = behind_text(sees[None], positions, torch.tensor([2]), 8)
-    masks = by_kind(visible, positions, keys, 2, {"full_attention", "sliding_attention"})
+    masks = masks_by_layer_type(visible, positions, keys, 2, {"full_attention", "sliding_attention"})
     assert masks["full_attention"][0, 4].long().tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
     assert masks["sliding_attention"][0].long().tolist() == [
         [0, 1, 1, 0, 0, 0, 0, 0],
@@ -31,4 +31,4 @@ def test_a_window_counts_positions_of_the_path_not_rows_of_the_tree():
         [0, 0, 0, 0, 1, 1, 0, 0],
         [0, 0, 0, 0, 0, 1, 1, 0],
     ]
-    assert list(by_kind(visible, positions, keys, None, {"full_attention"})) == ["full_attention"]
+    assert list(masks_by_layer_type(visible, positions, keys, None, {"full_attention"})) == ["full_attention"]

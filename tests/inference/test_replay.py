@@ -171,7 +171,7 @@ def test_drafters_that_need_a_target_are_refused():
         "ouroboros=runs/small",
         "both=ngram+medusa:runs/head",
     )
-    assert not text_drafters([DrafterSpec.parse("h=ngram+prompt_lookup")], Letters(), 9)["h"].fit
+    assert text_drafters([DrafterSpec.parse("h=ngram+prompt_lookup")], Letters(), 9)["h"].max_nodes == 9
     for words in ("mine=ctc:runs/head", "lookahead", "h=ngram+lookahead", "self_speculative", *models):
         with pytest.raises(ValueError, match=r"drafters that read text only; .* needs a target; measure it with"):
             text_drafters([DrafterSpec.parse(words)], Letters(), 9)

@@ -196,11 +196,11 @@ def test_answers_of_an_earlier_run_do_not_stay(tmp_path):
 
 def test_what_a_hybrid_found_out_is_said_in_sentences():
     told = {"accepted": 5, "needed": 5}
-    never = {**told, "asked": 103, "switched": []}
-    twice = {**told, "asked": 40, "switched": [{"off": 20, "on": 60}, {"off": 90, "on": None}]}
+    never = {**told, "steps": 100, "rests": []}
+    twice = {**told, "steps": 50, "rests": [[20, 60], [90]]}
     notes = findings_note({"h": {"steps": 100, "parts": {"ctc": twice, "ngram": never}}, "d": {"tokens": 3.0}})
     assert notes == [
-        "h: ctc drafted in 40 of 100 target steps.",
-        "h: ctc did not pay and was switched off after 20 target steps, for another trial on again after 60.",
-        "h: ctc did not pay and was switched off after 90 target steps.",
+        "h: ctc drafted in 50 of 100 target steps.",
+        "h: ctc was hardly ever needed and rested from target step 20 until step 60.",
+        "h: ctc was hardly ever needed and rested from target step 90.",
     ]

@@ -7,8 +7,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from draft_heads.heads.base import Rows
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
@@ -119,3 +121,19 @@ def test_layers_that_cannot_be_read_are_refused(target, layers):
         target.check_layers(layers)
     with pytest.raises(ValueError, match="a ctc head reads the last hidden state only"):
         CTCConfig(target_layers=[1, 2])
+
+
+def test_parts_of_a_hybrid_are_shown_their_own_layers(target):
+    heads = [make_head(target, "medusa", target_layers=layers) for layers in ([1, 3], [2])]
+    parts = [(f"medusa_{i}", drafter_for(head, target, 8)) for i, head in enumerate(heads)]
+    hybrid = HybridDrafter([*parts, ("ngram", NgramDrafter())], target, 8)
+    assert hybrid.target_layers == (1, 2, 3)
+    prompt = make_prompts(target, 1)[0]
+    answer = DecodingEngine(target, hybrid).generate(prompt, SETTINGS)
+    assert answer.tokens == vanilla_tokens(target, prompt, SETTINGS)
+    text = Rows.of(torch.empty(0), torch.tensor([prompt + answer.tokens]))
+    anchor = len(prompt) + sum(answer.accept_lengths[:-1]) - 2
+    for head, (_, drafter) in zip(heads, parts):
+        states = target.forward_rows(text.input_ids, text.segment_ids, text.position_ids, head.config.target_layers)
+        expected = head.target_states(*(x[0, anchor] for x in states))
+        assert torch.allclose(drafter._last, expected, atol=1e-4)

@@ -273,3 +273,25 @@ def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     status, told = run(dataset, tmp_path)
     assert status != 0 and "--overwrite" in told and (tmp_path / "thesis.txt").exists()
+
+
+def test_a_head_that_reads_layers_trains_on_cached_and_on_computed_states(distil, dataset, tmp_path):
+    layers = ("--target_layers", "1", "2", "3")
+    cached = distil(tmp_path / "states", "--hidden_states", "float32", *layers)
+    batch = DraftCollator(0, 512, False, torch.float32, True)(list(load_distilled(cached).dataset.select(range(4))))
+    text = {name: value for name, value in batch.items() if "hidden" not in name}
+    computed = Target.from_pretrained(TARGET, device="cpu").states_of(text, [1, 2, 3])
+    for name, states in computed.items():
+        assert torch.allclose(batch[name][text["segment_ids"] > 0], states[text["segment_ids"] > 0], atol=1e-4)
+    for name, data in (("computed", dataset), ("cached", cached)):
+        status, told = run(data, tmp_path / name, *layers, kind="medusa")
+        assert status == 0, told
+        head = load_head(tmp_path / name / "head")
+        assert head.config.target_layers == [1, 2, 3] and head.layer_projection.weight.abs().sum() > 0
+    for data, flags, kind, rule in [
+        (cached, ("--target_layers", "1", "3"), "medusa", "has 1 2 3; distil with the same"),
+        (dataset, ("--target_layers", "4"), "medusa", "from 1 to 3"),
+        (dataset, layers, "ctc", "a ctc head reads the last hidden state only"),
+    ]:
+        status, told = run(data, tmp_path / "refused", *flags, kind=kind)
+        assert status != 0 and rule in told and "Traceback" not in told, told

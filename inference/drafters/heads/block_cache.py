@@ -1,6 +1,6 @@
 """Keys and values that a head's block has read, kept from step to step by its drafter.
 
-Shapes: G key/value heads, C capacity, C' slots within reach, D head size, Q new rows.
+Shapes: G key/value heads, C capacity, C' visible slots, D head size, Q new rows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from draft_heads.heads.block import Attend, folded_attention
 
 
 class BlockCache:
-    """One buffer `[C, 2·G, D]` of which the first C' slots are read; what lies behind the rows in use is overwritten.
+    """One buffer `[C, 2·G, D]` of which the first C' slots are visible; slots behind the rows in use are overwritten.
 
-    How many rows are in use is a tensor on the device: positions come in as tensors, and masks say who is seen.
+    The number of rows in use stays on the device: slots are tensors, and masks hide what lies behind them.
     """
 
     def __init__(self, head: DraftHead) -> None:
@@ -25,15 +25,15 @@ class BlockCache:
         self._views: dict[int, Tensor] = {}
 
     def reserve(self, slots: int) -> None:
-        """Room for `slots` rows, rounded up, all within reach; nothing is allocated where there is room already."""
+        """Room for `slots` rows, all visible; allocates only where there is too little."""
         size, *shape = self._store.shape
         if size < slots:
             self._store = self._store.new_zeros(-(-slots // 256) * 256, *shape)
             self._views.clear()
-        self.reach(len(self._store))
+        self.set_visible_length(len(self._store))
 
-    def reach(self, slots: int) -> None:
-        """Nothing is read or written beyond the first `slots` rows until more are reached, or a new text begins."""
+    def set_visible_length(self, slots: int) -> None:
+        """Only the first `slots` rows are read and written until the next call."""
         slots = min(-(-slots // 16) * 16, len(self._store))  # attention is slower over odd numbers of keys
         if slots not in self._views:
             self._views[slots] = self._store[:slots]
@@ -63,9 +63,9 @@ class BlockCache:
         return torch.arange(len(self._rows), device=self._rows.device)
 
     def entering(self, slots: Tensor, causal: bool) -> Attend:
-        """Attention of rows that enter at ascending `slots [Q]` and see all before them; each other, or backwards only.
+        """Attention that writes Q rows at ascending `slots [Q]`; each sees all slots up to its own or the last of them.
 
-        `causal` [Q, C'] is slot ≤ the row's own; otherwise slot ≤ the last row's.
+        Worked example: rows at slots 2, 3 see slots 0 … 2 and 0 … 3 if causal, else both 0 … 3.
         """
         visible = self.index() <= (slots[:, None] if causal else slots[-1])
 

@@ -136,7 +136,7 @@ class ChimeraDrafter(HeadDrafter):
     options: ClassVar[dict[str, Any]] = {"kgram_cache": 0}
 
     def __init__(self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0) -> None:
-        """kgram_cache: k-grams whose encoding is kept on the device; 0 encodes every one anew."""
+        """kgram_cache: k-grams whose encodings stay on the device; 0 encodes every one anew."""
         if kgram_cache and not isinstance(head.encoder, KGramEncoder):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
@@ -144,7 +144,7 @@ class ChimeraDrafter(HeadDrafter):
         self.head, self.view = prepare_for_drafting(head), target.drafting_view(head)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(head.config.heads, self.max_nodes)
-        self.cache = KGramCache(kgram_cache, head.config.hidden_size, target.device) if kgram_cache else None
+        self.cache = KGramCache(kgram_cache) if kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
         self._context: ChimeraContext | None = None
         self._base: Tensor | None = None
@@ -171,11 +171,11 @@ class ChimeraDrafter(HeadDrafter):
         if self._encoder is not None:
             self._encoder.reserve(capacity + self._behind)
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`."""
-        self._fusion.reach(2 * (tokens + self._behind))
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
+        self._fusion.set_visible_length(2 * (tokens + self._behind))
         if self._encoder is not None:
-            self._encoder.reach(tokens + self._behind)
+            self._encoder.set_visible_length(tokens + self._behind)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""
@@ -207,6 +207,11 @@ class ChimeraDrafter(HeadDrafter):
             return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
         states = view.embed(tokens).to(head.dtype)
         return head.encoder(states[None], slots[None], self._encoder.entering(slots, causal=True))[0]
+
+    def findings(self) -> dict[str, Any]:
+        """See `Drafter.findings`: how often the cache of k-grams had what was looked up."""
+        cache = self.cache
+        return {} if cache is None else {"hits": cache.hits, "reloads": cache.reloads, "misses": cache.misses}
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""

@@ -67,10 +67,10 @@ class CTCDrafter(HeadDrafter):
         for cache in self._cache:
             cache.reserve(capacity + self._behind)
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`."""
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
         for cache in self._cache:
-            cache.reach(tokens + self._behind)
+            cache.set_visible_length(tokens + self._behind)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""

@@ -1,4 +1,4 @@
-"""From the frames of a CTC head to a draft tree of collapsed candidates.
+"""Builds the draft tree of collapsed candidates from the frames of a CTC head.
 
 Shapes: T frames, V vocabulary, M nodes, C labels considered, P alignments.
 
@@ -54,7 +54,7 @@ def build_tree(
 
 
 def _native(log_probs: Tensor) -> bool:
-    """Whether the search in C++ is there and takes these."""
+    """Whether the C++ search is loaded and supports this device and type."""
     if log_probs.device.type != "cpu" or log_probs.dtype != torch.float32:
         return False
     return library.is_loaded() if torch.compiler.is_compiling() else library.load_library()
@@ -65,7 +65,7 @@ def prefix_tree(
 ) -> DraftTree:
     """The `max_nodes` prefixes of highest Ψ over all depths; equal scores: the shorter prefix first.
 
-    In torch operations, for devices and types that `native/ctc_prefix_tree.cpp` is not for.
+    In torch operations: the reference for `native/ctc_prefix_tree.cpp`, and the search on GPUs and in other types.
 
     Level by level: the children of the level's nodes are one [M, T]×[T, C] product, the M best of them are the next
     level, and at the end the M best of all levels are kept. No node of the answer is lost, because its ancestors

@@ -28,7 +28,7 @@ def grow_tree(
     """The best `max_nodes` drafts behind the base token.
 
     first [V]: log-probabilities of what follows the base token; `expand` is called at most `levels − 1` times, each
-    time with the best nodes of one level: where the host may ask, only those that are still among the best of all.
+    time with the best nodes of one level; where host reads are allowed, only those still among the best of all.
     A node of depth d brings d − 1 ancestors along, so of that depth no more than `max_nodes − d + 1` can be in.
     vocabulary [V]: the token of each column of the log-probabilities; None: the column is the token.
     """
@@ -76,8 +76,8 @@ def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tenso
 def best_indices(scores: Tensor, count: int) -> Tensor:
     """Ascending indices of the `count` highest scores; of equals the earlier, so a parent goes before its child.
 
-    Scores are compared as float32. No sorting of all of them, which for the few of a small tree costs a CPU ten times
-    as much: number and index are put into one integer, whose highest are unique.
+    Scores are compared as float32. Score and index are packed into one integer, so `topk` has no ties to break; a
+    stable sort takes ten times as long on a CPU.
     """
     count = min(count, len(scores))
     bits = scores.float().view(torch.int32).long()

@@ -50,6 +50,7 @@ class MedusaDrafter(HeadDrafter):
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
         self.tree = tree
         self.on_device = tree != "raw"  # the collapsed trees of the published code are built on the host
+        self.proposes_levels = tree == "best"
         self.head = prepare_for_drafting(head)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(heads or head.config.heads, self.max_nodes)

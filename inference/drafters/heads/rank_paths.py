@@ -2,9 +2,9 @@
 
 Shapes: K levels, V vocabulary, R most ranks of a level, C paths of the list, M nodes of the tree.
 
-A path takes at each of its levels the token of some rank, 1 the most probable. All paths of its length whose ranks are
-nowhere higher are at least as probable, Π ranks of them with itself, and its ancestors are too. So a path with
-`Π ranks + length − 1 > M` is not needed in a best tree of M nodes, whatever the probabilities are.
+A path takes at each level the token of some rank, 1 being the most probable. At least as probable are all paths of its
+length with no higher rank at any level (Π ranks of them, itself included) and its ancestors. So no best tree of M nodes
+needs a path with `Π ranks + length − 1 > M`, whatever the probabilities are.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class RankPaths:
     """
 
     def __init__(self, levels: int, max_nodes: int, classes: int, device: torch.device | str = "cpu") -> None:
-        """classes: V, above which there is no rank."""
+        """levels: K; classes: V, the highest rank."""
         self.depth, self.max_nodes = levels, max_nodes
         self.most = min(max_nodes, classes)  # R
         paths: list[tuple[int, ...]] = []
         parents: list[int] = []
-        before: list[tuple[tuple[int, ...], int, int]] = [((), -1, 1)]  # path, its place in the list, its product
+        before: list[tuple[tuple[int, ...], int, int]] = [((), -1, 1)]  # path, its index in the list, its Π ranks
         start = 0
         for length in range(1, levels + 1):
             found = [
@@ -57,7 +57,7 @@ class RankPaths:
     def best_tree(self, log_probs: Tensor, vocabulary: Tensor | None = None) -> DraftTree:
         """The best `max_nodes` drafts of `log_probs [K, V]`; vocabulary [V]: the token of each column, None: itself."""
         tokens, top = self.likeliest(log_probs, vocabulary)
-        nothing = torch.nn.functional.pad(top, (0, 1))  # what a path adds beyond its end
-        scores = nothing.gather(1, self.ranks.T).sum(0)
+        padded = torch.nn.functional.pad(top, (0, 1))  # 0 beyond a path's end
+        scores = padded.gather(1, self.ranks.T).sum(0)
         tree = DraftTree.build(tokens[self.levels, self.last], self.parents, scores)
         return tree.take(best_indices(scores, self.max_nodes))

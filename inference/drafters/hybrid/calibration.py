@@ -1,24 +1,23 @@
-"""What a source's word is worth: how often tokens that it proposed so were accepted, counted while decoding.
+"""How often tokens that sources proposed with some evidence were accepted, counted while decoding.
 
-Evidence for one token behind one node is a tuple with an entry per source: what that source says of the token. A table
-keeps, for each evidence, how many such tokens were tried (the node was accepted) and how many the target then said.
-Evidence seen seldom is judged by its parts: each source's entry has a table of its own, and the chance that all of them
-are wrong is the product of the chances that each is.
+The evidence for a token behind a node is a tuple with one entry per source: what that source says of the token. A
+table keeps, for each evidence, how many such tokens were tried (their parent was accepted) and how many of them were
+the target's own choice. Evidence that was seldom seen is estimated from its entries: each source's entry has counts of
+its own, and the chance that all sources are wrong is the product of the chances that each is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 PRIOR = 4.0
 """Observations that the first guess of an evidence counts for."""
 MEMORY = 4000.0
-"""Observations of one evidence after which the older half of their weight is forgotten."""
+"""Observations of one evidence after which the weight of the older ones is halved."""
 
-Cell = list[float]
-"""[accepted, tried], prior included."""
+Counts = list[float]
+"""[accepted, tried], the prior included."""
 
 
 def confidence(probability: float) -> int:
@@ -34,56 +33,39 @@ class Calibration:
     """Counts of accepted and tried tokens by evidence."""
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[Hashable, ...], Cell] = {}
-        self._alone: dict[tuple[int, Hashable], Cell] = {}
+        self._joint: dict[tuple[Hashable, ...], Counts] = {}
+        self._alone: dict[tuple[int, Hashable], Counts] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was counted, as JSON can say it; a first guess that nothing was seen of is guessed again."""
-        cells = [[*key, *cell] for key, cell in self._cells.items() if cell[1] > PRIOR]
-        alone = [[*key, *cell] for key, cell in self._alone.items() if cell[1] > PRIOR]
-        return {"cells": cells, "alone": alone}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], sources: int) -> Calibration:
-        """What `state_dict` said; ValueError where that is not evidence of so many sources."""
-        made = cls()
-        for *evidence, _, _ in state["cells"]:
-            if len(evidence) != sources or not all(entry is None or isinstance(entry, int) for entry in evidence):
-                raise ValueError(f"evidence has an entry for each of {sources} sources; got {evidence}")
-        for source, entry, _, _ in state["alone"]:
-            if source not in range(sources) or not isinstance(entry, int):
-                raise ValueError(f"an entry is that of one of {sources} sources; got {entry!r} of {source!r}")
-        made._cells = {tuple(key): [float(accepted), float(tried)] for *key, accepted, tried in state["cells"]}
-        for source, entry, accepted, tried in state["alone"]:
-            made._alone[source, entry] = [float(accepted), float(tried)]
-        return made
-
-    def estimate(self, evidence: tuple[Hashable, ...], guesses: Iterable[tuple[int, float]]) -> float:
-        """The share of tokens of this evidence that are accepted where the node before them is.
+    def estimate(self, evidence: tuple[Hashable, ...], priors: Sequence[float | None]) -> float:
+        """The share of tokens with this evidence that are accepted where their parent is.
 
         evidence  one entry a source
-        guesses   (source, what its entry is worth before anything was observed), of those that speak for the token
+        priors    for each source its probability of the token before anything was observed; None: it proposes others
         """
-        cell = self._cells.get(evidence)
-        if cell is None:
-            wrong = 1.0
-            for source, guess in guesses:
-                accepted, tried = self._alone.setdefault((source, evidence[source]), [PRIOR * guess, PRIOR])
+        counts = self._joint.get(evidence) or self._guessed(evidence, priors)
+        return counts[0] / counts[1]
+
+    def count(self, evidence: tuple[Hashable, ...], priors: Sequence[float | None], accepted: bool) -> None:
+        """A token of this evidence has been tried; priors as in `estimate`."""
+        _count(self._joint.get(evidence) or self._guessed(evidence, priors), accepted)
+        for key in enumerate(evidence):
+            if key in self._alone:
+                _count(self._alone[key], accepted)
+
+    def _guessed(self, evidence: tuple[Hashable, ...], priors: Sequence[float | None]) -> Counts:
+        """New counts for an evidence: what its entries have shown by themselves."""
+        wrong = 1.0
+        for source, prior in enumerate(priors):
+            if prior is not None:
+                accepted, tried = self._alone.setdefault((source, evidence[source]), [PRIOR * prior, PRIOR])
                 wrong *= 1 - accepted / tried
-            cell = self._cells[evidence] = [PRIOR * (1 - wrong), PRIOR]
-        return cell[0] / cell[1]
-
-    def count(self, evidence: tuple[Hashable, ...], accepted: bool) -> None:
-        """A token of an evidence that was estimated has been tried."""
-        _count(self._cells[evidence], accepted)
-        for known in map(self._alone.get, enumerate(evidence)):
-            if known is not None:
-                _count(known, accepted)
+        counts = self._joint[evidence] = [PRIOR * (1 - wrong), PRIOR]
+        return counts
 
 
-def _count(cell: Cell, accepted: bool) -> None:
-    cell[0] += accepted
-    cell[1] += 1
-    if cell[1] > MEMORY:
-        cell[0] /= 2
-        cell[1] /= 2
+def _count(counts: Counts, accepted: bool) -> None:
+    counts[0] += accepted
+    counts[1] += 1
+    if counts[1] > MEMORY:
+        counts[0] /= 2
+        counts[1] /= 2

@@ -1,249 +1,256 @@
-"""Several drafters in one tree: equal prefixes merged, one node budget, shared by calibrated acceptance.
+"""Several drafters in one tree: equal prefixes merged, one node budget shared by calibrated acceptance.
 
-`hybrid=ctc:RUN/head+ngram`: which node is worth its place is not left to the parts' own probabilities, which mean
-different things. A running calibration says how often tokens proposed so were accepted. Nodes and whole parts that cost
-more time here than the tokens they bring would otherwise take are left out; the findings say when a part was.
+`hybrid=ctc:RUN/head+ngram`: the parts' own probabilities mean different things, so a running calibration estimates from
+what was accepted how likely a node is, whoever proposed it. N-grams lengthen the paths of all parts. A part that is
+hardly ever needed rests for a while (`HybridDrafter._rest`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter, check_max_nodes
-from draft_heads.inference.drafters.hybrid.hybrid_part import HybridPart
-from draft_heads.inference.drafters.hybrid.learned import Learned, LearnedFile, LearnedPart
-from draft_heads.inference.drafters.hybrid.ledger import Ledger, Written
-from draft_heads.inference.drafters.hybrid.merged_tree import UNLIKELY, Merged, SilentSource
-from draft_heads.inference.drafters.hybrid.merging import merge
-from draft_heads.inference.drafters.hybrid.running_costs import Step
+from draft_heads.inference.drafters.hybrid.calibration import Calibration
+from draft_heads.inference.drafters.hybrid.merge import (
+    LevelSource,
+    MergedTree,
+    NullSource,
+    PhraseSource,
+    Source,
+    TreeSource,
+)
 from draft_heads.inference.drafters.text.base import committed
-from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
-MOST_PARTS = 32
-"""As many as a word has bits to say who is needed for a node."""
+WINDOW, SHARE, REST = 512, 0.01, 4096
+"""A part needed in fewer than SHARE of WINDOW target steps or more rests for REST steps: a useless part drafts in one
+step of nine, and a part that brings one token in a hundred steps is kept."""
 
-_SILENT = SilentSource()
+_NULL = NullSource()
+
+
+class _Part:
+    """One drafter of a hybrid: what it proposes in this step, what it brought so far, when it rested."""
+
+    def __init__(self, name: str, drafter: Any, target: Target) -> None:
+        """drafter: a `Drafter`; with `table` and `read` if it extends paths, with `propose_levels` if it has levels."""
+        self.name, self.drafter = name, drafter
+        self.tree = DraftTree.empty(target.device)  # its own of this step
+        self.all_layers: tuple[int, ...] = ()  # of the target, that `VerifiedStep.aux_hidden` holds
+        self.rows: list[int] = []  # of the forward, for each row of its own tree, if it reads choices
+        self.source: Source
+        if drafter.extends_paths:
+            self.source = PhraseSource(drafter.table)
+        else:
+            self.source = LevelSource() if drafter.proposes_levels else TreeSource()
+        self._draft: Callable[[VerifiedStep], DraftTree | Tensor] = self._observe_and_propose
+        if drafter.on_device and target.compiled:
+            self._draft = program(self._observe_and_propose, target.device)
+        self.accepted = self.needed = self.steps = 0
+        self.needed_steps = 0  # since the parts were last compared
+        self.rests: list[list[int]] = []  # [first step, step after the last] of each rest; of the present one the first
+
+    @property
+    def resting(self) -> bool:
+        """Whether it neither sees the text nor drafts."""
+        return bool(self.rests) and len(self.rests[-1]) == 1
+
+    def draft(self, step: VerifiedStep) -> None:
+        """Take a step in and hand the drafts behind it to the source; n-grams have read it already."""
+        if self.drafter.extends_paths:
+            return
+        if step.aux_hidden is not None:
+            step = replace(step, aux_hidden=self._own_layers(step.aux_hidden))
+        # a prompt has a length of its own and is not compiled for
+        drafts = self._observe_and_propose(step) if step.tree is None else self._draft(self._with_own_tree(step))
+        self.source.set(drafts)  # type: ignore[attr-defined]
+        if not self.drafter.proposes_levels:
+            assert isinstance(drafts, DraftTree)
+            self.tree = drafts
+
+    def _own_layers(self, aux_hidden: Tensor) -> Tensor | None:
+        """[A, k·H] of the part's own k layers, from those of all parts."""
+        if not self.drafter.target_layers:
+            return None
+        width = aux_hidden.shape[-1] // len(self.all_layers)
+        states = aux_hidden.split(width, dim=-1)
+        return torch.cat([states[self.all_layers.index(layer)] for layer in self.drafter.target_layers], dim=-1)
+
+    def _observe_and_propose(self, step: VerifiedStep) -> DraftTree | Tensor:
+        self.drafter.observe(step)
+        drafts: DraftTree | Tensor = (
+            self.drafter.propose_levels() if self.drafter.proposes_levels else self.drafter.propose()
+        )
+        return drafts
+
+    def _with_own_tree(self, step: VerifiedStep) -> VerifiedStep:
+        """The step as a part that reads choices proposed it; −1 is the choice at nodes that were not verified."""
+        if not self.drafter.reads_choices or step.choices is None:
+            return step
+        rows = torch.tensor(self.rows, device=step.choices.device)
+        choices = torch.where(rows >= 0, step.choices[rows], -1)
+        return replace(step, choices=choices, tree=self.tree)
 
 
 class HybridDrafter(Drafter):
-    """Proposes the merged tree of its parts; n-gram parts lengthen every path."""
+    """Proposes the merged tree of its parts, always of the whole budget where they propose so much."""
 
     kind = "hybrid"
-    on_device = False  # the host merges trees
-    options: ClassVar[dict[str, Any]] = {"depth": 0, "fit": 1, "learned": ""}
+    on_device = False  # trees are merged on the host
+    options: ClassVar[dict[str, Any]] = {"depth": 0}
 
     def __init__(
-        self,
-        parts: Sequence[tuple[str, Drafter]],
-        target: Target,
-        max_nodes: int = 32,
-        depth: int = 0,
-        fit: int = 1,
-        learned: LearnedFile | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        self, parts: Sequence[tuple[str, Drafter]], target: Target, max_nodes: int = 32, depth: int = 0
     ) -> None:
-        """depth: the tree's deepest level, 0: the parts' deepest, and four more where n-grams lengthen it;
-        fit: 1 leaves out nodes and parts that do not pay on this machine, 0 always drafts `max_nodes`;
-        learned: what outlives the process, read now and written by `close`."""
-        if not 2 <= len(parts) <= MOST_PARTS:
-            raise ValueError(f"a hybrid has 2 to {MOST_PARTS} parts; got {len(parts)}; join them by +")
-        if fit not in (0, 1) or depth < 0:
-            raise ValueError(f"a hybrid's fit is 0 or 1 and its depth not negative; got {fit} and {depth}")
+        """parts: names and drafters; depth: the tree's deepest level, 0: the parts' deepest, and four more than a
+        tree's where n-grams lengthen it."""
+        if len(parts) < 2:
+            raise ValueError(f"a hybrid has at least 2 parts; got {len(parts)}; join them by +")
+        if depth < 0:
+            raise ValueError(f"a hybrid's depth must not be negative; got {depth}; leave it out for the parts' own")
         self.target = target
         self.budget = check_max_nodes(max_nodes)
-        self.fit, self._clock = bool(fit), clock
-        least = UNLIKELY if fit else 0.0
-        self.parts = [HybridPart(place, name, drafter, target, least) for place, (name, drafter) in enumerate(parts)]
-        self._ledger = Ledger(self.parts, self.fit)
+        self.parts = [_Part(name, drafter, target) for name, drafter in parts]
+        for part in self.parts:
+            part.all_layers = self.target_layers
         self.sources = tuple(name for name, _ in parts)
-        phrases = any(part.phrases for part in self.parts)
-        deepest = max(part.drafter.max_depth for part in self.parts)
-        trees = max((part.drafter.max_depth for part in self.parts if not part.phrases), default=0)
-        self._deepest_node = min(depth or (max(deepest, trees + 4) if phrases else deepest), self.budget)
-        riding = sum(part.drafter.max_nodes for part in self.parts if part.drafter.reads_choices)
-        # a part that is left alone drafts by its own measure
-        self.max_nodes = max(self.budget + riding, *(part.drafter.max_nodes for part in self.parts))
-        self.max_depth = max(self._deepest_node, deepest)
-        self._file = learned
-        self._waiting = learned and learned.load()  # until everything is compiled, for which all parts must draft
-        self._before = 0  # target steps of earlier processes that taught this one
-        self._sole: NgramDrafter | None = None  # n-grams, where they draft the rest of the answer by themselves …
-        self._sole_steps = self._sole_accepted = 0  # … so many steps, and accepted drafts, so far
+        tables = [part.drafter.table for part in self.parts if part.drafter.extends_paths]
+        self._table = max(tables, key=lambda table: table.n, default=None)
+        deepest = max(drafter.max_depth for _, drafter in parts)
+        trees = max((drafter.max_depth for _, drafter in parts if not drafter.extends_paths), default=0)
+        self._deepest_node = min(depth or (max(deepest, trees + 4) if tables else deepest), self.budget)
+        self.max_nodes = self.budget + sum(drafter.max_nodes for _, drafter in parts if drafter.reads_choices)
+        self.max_depth = max(self._deepest_node, deepest)  # rows that ride along may be deeper than merged nodes
+        self._calibration = Calibration()
+        self._steps = self._compared = 0  # target steps so far, and when the parts were last compared
         self._step: VerifiedStep | None = None
-        self._merged: Merged | None = None  # of the present step, as all that follows
-        self._fresh = self._trial = False  # see `ledger.Written`
-        self._rows = 0
-        self._began = self._proposed = 0.0  # when it began, and when its tree was ready
-        self._drafting = [0.0] * len(self.parts)  # seconds of each part
+        self._merged: MergedTree | None = None
+
+    @property
+    def _drafting(self) -> list[_Part]:
+        return [part for part in self.parts if not part.resting]
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        """Those of all parts; each part is shown its own."""
+        return tuple(sorted({layer for part in self.parts for layer in part.drafter.target_layers}))
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """See `Drafter.begin`; a part may be shown more rows a step than it drafts itself."""
-        self._credit_sole()
-        self._merged = self._step = self._sole = None
-        ledger = self._ledger
-        if self._waiting and (not self.target.compiled or all(part.met for part in self.parts)):
-            ledger.go_on(self._waiting)
-            self._before = self._waiting.steps
-            self._waiting = None
-        if any([part.off and part.pause_over(ledger.steps) for part in self.parts]):
-            ledger.catch_up()  # with what was done without them
-            ledger.begin_again()
-        ledger.renew_active()
-        for part in ledger.active:
-            part.drafter.begin(prompt, capacity + self.max_depth + 1)
+        """See `Drafter.begin`; parts begin and stop to rest here only, so that each sees whole texts."""
+        self._merged = self._step = None
+        self._rest()
+        for part in self._drafting:
+            part.drafter.begin(prompt, capacity + self.max_depth + 1)  # a step may bring rows deeper than its own tree
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`."""
-        for part in self._ledger.active:
-            part.drafter.reach(tokens)
+    def _rest(self) -> None:
+        """The pay-off rule. Between prompts, the part that was needed in the fewest of the last steps rests for `REST`
+        steps, if those are fewer than `SHARE` of at least `WINDOW` steps. The other parts are compared anew without it:
+        of two parts that propose the same neither is needed until one of them rests. The last part never rests."""
+        for part in self.parts:
+            if part.resting and self._steps >= part.rests[-1][0] + REST:
+                part.rests[-1].append(self._steps)
+                self._compare_anew()
+        since, drafting = self._steps - self._compared, self._drafting
+        if since < WINDOW:
+            return
+        least = min(drafting, key=lambda part: part.needed_steps)
+        if len(drafting) > 1 and least.needed_steps < SHARE * since:
+            least.rests.append([self._steps])
+        self._compare_anew()
+
+    def _compare_anew(self) -> None:
+        self._compared = self._steps
+        for part in self.parts:
+            part.needed_steps = 0
+
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
+        for part in self._drafting:
+            part.drafter.set_visible_length(tokens)
 
     def observe(self, step: VerifiedStep) -> None:
-        """Learn from what was accepted; parts that have to be drafted with take the step in then."""
-        new = committed(step)
-        if self._sole is not None:  # as little as can be
-            self._sole.read(new)
-            self._sole_steps += 1
-            self._sole_accepted += len(new) - 1
-            return
-        now, ledger = self._clock(), self._ledger
+        """Learn from what was accepted; parts that draft trees of their own observe the step when they draft."""
         self._step = step
+        new = committed(step)
         if self._merged is not None:
-            took = Step(self._rows, now - self._proposed, now - self._began, len(new))
-            shared = self._proposed - self._began - sum(self._drafting)
-            ledger.write(Written(took, new, self._merged, self._drafting, shared, self._fresh, self._trial))
-        elif step.tree is not None and ledger.only is not None:
-            self._credit_only(1, len(new) - 1)
-        self._began, self._drafting = now, [0.0] * len(self.parts)
-        for part in ledger.active:
-            if part.phrases:
-                start = self._clock()
-                part.drafter.read(new)  # type: ignore[attr-defined]
-                self._drafting[part.place] = self._clock() - start
+            self._steps += 1
+            self._credit(self._merged.learn(new))
+        for part in self._drafting:
+            if part.drafter.extends_paths:
+                part.drafter.read(new)
 
-    def _credit_only(self, steps: int, accepted: int) -> None:
-        """For the only part that is left, which drafted so many steps by itself."""
-        part = self._ledger.only
-        assert part is not None
-        self._ledger.steps += steps
-        part.asked += steps
-        part.accepted += accepted
-        part.needed += accepted
-
-    def _credit_sole(self) -> None:
-        if self._sole is not None:
-            self._credit_only(self._sole_steps, self._sole_accepted)
-            self._sole_steps = self._sole_accepted = 0
+    def _credit(self, accepted: list[tuple[int, int]]) -> None:
+        """Count for each part the accepted tokens it proposed first, and those that only it brought."""
+        for source, _ in accepted:
+            self.parts[source].accepted += 1
+        for place, part in enumerate(self.parts):
+            needed = sum(needs >> place & 1 for _, needs in accepted)
+            part.needed += needed
+            part.needed_steps += needed > 0
+            part.steps += not part.resting
 
     def propose(self) -> DraftTree:
-        """The merged tree, and behind it the rows that parts want to ride along; of a single part, its own tree."""
-        if self._sole is not None:
-            return self._sole.propose()
-        step, ledger = self._step, self._ledger
-        assert step is not None, "observe the prefill before proposing"
-        self._merged, self._fresh = None, step.tree is None
-        part = ledger.only
-        if part is None:
-            tree = self._merge(step)
-            self._rows, self._proposed = len(tree), self._clock()
-            return tree
-        if isinstance(part.drafter, NgramDrafter):
-            self._sole = part.drafter
-            return self._sole.propose()
-        return part.draft_alone(step)
-
-    def _merge(self, step: VerifiedStep) -> DraftTree:
-        """One tree of all active parts."""
-        ledger = self._ledger
-        start = self._clock()
-        for part in ledger.active:
-            if not part.phrases:
-                part.speak(step)
-                now = self._clock()
-                self._drafting[part.place] = now - start
-                start = now
-        size, prices = None, None
-        if self.fit:
-            size = ledger.costs.trial(self.budget)
-            if size is None:
-                prices = ledger.costs.prices(self.budget, sum(len(part.riders) for part in ledger.active))
-        self._trial = size is not None
-        merged = self._merged = merge(
-            [_SILENT if part.off else part.source for part in self.parts],
-            ledger.calibration,
-            self.budget if size is None else size,
-            self._deepest_node,
-            prices and prices.bounds,
-        )
-        if prices is not None:
-            merged.cut(prices.best(merged.scores))
-        return self._with_riders(merged.as_tree(self.target.device))
-
-    def _with_riders(self, tree: DraftTree) -> DraftTree:
-        """The rows of parts that are read back and never accepted, behind the merged nodes."""
-        assert self._merged is not None
-        for index, part in enumerate(self.parts):
-            if part.drafter.reads_choices and not part.off:
-                rows = self._merged.rows(index, len(part.tree))
-                parents = part.tree.parents.tolist()
-                for place, node in enumerate(part.riders, start=len(tree) + 1):
-                    rows[node + 1] = place
-                own = part.tree.tokens.new_tensor(part.riders)
-                hang = part.tree.tokens.new_tensor([rows[parents[node] + 1] - 1 for node in part.riders])
-                taken = DraftTree(
-                    part.tree.tokens[own],
-                    hang,
-                    part.tree.log_probs[own],
-                    torch.full_like(own, index),
-                    torch.zeros_like(own, dtype=torch.bool),
-                )
-                tree = DraftTree(*map(torch.cat, zip(tree.tensors(), taken.tensors())))
-                part.rows = rows
+        """The merged tree, and behind it the rows that parts want to ride along."""
+        assert self._step is not None, "observe the prefill before proposing"
+        for part in self._drafting:
+            part.draft(self._step)
+        sources = [_NULL if part.resting else part.source for part in self.parts]
+        self._merged = MergedTree(sources, self._calibration, self.budget, self._deepest_node, self._table)
+        tree = self._merged.as_tree(self.target.device)
+        for place, part in enumerate(self.parts):
+            if part.drafter.reads_choices and not part.resting:
+                tree = self._with_riding_rows(tree, place, part)
         return tree
 
-    def close(self) -> None:
-        """Every part writes what it keeps, and the whole what it learned."""
-        with ExitStack() as all_of_them:  # one that fails does not keep the others from it
-            for part in self.parts:
-                all_of_them.callback(part.drafter.close)
-            if self._file and not self._waiting:
-                self._catch_up()
-                ledger = self._ledger
-                parts = [LearnedPart(part.account, part.failed, part.pause(ledger.steps)) for part in self.parts]
-                self._file.save(Learned(self._before + ledger.steps, ledger.calibration, ledger.costs, parts))
+    def _with_riding_rows(self, tree: DraftTree, place: int, part: _Part) -> DraftTree:
+        """The tree and behind it the rows of a part's own tree that are read back and never accepted.
 
-    def _catch_up(self) -> None:
-        """Learn from what was only counted or written down."""
-        self._credit_sole()
-        self._ledger.catch_up()
+        Such rows hang below the base token or below each other.
+        """
+        assert self._merged is not None
+        own = part.tree
+        part.rows = rows = self._merged.rows_of(place, len(own))
+        riding = [node for node, candidate in enumerate(own.candidate.tolist()) if not candidate]
+        for row, node in enumerate(riding, start=len(tree) + 1):
+            rows[node + 1] = row
+        parents = own.parents.tolist()
+        nodes = own.tokens.new_tensor(riding)
+        behind = DraftTree(
+            own.tokens[nodes],
+            own.tokens.new_tensor([rows[parents[node] + 1] - 1 for node in riding]),
+            own.log_probs[nodes],
+            torch.full_like(nodes, place),
+            torch.zeros_like(nodes, dtype=torch.bool),
+        )
+        return DraftTree(*map(torch.cat, zip(tree.tensors(), behind.tensors())))
+
+    def close(self) -> None:
+        """Every part writes what it keeps; one that fails does not keep the others from it."""
+        with ExitStack() as closing:
+            for part in self.parts:
+                closing.callback(part.drafter.close)
 
     def findings(self) -> dict[str, Any]:
-        """Per part: accepted tokens credited to it, those that would not have been drafted without it, and when it was
-        switched off and on again.
-
-        Times are target steps, `asked` is in how many a part drafted; `learned_before` is how many of earlier processes
-        it began with; `node_price` is what a node costs at present on average, in tokens that would come in that time
-        anyway.
-        """
-        self._catch_up()
+        """Target steps so far, and for each part: `accepted` tokens it proposed first, `needed` tokens that only it
+        brought, `steps` in which it drafted, `rests` as [first step, step after the last], or [first step] of one that
+        goes on."""
         return {
-            "steps": self._ledger.steps,
-            "learned_before": self._before,
-            "node_price": self._ledger.costs.node_price,
+            "steps": self._steps,
             "parts": {
                 part.name: {
                     "accepted": part.accepted,
                     "needed": part.needed,
-                    "asked": part.asked,
-                    "switched": part.switched,
+                    "steps": part.steps,
+                    "rests": part.rests,
                 }
                 for part in self.parts
             },

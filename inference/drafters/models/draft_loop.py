@@ -113,7 +113,7 @@ class DraftLoop:
 
     def _step(self, token: Tensor, cache: KVCache, rows: int = 1) -> Tensor:
         """See `_row` and `_run`, with what the host does around them."""
-        cache.reach(rows)
+        cache.set_visible_length(rows)
         choices = (self._next if rows == 1 else self._next_run)(token, cache)
         cache.settle(cache.bound + rows)
         self.forwards += rows
@@ -179,7 +179,7 @@ class DraftLoop:
         """One forward over a tree behind `base [1]`; the model's own path is committed."""
         assert self.inner is not None and self._hidden is not None
         cache = self.cache
-        cache.reach(1 + max(len(tree), self.inner.max_depth))
+        cache.set_visible_length(1 + max(len(tree), self.inner.max_depth))
         step = self._verify(base, tree.map(lambda x: x[None]), cache).sequence(0, tree)
         self.forwards += 1
         start, accepted = cache.bound, int(step.count)

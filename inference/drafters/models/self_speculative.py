@@ -28,7 +28,7 @@ class SelfSpeculativeDrafter(DraftModelDrafter):
 
 def without_layers(target: Target, skip: str = "") -> Target:
     """The target without the layers that `skip` names, sharing its weights."""
-    return target.without_layers(skipped_layers(skip, len(target.kinds)))
+    return target.without_layers(skipped_layers(skip, len(target.layer_types)))
 
 
 def skipped_layers(skip: str, layers: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -43,7 +42,6 @@ class TextDrafter(Drafter):
                 torch.zeros(max_depth, dtype=torch.long), torch.arange(max_depth) - 1, torch.zeros(max_depth)
             )
             self._chains = [whole.map(lambda x, size=size: x[:size]) for size in range(max_depth + 1)]  # type: ignore[misc]
-        self._place = 0
 
     def start(self) -> None:
         """A new text begins."""
@@ -59,12 +57,6 @@ class TextDrafter(Drafter):
         """Hand the new tokens on: what follows each committed one, and before that the prompt's first."""
         self.read(committed(step))
 
-    def stand_at(self, place: int) -> None:
-        """Its trees name this place among the sources of a composed drafter."""
-        self._place = place
-        with torch.inference_mode():
-            self._chains = [replace(chain, source=torch.full_like(chain.source, place)) for chain in self._chains]
-
     def chain(self, tokens: Sequence[int]) -> DraftTree:
         """Tokens one after another, no more than `max_depth`."""
         _, *others = self._chains[len(tokens)].tensors()
@@ -73,7 +65,7 @@ class TextDrafter(Drafter):
 
     def tree(self, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> DraftTree:
         """Nodes from lists, parents before children."""
-        return DraftTree.of_lists(tokens, parents, log_probs, [self._place] * len(tokens), self.device)
+        return DraftTree.of_lists(tokens, parents, log_probs, [0] * len(tokens), self.device)
 
 
 def committed(step: VerifiedStep) -> list[int]:

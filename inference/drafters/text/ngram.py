@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 
 from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.hybrid.merging import table_of
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path
 from draft_heads.inference.drafters.text.ngram_table import NgramTable
 from draft_heads.inference.drafters.text.pool_file import PoolFile
@@ -24,6 +23,7 @@ class NgramDrafter(TextDrafter):
 
     sources = ("ngram",)
     kind = "ngram"
+    extends_paths = True
     options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0, "pool": ""}
 
     def __init__(
@@ -44,27 +44,17 @@ class NgramDrafter(TextDrafter):
         super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
         self.branches, self.keep, self._pool = branches, bool(keep) or pool is not None, pool
         self._texts = [] if pool is None else pool.load()  # those that are kept
-        self._count_in(NgramTable(n))
+        self.table = NgramTable(n)
+        for text in self._texts:
+            self.table.start(keep=True)
+            self.table.extend(text)
 
     @classmethod
     def from_options(cls, path: str, build: Builder, pool: str = "", **options: int) -> NgramDrafter:
         """See `Drafter.from_options`; pool: a file."""
         refuse_path("ngram", path)
-        target = build.target
-        made = cls(target.device, **options, pool=PoolFile(pool, "ngram", target) if pool else None)
-        made.hasten()
-        return made
-
-    def hasten(self) -> None:
-        """Between two texts: count in C++ from now on, where there is a compiler; the texts that are kept too."""
-        if type(self.table) is NgramTable:
-            self._count_in(table_of(self.table.n))
-
-    def _count_in(self, table: NgramTable) -> None:
-        self.table = table
-        for text in self._texts:
-            table.start(keep=True)
-            table.extend(text)
+        file = PoolFile(pool, "ngram", build.target) if pool else None
+        return cls(build.target.device, **options, pool=file)
 
     def start(self) -> None:
         """Forget the last text, unless its counts are kept."""
