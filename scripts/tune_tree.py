@@ -46,7 +46,7 @@ def simulated_betas(
     head: DraftHead, target: Target, rows: Any, collator: DraftCollator, max_nodes: int, grid: list[float]
 ) -> dict[float, float]:
     """Temperature → β over all greedy answers of the rows; NaN where they hold none."""
-    draft = importlib.import_module(f"train.{head.config.kind}").propose_from
+    draft = importlib.import_module(f"draft_heads.train.{head.config.kind}").propose_from
     view = target.view()
     totals = {temperature: torch.zeros(2) for temperature in grid}
 
