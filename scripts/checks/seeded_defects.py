@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
+LISTS = Path(__file__).resolve().parent / "defects"
 ROOMS = ("configs", "data", "heads", "inference", "scripts", "train")  # imported as draft_heads.ROOM
 
 
@@ -37,13 +38,10 @@ class Defect:
     tests: str
 
 
-def listed(folder: Path = Path(__file__).resolve().parent / "defects") -> list[Defect]:
-    """All defects of the lists in `folder`, one list for each part of the project."""
-    return [
-        Defect(**entry)
-        for path in sorted(folder.glob("*.yaml"))
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
-    ]
+def listed() -> list[Defect]:
+    """All defects, from one list for each part of the project."""
+    files = sorted(LISTS.glob("*.yaml"))
+    return [Defect(**entry) for path in files for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
 
 
 def kills(defect: Defect) -> bool:
@@ -59,16 +57,7 @@ def kills(defect: Defect) -> bool:
         path = copy / defect.file
         path.write_text(path.read_text(encoding="utf-8").replace(defect.right, defect.wrong), encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            *defect.tests.split(maxsplit=9),
-        ]
+        command = [sys.executable, *"-m pytest -q -x -p no:cacheprovider".split(), *defect.tests.split(maxsplit=9)]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest could not run for {defect.name!r}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
