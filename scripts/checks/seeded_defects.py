@@ -57,7 +57,11 @@ def kills(defect: Defect) -> bool:
         path = copy / defect.file
         path.write_text(path.read_text(encoding="utf-8").replace(defect.right, defect.wrong), encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *"-m pytest -q -x -p no:cacheprovider".split(), *defect.tests.split(maxsplit=9)]
+        command = [
+            sys.executable,
+            *["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"],
+            *defect.tests.split(maxsplit=9),
+        ]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest could not run for {defect.name!r}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
