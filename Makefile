@@ -41,7 +41,7 @@ lint: $(READY)
 
 # TARGETS adds folders of real targets to the matrix: make lossless TARGETS="path/to/model"
 lossless: $(READY)
-	$(BIN)/python -m scripts.lossless_trees
+	$(BIN)/python -m draft_heads.scripts.checks.lossless_trees
 	$(BIN)/python scripts/checks/lossless_matrix.py --prompts 200 --targets $(TARGET) $(TARGETS) --output runs/lossless
 
 clean:

@@ -48,7 +48,7 @@ class BatchEngine:
         self.drafter = self.drafters[0]
         self._verify_step = program(self._verify, target.device) if target.compiled else self._verify
 
-    def answers(
+    def generate_or_none(
         self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None
     ) -> list[Generation | None]:
         """As `generate`; None for a prompt that does not fit the target's context."""

@@ -1,8 +1,9 @@
-"""`--config FILE.yaml` of every command line: defaults for its flags, checked as the flags themselves are."""
+"""What all command lines share: `--config FILE.yaml` with defaults for the flags, and errors as one line on stderr."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
-    """`value` as the flag would have been parsed."""
+    """`value` converted and checked as the flag on the command line would be."""
     if value is None:
         return None
     if flag.nargs == "+":
@@ -48,7 +49,7 @@ def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
 def parse_with_config(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, required: Sequence[str]
 ) -> argparse.Namespace:
-    """Parse flags over the defaults of --config; ValueError for a required one that neither gives."""
+    """Parse flags over the defaults of --config; ValueError for a required flag that is in neither."""
     first, _ = parser.parse_known_args(arguments)
     if first.config is not None:
         parser.set_defaults(**read_config(first.config, parser))
@@ -57,3 +58,12 @@ def parse_with_config(
         if getattr(options, name) in (None, []):
             raise ValueError(f"--{name} is required; give it on the command line or in --config")
     return options
+
+
+def exit_status(run: Callable[[], bool | None]) -> int:
+    """Run a script's work: 0, 1 when it returns False, 2 when it cannot run, with the reason on stderr."""
+    try:
+        return int(run() is False)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

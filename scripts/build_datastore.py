@@ -18,7 +18,7 @@ from rich.console import Console
 from draft_heads.data.build_datastore import build_datastore
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.datastore import MANIFEST
-from draft_heads.inference.config_file import parse_with_config
+from draft_heads.inference.config_file import exit_status, parse_with_config
 from draft_heads.inference.evaluation.report import check_output
 from draft_heads.inference.evaluation.terminal import progress_bar
 
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     p.add_argument("--dataset", help="ShareGPT or messages JSON/JSONL file, dataset folder or hub id")
-    p.add_argument("--tokenizer", metavar="DIR|ID", help="of the target that will be drafted for")
+    p.add_argument("--tokenizer", metavar="DIR|ID", help="the target's tokenizer")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--output", type=Path, help="folder to write")
     p.add_argument("--limit", type=int, help="only the first N conversations")
@@ -51,12 +51,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        run(parse_with_config(parser(), arguments, ("dataset", "tokenizer", "output")))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: run(parse_with_config(parser(), arguments, ("dataset", "tokenizer", "output"))))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
         --benchmarks mt_bench=mt_bench.jsonl gsm8k=gsm8k.jsonl --output runs/report
 
 Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to
---output. Among the drafters, the name `transformers` stands for the target's own `generate`: a second baseline beside
-vanilla, timed in turn with the drafters, with a row of its own and every row's speed over it. `transformers_lookup` and
+--output. The drafter name `transformers` is the target's own `generate`: a second baseline beside vanilla, which takes
+turns with the drafters and has its own row; the report then has every row's speed over it. `transformers_lookup` and
 `transformers_assisted=DIR` are its own prompt lookup and assisted generation.
 """
 
@@ -13,20 +13,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
 from rich.console import Console
 
 from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
-from draft_heads.data.loops import LoopDetector
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.config_file import exit_status
 from draft_heads.inference.evaluation.answers import AnswerFiles
-from draft_heads.inference.evaluation.evaluate import BASELINES, VANILLA, Benchmark, Engine, ManyAtOnce, evaluate
-from draft_heads.inference.evaluation.hf_generate import PlainGenerate, baseline_words
+from draft_heads.inference.evaluation.evaluate import (
+    BASELINES,
+    VANILLA,
+    BatchedEngine,
+    Benchmark,
+    Engine,
+    Evaluation,
+    TurnRecord,
+    evaluate,
+)
+from draft_heads.inference.evaluation.hf_generate import HFGenerate, parse_baseline
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.options import (
     decoding_parser,
@@ -34,14 +41,14 @@ from draft_heads.inference.evaluation.options import (
     describe_target,
     drafter_specs,
     generation_settings,
+    group_size,
     load_engines,
     load_target,
-    named_files,
+    parse_benchmarks,
     parse_options,
-    questions_at_once,
 )
-from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, write_report
-from draft_heads.inference.evaluation.terminal import progress_bar, summary_table
+from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
+from draft_heads.inference.evaluation.terminal import progress_bar, show_report
 from draft_heads.inference.target.target import Target
 
 
@@ -49,7 +56,7 @@ def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
     """The first --limit questions of every file; GSM8K answers are scored by their number."""
     return [
         Benchmark(name, load_benchmark(name, path)[: options.limit], same_number if name == "gsm8k" else None)
-        for name, path in named_files(options.benchmarks).items()
+        for name, path in parse_benchmarks(options.benchmarks).items()
     ]
 
 
@@ -59,11 +66,32 @@ def same_number(answer: str, reference: str) -> bool:
     return wanted is not None and gsm8k_answer(answer) == wanted
 
 
+def decode_and_judge(
+    options: argparse.Namespace,
+    target: Target,
+    engines: Mapping[str, Engine | BatchedEngine],
+    benchmarks: Sequence[Benchmark],
+    console: Console,
+    on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
+) -> Evaluation:
+    """`evaluate` under a progress bar, with the target's chat template and stop rules."""
+    with progress_bar(console) as progress:
+        return evaluate(
+            engines,
+            Oracle(target, generation_settings(options, target)),
+            benchmarks,
+            partial(render_prompt, target.tokenizer),
+            progress,
+            on_answer,
+            group_size(options.batch_size),
+        )
+
+
 def run(options: argparse.Namespace) -> None:
     console = Console()
     benchmarks = load_benchmarks(options)
     named = [text for text in options.drafters if text.partition("=")[0] in BASELINES]
-    baselines = {baseline_words(text)[0]: text for text in named}
+    baselines = {parse_baseline(text)[0]: text for text in named}
     if baselines and options.batch_size > 1:
         raise ValueError(
             f"transformers' own generate is timed one answer at a time; got {', '.join(baselines)} with --batch_size "
@@ -72,51 +100,21 @@ def run(options: argparse.Namespace) -> None:
     specs = drafter_specs([text for text in options.drafters if text not in named])
     check_output(options.output, options.overwrite)
     target = load_target(options)
-    engines = load_engines(specs, target, options.max_nodes, options.batch_size)
-    with ExitStack() as at_the_end:  # what drafters keep is written even if something fails
-        for engine in engines.values():
-            at_the_end.callback(engine.drafter.close)
-        measure(options, target, engines, baselines, benchmarks, console)
-
-
-def measure(
-    options: argparse.Namespace,
-    target: Target,
-    drafting: dict[str, DecodingEngine | BatchEngine],
-    baselines: dict[str, str],
-    benchmarks: list[Benchmark],
-    console: Console,
-) -> None:
-    """Decode, judge, write the report."""
-    engines: dict[str, Engine | ManyAtOnce] = {VANILLA: drafting[VANILLA]}
-    engines |= {name: PlainGenerate.from_words(text, target) for name, text in baselines.items()}
-    engines |= drafting
-    clear_output(options.output)
-    answers = AnswerFiles(options.output, list(engines))
-    with progress_bar(console) as progress:
-        evaluation = evaluate(
-            engines,
-            Oracle(target, generation_settings(options, target, LoopDetector)),
-            benchmarks,
-            partial(render_prompt, target.tokenizer),
-            progress,
-            answers.add,
-            questions_at_once(options.batch_size),
-        )
-    report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
-    pictures = write_report(options.output, report)
-    console.print(summary_table(report))
-    for path in [*pictures, options.output / "report.md", options.output / "report.json"]:
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+    drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
+    with ExitStack() as at_exit:  # drafters write their files even if something fails
+        for engine in drafting.values():
+            at_exit.callback(engine.drafter.close)
+        hf_engines = {name: HFGenerate.parse(text, target) for name, text in baselines.items()}
+        engines: dict[str, Engine | BatchedEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
+        clear_output(options.output)
+        answers = AnswerFiles(options.output, list(engines))
+        evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)
+        report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
+        show_report(console, options.output, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(parse_options(decoding_parser(__doc__), arguments))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: run(parse_options(decoding_parser(__doc__), arguments)))
 
 
 if __name__ == "__main__":

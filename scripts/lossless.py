@@ -1,10 +1,10 @@
-"""Check that drafters change nothing: every answer against transformers' own `generate`, vanilla's included.
+"""Check that drafters are lossless: every answer against transformers' own `generate`, vanilla's included.
 
     python scripts/lossless.py --target DIR --drafters ctc=RUN/head --benchmarks mt_bench=mt_bench.jsonl \\
         --output runs/lossless --dtype float64
 
 Writes lossless.json to --output. Exit status 0 only when no difference is unexplained, 1 when one is, 2 when
-it cannot run. A near tie is explained: one precision higher, the two tokens are as good as equal.
+it cannot run. A near tie counts as explained: in the next higher precision the two logits are almost equal.
 """
 
 from __future__ import annotations
@@ -12,59 +12,42 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from draft_heads.data.benchmarks import load_benchmark
-from draft_heads.data.loops import LoopDetector
-from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.evaluation.evaluate import Benchmark, TurnRecord, evaluate
-from draft_heads.inference.evaluation.lossless import LosslessCounts, Oracle
+from draft_heads.inference.config_file import exit_status
+from draft_heads.inference.evaluation.evaluate import TurnRecord
+from draft_heads.inference.evaluation.lossless import LosslessCounts
 from draft_heads.inference.evaluation.metrics import lossless_counts
 from draft_heads.inference.evaluation.options import (
     decoding_parser,
     describe_settings,
     describe_target,
     drafter_specs,
-    generation_settings,
     load_engines,
     load_target,
-    named_files,
     parse_options,
-    questions_at_once,
 )
 from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json
-from draft_heads.inference.evaluation.terminal import progress_bar
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.evaluate import decode_and_judge, load_benchmarks
 
 SHOWN = 5  # unexplained differences printed; lossless.json has all
 CONTEXT_TOKENS = 20
 
 
 def run(options: argparse.Namespace) -> bool:
-    """True when nothing is unexplained."""
+    """True when no difference is unexplained."""
     console = Console()
-    benchmarks = [
-        Benchmark(name, load_benchmark(name, path)[: options.limit])
-        for name, path in named_files(options.benchmarks).items()
-    ]
+    benchmarks = load_benchmarks(options)
     specs = drafter_specs(options.drafters)
     check_output(options.output, options.overwrite, "lossless.json")
     target = load_target(options)
     engines = load_engines(specs, target, options.max_nodes, options.batch_size)
     clear_output(options.output, "lossless.json")
-    with progress_bar(console) as progress:
-        evaluation = evaluate(
-            engines,
-            Oracle(target, generation_settings(options, target, LoopDetector)),
-            benchmarks,
-            partial(render_prompt, target.tokenizer),
-            progress,
-            questions_at_once=questions_at_once(options.batch_size),
-        )
+    evaluation = decode_and_judge(options, target, engines, benchmarks, console)
     counts = {
         name: lossless_counts([record for record in evaluation.records if record.drafter == name])
         for name in evaluation.drafters
@@ -96,7 +79,7 @@ def result(drafter: str, counts: LosslessCounts) -> dict[str, Any]:
 
 
 def describe_difference(record: TurnRecord, target: Target) -> dict[str, Any]:
-    """Where a turn parts from the oracle's, with the text before it."""
+    """Where a turn first differs from the oracle's, with the text before it."""
     difference = record.difference
     assert difference is not None
     before = (*record.prompt, *record.generation.tokens[: difference.position])[-CONTEXT_TOKENS:]
@@ -146,11 +129,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        return 0 if run(parse_options(decoding_parser(__doc__), arguments)) else 1
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: run(parse_options(decoding_parser(__doc__), arguments)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import math
 import platform
 import random
-import re
 import shlex
 import sys
 import time
@@ -35,13 +34,17 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from draft_heads.data.answers import answer_prompts
+from draft_heads.data.benchmarks import gsm8k_answer
 from draft_heads.data.bpe import train_tokenizer
 from draft_heads.data.conversations import load_conversations, parse_record
 from draft_heads.data.loops import loop_start
 from draft_heads.data.rendering import ChatRenderer, ConversationError, end_token_ids
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
+from draft_heads.inference.evaluation.report import markdown_table
+from draft_heads.inference.target.target import Target
 
-PRACTICE = 0.3  # share of the time in which the synthetic corpus is sums only: tables are learnt by repetition
+PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt by repetition
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
 
 
@@ -215,80 +218,45 @@ def train(
 # ---- measuring -------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def answer(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: list[list[dict]],
-    max_new_tokens: int = 256,
-) -> list[list[int]]:
+def greedy_answers(target: Target, prompts: list[list[dict]], max_new_tokens: int = 256) -> list[list[int]]:
     """Greedy answers to prompts (messages that end with the user's); the tokens up to EOS, EOS included."""
-    renderer, ends, answers = ChatRenderer(tokenizer), set(end_token_ids(tokenizer)), []
-    for start in range(0, len(prompts), 50):
-        ids = [renderer.prompt(prompt) for prompt in prompts[start : start + 50]]
-        length = max(map(len, ids))
-        padded = torch.tensor([[tokenizer.pad_token_id] * (length - len(row)) + row for row in ids])
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in ids])
-        made = model.generate(
-            input_ids=padded.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-        )
-        for row in made[:, length:].tolist():
-            end = next((i for i, token in enumerate(row, start=1) if token in ends), len(row))
-            answers.append(row[:end])
-    return answers
+    renderer = ChatRenderer(target.tokenizer)
+    ids = [renderer.prompt(prompt) for prompt in prompts]
+    return [answer.tokens for answer in answer_prompts(target, ids, [max_new_tokens] * len(ids), batch_size=50)]
 
 
-def final_number(text: str) -> int | None:
-    """The number behind the last `####`, the form that GSM8K ends an answer with."""
-    found = re.findall(r"####\s*(-?\d+)", text)
-    return int(found[-1]) if found else None
-
-
-def solved(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[dict]
-) -> tuple[float, list[list[int]]]:
+def solved(target: Target, problems: list[dict]) -> tuple[float, list[list[int]]]:
     """(share of word problems whose final number is right, the answers)."""
-    answers = answer(model, tokenizer, [[{"role": "user", "content": row["question"]}] for row in problems])
-    texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
-    right = [final_number(text) == final_number(row["answer"]) for text, row in zip(texts, problems)]
+    answers = greedy_answers(target, [[{"role": "user", "content": row["question"]}] for row in problems])
+    texts = [target.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
+    right = [gsm8k_answer(text) == gsm8k_answer(row["answer"]) for text, row in zip(texts, problems)]
     return sum(right) / len(right), answers
 
 
 @torch.inference_mode()
-def measure(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    unseen: list[list[dict]],
-    options: argparse.Namespace,
-) -> dict:
+def measure(target: Target, unseen: list[list[dict]], options: argparse.Namespace) -> dict:
     """What the trained model does with unseen prompts; word problems only for the synthetic corpus."""
-    rows = render(tokenizer, unseen, options.max_length)
+    rows = render(target.tokenizer, unseen, options.max_length)
     torch.set_num_threads(1)  # decoding one token at a time gains nothing from a second thread
-    losses = [loss_of(model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]
+    losses = [loss_of(target.model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]
     figures = {"unseen_loss": round(sum(losses) / len(losses), 4)}
     if options.dataset:
         prompts = [row[: next(i for i, m in enumerate(row) if m["role"] == "assistant")] for row in unseen]
-        answers = answer(model, tokenizer, prompts[: options.questions])
+        answers = greedy_answers(target, prompts[: options.questions])
     else:
         asked = questions(options.questions, options.seed, "heldout")
-        prompts = [[{"role": "user", "content": row["turns"][0]}] for row in asked]
-        answers = answer(model, tokenizer, prompts)
+        answers = greedy_answers(target, [[{"role": "user", "content": row["turns"][0]}] for row in asked])
         for steps in (1, 2):
             problems = word_problems(options.questions, options.seed, "heldout", steps=steps)
-            share, worked = solved(model, tokenizer, problems)
+            share, worked = solved(target, problems)
             figures |= {f"solved_{steps}_step": round(share, 4)}
             answers += worked
-    ends = set(end_token_ids(tokenizer))
-    figures |= {
+    return figures | {
         "answers": len(answers),
-        "ended": round(sum(row[-1] in ends for row in answers) / len(answers), 4),
+        "ended": round(sum(row[-1] in target.end_token_ids for row in answers) / len(answers), 4),
         "looped": round(sum(loop_start(row) is not None for row in answers) / len(answers), 4),
         "mean_answer_tokens": round(sum(map(len, answers)) / len(answers), 1),
     }
-    return figures
 
 
 def write_card(output: Path, facts: dict, figures: dict) -> None:
@@ -302,14 +270,22 @@ def write_card(output: Path, facts: dict, figures: dict) -> None:
         "mean_answer_tokens": "tokens per answer",
         "unseen_loss": "cross entropy per answer token, unseen conversations",
     }
-    table = "\n".join(f"| {text} | {figures[key]} |" for key, text in named.items() if key in figures)
-    made = "\n".join(f"| {key.replace('_', ' ')} | {value} |" for key, value in facts.items() if key != "command")
+    measured = [(text, str(figures[key])) for key, text in named.items() if key in figures]
+    made = [(key.replace("_", " "), str(value)) for key, value in facts.items() if key != "command"]
     (output / "README.md").write_text(
-        "# A small target\n\n"
-        "A Llama-style language model trained from scratch, with a byte-level BPE tokenizer. It exists to\n"
-        "train, test and measure draft heads without a download; it knows its corpus and nothing else.\n\n"
-        f"Made by\n\n    {facts['command']}\n\n| measured | |\n| --- | --- |\n{table}\n\n"
-        f"| made with | |\n| --- | --- |\n{made}\n",
+        f"""# A small target
+
+A Llama-style language model trained from scratch, with a byte-level BPE tokenizer. It exists to
+train, test and measure draft heads without a download; it knows its corpus and nothing else.
+
+Made by
+
+    {facts["command"]}
+
+{markdown_table(("measured", ""), measured, 2)}
+
+{markdown_table(("made with", ""), made, 2)}
+""",
         encoding="utf-8",
     )
 
@@ -346,7 +322,7 @@ def main(argv: list[str] | None = None) -> dict:
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     with console.status("measuring on unseen prompts"):
-        figures = measure(model, tokenizer, unseen, options)
+        figures = measure(Target(model, tokenizer), unseen, options)
     facts = {
         "command": shlex.join(["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)]),
         "parameters": parameters,

@@ -1,11 +1,11 @@
-"""Measure drafters that read text only on recorded answers: β as greedy decoding would have had it, without a target.
+"""Measure text-only drafters on recorded answers: the β that greedy decoding would have reached, without a target.
 
     python scripts/replay.py --answers mt_bench_answers.jsonl --tokenizer TOKENIZER --questions mt_bench.jsonl \\
         --drafters ngram tree=ngram,branches=2 kept=ngram,keep=1 prompt_lookup rest=DATASTORE --output runs/replay
 
 Prompts are the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
---questions a prompt is what was answered before in the same conversation. Drafters go through the answers in order, one
-after another, so that what they keep of earlier texts (keep=1) counts. Writes report.json, report.md and
+--questions a prompt is what was answered before in the same conversation. Each drafter replays the answers in order, so
+that earlier texts count where it keeps them (keep=1). Writes report.json, report.md and
 accepted_length.png to --output.
 """
 
@@ -24,21 +24,21 @@ from draft_heads.data.benchmarks import Question, load_benchmark
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.json_rows import read_json_rows
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.config_file import parse_with_config
+from draft_heads.inference.config_file import exit_status, parse_with_config
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answers import read_answers
 from draft_heads.inference.evaluation.replay import asked_of, recorded_turns, replay_all, text_drafters
-from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, write_report
-from draft_heads.inference.evaluation.terminal import progress_bar, summary_table
+from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
+from draft_heads.inference.evaluation.terminal import progress_bar, show_report
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     p.add_argument("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
-    p.add_argument("--tokenizer", metavar="DIR|ID", help="of the target that gave them")
+    p.add_argument("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
-    p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="what was asked: FastChat or GSM8K rows")
+    p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="the questions: FastChat or GSM8K rows")
     p.add_argument("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
     p.add_argument("--output", type=Path, help="folder for the results")
     p.add_argument("--overwrite", action="store_true", help="replace a finished run in --output")
@@ -64,7 +64,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def drafter_specs(texts: list[str]) -> list[DrafterSpec]:
-    """The drafters asked for; ValueError for a name given twice."""
+    """The drafters of the command line; ValueError for a duplicate name."""
     specs = [DrafterSpec.parse(text) for text in texts]
     names = [spec.name for spec in specs]
     for name in names:
@@ -87,17 +87,14 @@ def run(options: argparse.Namespace) -> None:
         turns = list(recorded_turns(answers, questions, tokenizer, render))
         evaluation = replay_all(options.answers.stem, drafters, questions, turns, progress)
     report = build_report(evaluation, None, described(options), seed=0)
-    pictures = write_report(options.output, report)
-    console.print(summary_table(report))
-    for path in [*pictures, options.output / "report.md", options.output / "report.json"]:
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
-    with ExitStack() as at_the_end:  # one file that cannot be written does not cost the others
+    show_report(console, options.output, report)
+    with ExitStack() as at_exit:  # one file that cannot be written does not prevent the others
         for drafter in drafters.values():
-            at_the_end.callback(drafter.close)
+            at_exit.callback(drafter.close)
 
 
 def described(options: argparse.Namespace) -> dict[str, object]:
-    """The settings' entry in the report; what only decoding has is None."""
+    """The `settings` entry of the report; settings of decoding are None."""
     given = {name: getattr(options, name) for name in ("tokenizer", "max_nodes", "limit")}
     given["drafters"] = " ".join(options.drafters)
     files = {name: path.name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
@@ -105,12 +102,7 @@ def described(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        run(parse_options(arguments))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: run(parse_options(arguments)))
 
 
 if __name__ == "__main__":

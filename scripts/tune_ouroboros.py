@@ -30,8 +30,8 @@ from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.evaluate import in_turn
-from draft_heads.inference.evaluation.options import load_target, named_files, target_parser
+from draft_heads.inference.evaluation.evaluate import time_engines
+from draft_heads.inference.evaluation.options import load_target, parse_benchmarks, target_parser
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
@@ -46,7 +46,7 @@ def clocked(
 ) -> dict[int, dict[str, float]]:
     """Key of a drafter → β and seconds; all decode every prompt, in turn, in changing order."""
     engines = {key: DecodingEngine(target, drafter) for key, drafter in drafters.items()}
-    totals = in_turn(engines, track(prompts, "decoding with every value"), settings)
+    totals = time_engines(engines, track(prompts, "decoding with every value"), settings)
     return {key: {"beta": tokens / steps, "seconds": spent} for key, (tokens, steps, spent) in totals.items()}
 
 
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             smallest = given if isinstance(given, int) else min(given)
             if smallest < bound:
                 raise ValueError(f"--{flag} must be at least {bound}; got {smallest}")
-        files = named_files(args.benchmarks)
+        files = parse_benchmarks(args.benchmarks)
         questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
         target = load_target(args)
         model = load_draft_model("ouroboros", args.draft_model, target)

@@ -28,7 +28,7 @@ from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.evaluate import in_turn
+from draft_heads.inference.evaluation.evaluate import time_engines
 from draft_heads.inference.evaluation.options import load_target, target_parser
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
@@ -71,7 +71,7 @@ def decoding_speed(
     drafters = {0: VanillaDrafter(target.device), **{count: drafter_for(head, target, count) for count in nodes}}
     engines = {count: DecodingEngine(target, drafter) for count, drafter in drafters.items()}
     settings = GenerationSettings(new_tokens, target.end_token_ids)
-    totals = in_turn(engines, track(prompts, "decoding with every number of nodes"), settings)
+    totals = time_engines(engines, track(prompts, "decoding with every number of nodes"), settings)
     vanilla = totals[0][2] / totals[0][0]
     return {
         count: {"beta": tokens / steps, "gamma": vanilla * tokens / spent, "milliseconds_a_step": 1e3 * spent / steps}

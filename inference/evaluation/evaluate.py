@@ -1,11 +1,8 @@
 """Answer benchmark questions with every drafter, time them fairly, and judge each answer.
 
-Fair means: one process, the same prompts, the same token counter, a discarded warm-up, and the drafters
-taking turns question by question in changing order, so that a machine that slows down or heats up slows
-them all. Every drafter holds its own conversation: the second turn's prompt contains its own first answer.
-
-Questions, the chat template and the rule that scores an answer come in as plain arguments; nothing here reads
-files.
+All drafters run in one process, on the same prompts, after a discarded warm-up; they take turns question by question in
+changing order, so that a machine that slows down slows them all. Every drafter has its own conversation: the second
+turn's prompt contains its own first answer. Nothing here reads files.
 """
 
 from __future__ import annotations
@@ -17,27 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
+from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.evaluation.lossless import Difference, Oracle, Turn, judge
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
 TRANSFORMERS = "transformers"  # the row of transformers' own `generate`
-BASELINES = (TRANSFORMERS, "transformers_lookup", "transformers_assisted")  # its own ways; no drafter may be called so
+BASELINES = (TRANSFORMERS, "transformers_lookup", "transformers_assisted")  # reserved: no drafter may use these names
 WARM_UP_TOKENS = 16
 
 Key = TypeVar("Key")
 Messages = list[dict[str, str]]
 Progress = Callable[[str, int, int], None]  # stage, done, of
-
-
-class Question(Protocol):
-    """What is asked, turn after turn; `reference` holds the right answer where there is one."""
-
-    question_id: int | str
-    category: str | None
-    turns: list[str]
-    reference: str | None
 
 
 class Engine(Protocol):
@@ -46,10 +35,12 @@ class Engine(Protocol):
     def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation: ...
 
 
-class ManyAtOnce(Protocol):
+class BatchedEngine(Protocol):
     """An engine that decodes several prompts at once (`inference.batch.BatchEngine`)."""
 
-    def answers(self, prompts: Sequence[list[int]], settings: GenerationSettings) -> Sequence[Generation | None]: ...
+    def generate_or_none(
+        self, prompts: Sequence[list[int]], settings: GenerationSettings
+    ) -> Sequence[Generation | None]: ...
 
 
 @dataclass(frozen=True)
@@ -57,13 +48,13 @@ class Benchmark:
     """Named questions; `is_correct(answer, reference)` scores the last turn where a reference is given."""
 
     name: str
-    questions: Sequence[Any]
+    questions: Sequence[Question]
     is_correct: Callable[[str, str], bool] | None = None
 
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One answered turn; `difference` is None while unjudged and when the answer is the oracle's."""
+    """One answered turn; `difference` is None before judging and when the answer equals the oracle's."""
 
     benchmark: str
     question: int  # index in its benchmark
@@ -80,10 +71,10 @@ class TurnRecord:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that was decoded: records in the order they ran.
+    """All decoded turns, in the order they ran.
 
-    sources   drafter → the names of who drafts for it, as `Generation.sources` counts them
-    findings  drafter → what it has learned about itself, where there is anything
+    sources   drafter → the names of its draft sources, which `Generation.sources` indexes
+    findings  drafter → its own statistics (`Drafter.findings`), where it has any
     """
 
     benchmarks: Sequence[Benchmark]
@@ -95,26 +86,26 @@ class Evaluation:
 
 
 def evaluate(
-    engines: Mapping[str, Engine | ManyAtOnce],
+    engines: Mapping[str, Engine | BatchedEngine],
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
     render: Callable[[Messages], list[int]],
     progress: Progress = lambda stage, done, of: None,
     on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
-    questions_at_once: int = 1,
+    group_size: int = 1,
 ) -> Evaluation:
     """Decode every question with every engine, then judge every turn against the oracle.
 
-    `engines` must hold `vanilla`, the yardstick of gamma; `transformers`, a second yardstick, is
-    `inference.evaluation.hf_generate.PlainGenerate` and may be left out. `on_answer` receives each question's turns as
-    soon as a drafter has answered it (before they are judged), for results that survive an interruption.
-    `questions_at_once`: drafters take turns after so many questions; above 1 for engines that decode batches.
+    `engines` must contain `vanilla`, the baseline of gamma; `transformers` (`HFGenerate`) is an optional second one.
+    `on_answer` receives each question's turns as soon as a drafter has answered it, before they are judged, for writing
+    them at once. `group_size`: questions that one drafter answers before the next takes its turn; above 1 for engines
+    that decode batches.
     """
     if VANILLA not in engines:
-        raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with, got {list(engines)}")
+        raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with; got {list(engines)}; add it")
     warm_up(engines.values(), oracle.settings, benchmarks, render)
-    with _older_objects_set_apart():
-        records = _answers(engines, oracle, benchmarks, render, progress, on_answer, questions_at_once)
+    with _existing_objects_frozen():
+        records = _answers(engines, oracle, benchmarks, render, progress, on_answer, group_size)
     drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
     return Evaluation(
         benchmarks,
@@ -127,9 +118,9 @@ def evaluate(
 
 
 @contextmanager
-def _older_objects_set_apart() -> Iterator[None]:
-    """The garbage collector does not walk through what is there already, libraries and programs: that takes it a
-    quarter of a second or more, in the answer of a drafter that happens to make many objects."""
+def _existing_objects_frozen() -> Iterator[None]:
+    """Keep the garbage collector from scanning existing objects: a scan takes a quarter of a second, charged to the
+    drafter that triggers it."""
     gc.collect()
     gc.freeze()
     try:
@@ -139,24 +130,24 @@ def _older_objects_set_apart() -> Iterator[None]:
 
 
 def _answers(
-    engines: Mapping[str, Engine | ManyAtOnce],
+    engines: Mapping[str, Engine | BatchedEngine],
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
     render: Callable[[Messages], list[int]],
     progress: Progress,
     on_answer: Callable[[list[TurnRecord]], None],
-    questions_at_once: int,
+    group_size: int,
 ) -> list[TurnRecord]:
-    """Every drafter's answer to every question, in turn."""
+    """Every drafter's answer to every question, the drafters taking turns."""
     names = tuple(engines)
     decode = oracle.target.tokenizer.decode
     records: list[TurnRecord] = []
     total = sum(len(benchmark.questions) for benchmark in benchmarks) * len(names)
     done = 0
     for benchmark in benchmarks:
-        for group, start in enumerate(range(0, len(benchmark.questions), questions_at_once)):
-            questions = benchmark.questions[start : start + questions_at_once]
-            for name in order(names, group):
+        for group, start in enumerate(range(0, len(benchmark.questions), group_size)):
+            questions = benchmark.questions[start : start + group_size]
+            for name in drafter_order(names, group):
                 progress(f"{benchmark.name}: {name}", done, total)
                 for index, turns in enumerate(
                     answer_questions(engines[name], oracle.settings, questions, render, decode), start
@@ -185,39 +176,42 @@ def _answers(
 
 
 def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """Drafter → what it has learned about itself, where there is anything."""
+    """Drafter → its own statistics, where it has any."""
     return {name: found for name, drafter in drafters.items() if (found := drafter.findings())}
 
 
-def order(names: Sequence[Key], index: int) -> list[Key]:
-    """The order in which drafters answer question `index`: each is at every place once in as many questions as there
-    are, and then behind others: what one leaves in the caches shall not always help, or harm, the same next one."""
-    turn, start = divmod(index, len(names))
-    mixed = random.Random(turn).sample(list(names), len(names))
-    return [*mixed[start:], *mixed[:start]]
+def drafter_order(names: Sequence[Key], index: int) -> list[Key]:
+    """The order in which drafters answer question `index`.
+
+    In N questions each of N drafters has every rank once; then they are shuffled, so that what one leaves in the
+    processor's caches does not always affect the same next one.
+    """
+    shuffle, start = divmod(index, len(names))
+    shuffled = random.Random(shuffle).sample(list(names), len(names))
+    return [*shuffled[start:], *shuffled[:start]]
 
 
 def answer_questions(
-    engine: Engine | ManyAtOnce,
+    engine: Engine | BatchedEngine,
     settings: GenerationSettings,
     questions: Sequence[Question],
     render: Callable[[Messages], list[int]],
     decode: Callable[..., str],
 ) -> list[list[tuple[tuple[int, ...], str, Generation]]]:
-    """For each question (prompt, text, generation) per turn, up to the first prompt that does not fit the context.
+    """For each question its (prompt, text, generation) of each turn, up to the first prompt that does not fit.
 
-    Turn after turn, all questions' prompts go to the engine together.
+    The prompts of one turn of all questions go to the engine together.
     """
     messages: list[Messages] = [[] for _ in questions]
     answered: list[list[tuple[tuple[int, ...], str, Generation]]] = [[] for _ in questions]
     for turn in range(max(len(question.turns) for question in questions)):
-        asked = [
+        unanswered = [
             index for index, question in enumerate(questions) if len(question.turns) > turn == len(answered[index])
         ]
-        for index in asked:
+        for index in unanswered:
             messages[index].append({"role": "user", "content": questions[index].turns[turn]})
-        prompts = [tuple(render(messages[index])) for index in asked]
-        for index, prompt, generation in zip(asked, prompts, _answers_of(engine, prompts, settings)):
+        prompts = [tuple(render(messages[index])) for index in unanswered]
+        for index, prompt, generation in zip(unanswered, prompts, _generate_or_none(engine, prompts, settings)):
             if generation is not None:
                 text = decode(generation.tokens, skip_special_tokens=True)
                 messages[index].append({"role": "assistant", "content": text})
@@ -225,12 +219,12 @@ def answer_questions(
     return answered
 
 
-def _answers_of(
-    engine: Engine | ManyAtOnce, prompts: Sequence[tuple[int, ...]], settings: GenerationSettings
+def _generate_or_none(
+    engine: Engine | BatchedEngine, prompts: Sequence[tuple[int, ...]], settings: GenerationSettings
 ) -> list[Generation | None]:
-    """An answer to each prompt, None where it does not fit the context."""
-    if hasattr(engine, "answers"):
-        return list(engine.answers([list(prompt) for prompt in prompts], settings))
+    """The answer to each prompt, None for a prompt that does not fit the context."""
+    if hasattr(engine, "generate_or_none"):
+        return list(engine.generate_or_none([list(prompt) for prompt in prompts], settings))
     found: list[Generation | None] = []
     for prompt in prompts:
         try:
@@ -240,38 +234,34 @@ def _answers_of(
     return found
 
 
-def in_turn(
+def time_engines(
     engines: Mapping[int, Engine], prompts: Iterable[list[int]], settings: GenerationSettings
 ) -> dict[int, tuple[int, int, float]]:
-    """New tokens, target steps and seconds of every engine over all prompts, which they answer in changing `order`.
+    """(new tokens, target steps, seconds) of every engine over all prompts; the engines take turns (`drafter_order`).
 
-    Each has answered the first prompt read backwards before, untimed.
+    Each engine first answers the reversed first prompt, untimed.
     """
     totals = {key: (0, 0, 0.0) for key in engines}
     for turn, prompt in enumerate(prompts):
         if turn == 0:
             for engine in engines.values():
                 engine.generate(prompt[::-1], settings)
-        for key in order(list(engines), turn):
-            answer, (tokens, steps, spent) = engines[key].generate(prompt, settings), totals[key]
-            totals[key] = (
-                tokens + len(answer.tokens),
-                steps + answer.target_steps,
-                spent + answer.seconds["total"],
-            )
+        for key in drafter_order(list(engines), turn):
+            answer, (tokens, steps, seconds) = engines[key].generate(prompt, settings), totals[key]
+            taken = answer.seconds["total"]
+            totals[key] = tokens + len(answer.tokens), steps + answer.target_steps, seconds + taken
     return totals
 
 
 def warm_up(
-    engines: Iterable[Engine | ManyAtOnce],
+    engines: Iterable[Engine | BatchedEngine],
     settings: GenerationSettings,
     benchmarks: Sequence[Benchmark],
     render: Callable[[Messages], list[int]],
 ) -> None:
-    """A short answer to the first question that fits, thrown away: allocating and compiling is not timed.
+    """Discard a short answer to the first question that fits, so that allocation and compilation are not timed.
 
-    Its words stand in reverse order: a drafter that remembers shall not have met a measured prompt before.
-
+    The question's words are reversed: a drafter that keeps earlier texts must not see a measured prompt beforehand.
     A GPU may still capture graphs for longer texts while it is timed.
     """
     short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
@@ -279,25 +269,25 @@ def warm_up(
     for engine in engines:
         for question in questions:
             prompt = tuple(render([{"role": "user", "content": " ".join(question.turns[0].split()[::-1])}]))
-            if _answers_of(engine, [prompt], short) != [None]:
+            if _generate_or_none(engine, [prompt], short) != [None]:
                 break
 
 
 def judge_records(
     oracle: Oracle, records: Sequence[TurnRecord], progress: Progress = lambda stage, done, of: None
 ) -> list[TurnRecord]:
-    """The records with their differences; every prompt is answered before the first difference is judged."""
+    """The records with their differences; the oracle answers every prompt before the first difference is judged."""
     prompts = list(dict.fromkeys(record.prompt for record in records))
     for done, prompt in enumerate(prompts):
         progress("checking against generate", done, len(prompts))
         oracle.answer(prompt)
     progress("checking against generate", len(prompts), len(prompts))
-    return [replace(record, difference=judge(oracle, _as_turn(record))) for record in records]
+    return [replace(record, difference=judge(oracle, _turn(record))) for record in records]
 
 
-def _as_turn(record: TurnRecord) -> Turn:
-    place = f"{record.drafter}, {record.benchmark} question {record.question_id}, turn {record.turn + 1}"
-    return Turn(record.prompt, tuple(record.generation.tokens), place)
+def _turn(record: TurnRecord) -> Turn:
+    label = f"{record.drafter}, {record.benchmark} question {record.question_id}, turn {record.turn + 1}"
+    return Turn(record.prompt, tuple(record.generation.tokens), label)
 
 
 def _correct(benchmark: Benchmark, question: Question, turn: int, text: str) -> bool | None:

@@ -1,7 +1,7 @@
-"""transformers' own `generate`: the oracle's answers, and the baselines of reports beside vanilla.
+"""transformers' own `generate`: the oracle's answers, and the baselines that reports show beside vanilla.
 
-Its own cache, its own loop, one token at a time or assisted in its own two ways, with greedy choices or the project's
-fixed noise; stop rules beyond EOS and length by `end`, for all uses.
+It uses its own cache and its own loop, token by token or with its own two ways of assisted generation, greedily or with
+the project's fixed sampling noise. Stop rules other than EOS and length are `stop_length`'s.
 
 Shapes: L length, V vocabulary.
 """
@@ -33,22 +33,22 @@ from draft_heads.inference.sampling import Sampling, gumbel
 from draft_heads.inference.target.target import Target
 
 
-class PlainGenerate:
-    """Answers with the target's own `generate`, as an engine that an evaluation times.
+class HFGenerate:
+    """An engine that answers with the target's own `generate`.
 
-    EOS tokens and the length are `generate`'s own to watch. Stop strings and `stop` are asked after every token
-    through a `StoppingCriteria`, so that nothing is decoded beyond the answer's end; without them there is none to
-    ask, and on a GPU none to wait for.
+    `generate` itself stops at EOS and at the length. Stop strings and `settings.stop` are checked after every token by
+    a `StoppingCriteria`, so that nothing is decoded past the answer's end; without them no criterion is added, which
+    on a GPU would synchronise.
     """
 
     def __init__(self, target: Target, **assisted: Any) -> None:
-        """assisted: what `generate` drafts with, `prompt_lookup_num_tokens` or `assistant_model`; none: plainly."""
+        """assisted: `generate`'s `prompt_lookup_num_tokens` or `assistant_model`; neither: no drafts."""
         self.target, self.assisted = target, assisted
 
     @classmethod
-    def from_words(cls, text: str, target: Target) -> PlainGenerate:
+    def parse(cls, text: str, target: Target) -> HFGenerate:
         """`transformers`, `transformers_lookup` (10 tokens of prompt lookup) or `transformers_assisted=DIR`."""
-        name, path = baseline_words(text)
+        name, path = parse_baseline(text)
         if name == "transformers_lookup":
             return cls(target, prompt_lookup_num_tokens=10)
         if not path:
@@ -66,25 +66,25 @@ class PlainGenerate:
         if settings.stop_strings and self.target.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer to decode the answer; the target has none; load one")
         start = time.perf_counter()
-        ended = _Ended(len(prompt_ids), settings, self.target.tokenizer)
-        asked = settings.stop is not None or bool(settings.stop_strings)
-        with _forwards(self.target.model if self.assisted else None) as lengths:
-            tokens = generated(self.target, prompt_ids, settings, limit, [ended] if asked else [], **self.assisted)
-        tokens = tokens[: ended.length]
-        taken = time.perf_counter() - start
+        stop_rule = _StopRule(len(prompt_ids), settings, self.target.tokenizer)
+        criteria = [stop_rule] if settings.stop is not None or settings.stop_strings else []
+        with _record_cache_lengths(self.target.model if self.assisted else None) as lengths:
+            tokens = hf_generate(self.target, prompt_ids, settings, limit, criteria, **self.assisted)
+        tokens = tokens[: stop_rule.length]
+        elapsed = time.perf_counter() - start
         if tokens and tokens[-1] in settings.eos_token_ids:
             reason = "eos"
-        elif ended.length is not None:
+        elif stop_rule.length is not None:
             reason = "stop"
         else:
             reason = "length" if limit == settings.max_new_tokens else "context"
-        seconds = {"draft": 0.0, "verify": taken, "accept": 0.0, "other": 0.0, "total": taken}
-        accepted = steps(lengths, len(prompt_ids), len(tokens)) if self.assisted else [1] * len(tokens)
+        seconds = {"draft": 0.0, "verify": elapsed, "accept": 0.0, "other": 0.0, "total": elapsed}
+        accepted = tokens_per_forward(lengths, len(prompt_ids), len(tokens)) if self.assisted else [1] * len(tokens)
         return Generation(tokens, accepted, [-1] * len(tokens), seconds, reason)
 
 
-def baseline_words(text: str) -> tuple[str, str]:
-    """The name and the path of a baseline, NAME or NAME=PATH; ValueError where a path is missing or too much."""
+def parse_baseline(text: str) -> tuple[str, str]:
+    """(name, path) of a baseline given as NAME or NAME=PATH; ValueError for a missing or superfluous path."""
     name, _, path = text.partition("=")
     if bool(path) != (name == "transformers_assisted"):
         raise ValueError(
@@ -94,25 +94,25 @@ def baseline_words(text: str) -> tuple[str, str]:
     return name, path
 
 
-def steps(lengths: Sequence[int], prompt: int, new: int) -> list[int]:
-    """New tokens of each target forward, from how many tokens its cache held when each began: all but the newest.
+def tokens_per_forward(lengths: Sequence[int], prompt: int, new: int) -> list[int]:
+    """New tokens of each target forward, from the cache's length at its start (which lacks the newest token).
 
-    A prompt of 10 tokens, forwards that began at 0, 10, 13 and 14, and 6 new tokens: 1, 3, 1 and 1.
+    A prompt of 10 tokens, forwards that start at lengths 0, 10, 13 and 14, and 6 new tokens: 1, 3, 1 and 1.
     """
-    held = [0, *(length + 1 - prompt for length in lengths[1:]), new]
-    return [after - before for before, after in pairwise(held)]
+    known = [0, *(length + 1 - prompt for length in lengths[1:]), new]
+    return [after - before for before, after in pairwise(known)]
 
 
 @contextmanager
-def _forwards(model: Any | None) -> Iterator[list[int]]:
-    """Notes how many tokens the cache holds when a forward of the model begins; no model: nothing."""
+def _record_cache_lengths(model: Any | None) -> Iterator[list[int]]:
+    """Record the cache's length at the start of every forward of the model; without a model, nothing."""
     lengths: list[int] = []
 
-    def note(module: Any, args: Any, kwargs: Any) -> None:
+    def record(module: Any, args: Any, kwargs: Any) -> None:
         cache = kwargs.get("past_key_values")
         lengths.append(cache.get_seq_length() if cache is not None else 0)
 
-    hook = model.register_forward_pre_hook(note, with_kwargs=True) if model is not None else None
+    hook = model.register_forward_pre_hook(record, with_kwargs=True) if model is not None else None
     try:
         yield lengths
     finally:
@@ -121,7 +121,7 @@ def _forwards(model: Any | None) -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def generated(
+def hf_generate(
     target: Target,
     prompt: Sequence[int],
     settings: GenerationSettings,
@@ -130,9 +130,9 @@ def generated(
     prompt_lookup_num_tokens: int | None = None,
     assistant_model: Any = None,
 ) -> list[int]:
-    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` end them.
+    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it.
 
-    The last two are `generate`'s own ways to be assisted; they do not change what it says.
+    The last two arguments turn on `generate`'s assisted generation, which does not change its output.
     """
     ids_1L = torch.tensor([list(prompt)], device=target.device)
     with _neutral_generation_config(target.model):
@@ -148,7 +148,7 @@ def generated(
                 prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             ),
             assistant_model=assistant_model,
-            logits_processor=drawn_as(settings.sampling),
+            logits_processor=sampling_processors(settings.sampling),
             stopping_criteria=StoppingCriteriaList(criteria),
         )
     return output_1L[0, len(prompt) :].tolist()
@@ -158,45 +158,45 @@ def generated(
 # Where an answer ends
 
 
-def end(tokens: list[int], settings: GenerationSettings, tokenizer: Any, known: int = 0) -> int | None:
+def stop_length(tokens: list[int], settings: GenerationSettings, tokenizer: Any, checked: int = 0) -> int | None:
     """The length at which `stop` or a stop string ends `tokens`, None where neither does.
 
-    The first `known` tokens are known to hold no stop string. Stop string "b", tokens of the text "abc" -> 2.
+    The first `checked` tokens contain no stop string. Stop string "b", tokens of the text "abc" -> 2.
     """
-    ends = settings.stop(tokens) if settings.stop is not None else None
-    if ends is not None and ends > len(tokens):
-        ends = None  # there, but not yet
+    length_by_rule = settings.stop(tokens) if settings.stop is not None else None
+    if length_by_rule is not None and length_by_rule > len(tokens):
+        length_by_rule = None  # a later token will end the answer
     if settings.stop_strings:
-        for length in range(known + 1, (len(tokens) if ends is None else ends) + 1):
+        for length in range(checked + 1, (len(tokens) if length_by_rule is None else length_by_rule) + 1):
             text = tokenizer.decode(tokens[:length], skip_special_tokens=False)
             if any(stop in text for stop in settings.stop_strings):
                 return length
-    return ends
+    return length_by_rule
 
 
-class _Ended(StoppingCriteria):
-    """`end` asked after every step; `length` is what it said first."""
+class _StopRule(StoppingCriteria):
+    """Applies `stop_length` after every token; `length` is its first result that is not None."""
 
     def __init__(self, prompt_tokens: int, settings: GenerationSettings, tokenizer: Any) -> None:
         self.prompt_tokens, self.settings, self.tokenizer = prompt_tokens, settings, tokenizer
         self.length: int | None = None
-        self._known = 0
+        self._checked = 0
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """[1] bool."""
         if self.length is None:
             tokens = input_ids[0, self.prompt_tokens :].tolist()
-            self.length = end(tokens, self.settings, self.tokenizer, self._known)
-            self._known = len(tokens)
+            self.length = stop_length(tokens, self.settings, self.tokenizer, self._checked)
+            self._checked = len(tokens)
         return input_ids.new_full((1,), self.length is not None, dtype=torch.bool)
 
 
 # ----------------------------------------------------------------------------------------------------
-# Which tokens it says
+# Sampling
 
 
 class _FixedNoise(LogitsProcessor):
-    """Adds the noise that sampling has at the next position: `generate`'s greedy choice is then the token drawn."""
+    """Adds the fixed noise of the next position, so that `generate`'s greedy choice is the sampled token."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -207,8 +207,8 @@ class _FixedNoise(LogitsProcessor):
         return scores.double() + gumbel(self.seed, position, scores.shape[-1])
 
 
-def drawn_as(sampling: Sampling | None) -> LogitsProcessorList:
-    """transformers' own temperature, top-k and top-p, then the noise; nothing for greedy answers."""
+def sampling_processors(sampling: Sampling | None) -> LogitsProcessorList:
+    """transformers' own temperature, top-k and top-p warpers, then the fixed noise; empty for greedy decoding."""
     if sampling is None:
         return LogitsProcessorList()
     warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
@@ -219,7 +219,7 @@ def drawn_as(sampling: Sampling | None) -> LogitsProcessorList:
 
 @contextmanager
 def _neutral_generation_config(model: Any) -> Iterator[None]:
-    """Hide the checkpoint's generation config: `generate` takes what is unset (penalties, EOS) from it."""
+    """Hide the checkpoint's generation config, from which `generate` would take unset values (penalties, EOS)."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

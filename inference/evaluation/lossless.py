@@ -1,11 +1,11 @@
-"""Is decoding lossless? Every answer against transformers' own `generate`, differences judged by their size.
+"""Losslessness check: every answer against transformers' own `generate`, differences judged by their size.
 
-The oracle shares nothing with the engine but the weights: its own cache, its own loop, one token at a time.
-Two correct programs may still part where the two best tokens are as good as equal, because they add the same
-numbers in another order. So each answer is judged at its first difference (what follows depends on it): a
-*near tie* when, one precision higher, the two tokens are no further apart than the noise of transformers' own
-arithmetic, measured here; anything else is *unexplained*, and one unexplained difference is a failure. In
-float64 every difference is unexplained.
+The oracle shares only the weights with the engine: it has its own cache and its own loop, one token at a time.
+Two correct programs may still differ where the two best logits are almost equal, because they add the same numbers in
+another order. So each answer is judged at its first difference (later tokens depend on it): it is a *near tie* when, in
+the next higher precision, the two logits are no further apart than the numerical noise of transformers' own forward,
+measured here; otherwise it is *unexplained*, and one unexplained difference is a failure. In float64 every difference
+is unexplained.
 
 Shapes: L length, V vocabulary.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.hf_generate import drawn_as, end, generated
+from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
@@ -41,7 +41,7 @@ HIGHER_PRECISION = {
 
 
 class Oracle:
-    """transformers' greedy answers with one rule for stopping, and its verdict on differences.
+    """transformers' answers under the engine's stop rules, and the size of differences from them.
 
     `settings` are the engine's. Answers are computed once per distinct prompt, so drafters share them.
     """
@@ -68,8 +68,8 @@ class Oracle:
                 f"a prompt must leave room for one token: {len(prompt)} tokens, the target has "
                 f"{target.max_positions} positions; shorten it"
             )
-        tokens = generated(target, prompt, settings, room)
-        return tokens[: end(tokens, settings, target.tokenizer)]  # `generate` itself stops at EOS only
+        tokens = hf_generate(target, prompt, settings, room)
+        return tokens[: stop_length(tokens, settings, target.tokenizer)]  # `generate` itself stops at EOS only
 
     @property
     def noise(self) -> float:
@@ -81,7 +81,7 @@ class Oracle:
         if self._noise is None:
             texts = [prompt + tuple(answer) for prompt, answer in self._answers.items()]
             if not texts:
-                raise ValueError("noise is measured on answered prompts; ask for an answer first")
+                raise ValueError("noise is measured on answered prompts; call answer() first")
             chosen = texts[:: max(1, len(texts) // NOISE_PROMPTS)][:NOISE_PROMPTS]
             noise = max(gap_noise(self.target.model, text, self.target.device) for text in chosen)
             sampling = self.settings.sampling
@@ -90,17 +90,17 @@ class Oracle:
 
     @property
     def measured_noise(self) -> float | None:
-        """The noise if a difference has made measuring it necessary."""
+        """The noise if a difference required measuring it, else None."""
         return self._noise
 
     @torch.inference_mode()
     def gap(self, context: Sequence[int], token: int, other: int) -> float:
-        """Distance of two next-token logits after `context`, one precision higher than the target's."""
+        """Distance of two next-token logits after `context`, in the next higher precision than the target's."""
         if self._precise is None:
             self._precise = copy.deepcopy(self.target.model).to(HIGHER_PRECISION[self.target.dtype])
         ids_1L = torch.tensor([list(context)], device=self.target.device)
         logits_1V = self._precise(input_ids=ids_1L, use_cache=False).logits[:, -1]
-        for process in drawn_as(self.settings.sampling):
+        for process in sampling_processors(self.settings.sampling):
             logits_1V = process(ids_1L, logits_1V)
         return abs(float(logits_1V[0, token]) - float(logits_1V[0, other]))
 
@@ -130,18 +130,18 @@ def top_two_gap(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Turn:
-    """One decoded answer: what was asked, what came out, and where it stands (for messages)."""
+    """One decoded answer; `label` names it in messages."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    place: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where an answer and the oracle's part; None where one of them has already ended.
+    """The first position where an answer differs from the oracle's; a token is None where that answer has ended.
 
-    position counts new tokens from 0; gap and noise are None when the length or float64 settles the matter.
+    position counts new tokens from 0; gap and noise are None when the length or float64 already decides.
     """
 
     turn: Turn
@@ -212,7 +212,7 @@ def first_difference(expected: Sequence[int], received: Sequence[int]) -> int | 
 
 
 def judge(oracle: Oracle, turn: Turn) -> Difference | None:
-    """None when the answer is the oracle's; else its first difference and the verdict on it."""
+    """The judged first difference from the oracle's answer, None when there is none."""
     expected = oracle.answer(turn.prompt)
     position = first_difference(expected, turn.tokens)
     if position is None:
@@ -226,7 +226,7 @@ def judge(oracle: Oracle, turn: Turn) -> Difference | None:
 
 
 def judge_all(oracle: Oracle, turns: Iterable[Turn]) -> LosslessCounts:
-    """Counts over `turns`. All are answered before the first is judged, so one noise serves all."""
+    """Counts over `turns`; the oracle answers all prompts before the first is judged: one noise value for all."""
     turns = list(turns)
     tokens = sum(len(oracle.answer(turn.prompt)) for turn in turns)
     return LosslessCounts.of([judge(oracle, turn) for turn in turns], tokens)

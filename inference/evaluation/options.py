@@ -1,4 +1,4 @@
-"""Command-line options that the decoding scripts share; a YAML file given with --config supplies defaults."""
+"""The command-line options of the decoding scripts, and what is built from them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.dtypes import DTYPES, dtype_name, dtype_named
+from draft_heads.data.loops import LoopDetector
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.base import Drafter
@@ -25,7 +26,7 @@ from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
 
 ACCEPTANCE = ("exact", "typical")
-DESCRIBED = (
+REPORTED = (
     "max_new_tokens",
     "temperature",
     "top_k",
@@ -52,8 +53,13 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="default: cuda if there is one, else cpu; auto spreads layers")
-    add("--compile", action="store_true", help="decode through a compiled target; takes a while to begin")
-    add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="how tree rows attend (default masked)")
+    add("--compile", action="store_true", help="compile the target; the first answers take longer")
+    add(
+        "--attention",
+        choices=tuple(TREE_ATTENTION),
+        default="masked",
+        help="attention over tree nodes (default masked)",
+    )
     add("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser
 
@@ -74,13 +80,18 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")
     add("--limit", type=int, help="only the first N questions of each benchmark")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
-    add("--batch_size", type=int, default=1, help="sequences decoded at once; γ is then against vanilla's (default 1)")
-    add("--stop_at_loops", action="store_true", help="end an answer where it repeats itself for good")
-    add("--temperature", type=float, default=0.0, help="above 0: draw tokens, losslessly; 0: greedy (default)")
-    add("--top_k", type=int, default=0, help="draw among the k most probable tokens only; 0: all")
-    add("--top_p", type=float, default=1.0, help="draw among the most probable tokens of this total; 1: all")
+    add("--batch_size", type=int, default=1, help="sequences decoded at once, vanilla's too (default 1)")
+    add("--stop_at_loops", action="store_true", help="end an answer where it begins to repeat itself endlessly")
+    add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")
+    add("--top_k", type=int, default=0, help="sample from the k most probable tokens only; 0: all")
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the most probable tokens that reach this total probability; 1: all",
+    )
     add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
-    add("--seed", type=int, default=0, help="of drawn tokens and of the bootstrap over questions (default 0)")
+    add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
     return parser
 
 
@@ -96,36 +107,36 @@ def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
         raise ValueError(f"--temperature must be 0 (greedy) or more, got {options.temperature:g}")
     if options.temperature == 0 and (options.top_k, options.top_p) != (0, 1.0):
         raise ValueError(
-            f"--top_k and --top_p need --temperature above 0 (greedy decoding draws nothing), got {options.top_k} and "
-            f"{options.top_p:g}; set it or leave them out"
+            f"--top_k and --top_p need --temperature above 0 (greedy decoding does not sample); got {options.top_k} "
+            f"and {options.top_p:g}; set it or leave them out"
         )
-    GenerationSettings(**_acceptance(options))  # its rules hold before anything is loaded
+    GenerationSettings(**_acceptance(options))  # checked before anything is loaded
     dtype_named("--dtype", options.dtype)
     return options
 
 
 def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `GenerationSettings` that say which tokens are kept."""
-    drawn = Sampling(options.temperature, options.top_k, options.top_p, options.seed) if options.temperature else None
-    return {"sampling": drawn, "typical": TypicalAcceptance() if options.acceptance == "typical" else None}
+    """The fields of `GenerationSettings` that decide which tokens are kept."""
+    sampled = Sampling(options.temperature, options.top_k, options.top_p, options.seed) if options.temperature else None
+    return {"sampling": sampled, "typical": TypicalAcceptance() if options.acceptance == "typical" else None}
 
 
 # ----------------------------------------------------------------------------------------------------
-# What the options describe
+# From options to objects
 
 
 def load_target(options: argparse.Namespace) -> Target:
-    """The target in the precision and on the device asked for; sets the number of threads first."""
+    """Load the target as the options say; sets the number of threads first."""
     if options.threads:
         torch.set_num_threads(options.threads)
     target = Target.from_pretrained(
         options.target, options.dtype, options.device, options.target_adapter, options.chat_template
     )
-    return prepared(target, options)
+    return configure_target(target, options)
 
 
-def prepared(target: Target, options: argparse.Namespace) -> Target:
-    """The target as --attention and --compile want it."""
+def configure_target(target: Target, options: argparse.Namespace) -> Target:
+    """Apply --attention and --compile; returns the target."""
     if options.attention not in TREE_ATTENTION:
         raise ValueError(f"--attention must be one of {', '.join(TREE_ATTENTION)}, got {options.attention!r}")
     if options.attention != "masked":
@@ -136,7 +147,7 @@ def prepared(target: Target, options: argparse.Namespace) -> Target:
 
 
 def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
-    """The drafters asked for, vanilla first whether it was or not; ValueError for a name given twice or reserved."""
+    """The drafters of the command line, vanilla always first; ValueError for a duplicate or reserved name."""
     specs = [DrafterSpec.parse("vanilla")]
     for text in texts:
         if text == "vanilla":
@@ -150,11 +161,11 @@ def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
         if spec.name in [other.name for other in specs]:
             raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
         specs.append(spec)
-    files = [value for spec in specs for part in spec.parts for key, value in part.options.items() if key == "pool"]
+    files = [part.options["pool"] for spec in specs for part in spec.parts if "pool" in part.options]
     if twice := sorted({file for file in files if files.count(file) > 1}):
         raise ValueError(
-            f"what drafters keep must go to different files (pool); {twice[0]!r} is given twice, and "
-            "the last to end would write over the others; rename one"
+            f"drafters must write different files (pool=); {twice[0]!r} is given twice, and the "
+            "last to finish would overwrite the others; rename one"
         )
     return specs
 
@@ -167,38 +178,31 @@ def load_drafters(specs: Sequence[DrafterSpec], target: Target, max_nodes: int) 
 def load_engines(
     specs: Sequence[DrafterSpec], target: Target, max_nodes: int, batch_size: int
 ) -> dict[str, DecodingEngine | BatchEngine]:
-    """An engine for every drafter, by the names that reports use; of batches if `batch_size` is above 1."""
+    """An engine for every drafter, by the names that reports use; batch engines if `batch_size` is above 1."""
     if batch_size == 1:
         return {name: DecodingEngine(target, x) for name, x in load_drafters(specs, target, max_nodes).items()}
     for spec in specs:
         if any("pool" in part.options for part in spec.parts):
             raise ValueError(
-                f"a drafter of several sequences writes no file (pool=); got {spec.name!r} with "
-                f"--batch_size {batch_size}; leave one of them out"
+                f"a drafter cannot write its file (pool=) while it decodes batches; got "
+                f"{spec.name!r} with --batch_size {batch_size}; leave one of them out"
             )
     builder = DrafterBuilder(target, max_nodes)
     return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
 
 
-def questions_at_once(batch_size: int) -> int:
-    """Questions between two drafters' turns: of several batches, as places are refilled and only the last run empty."""
+def group_size(batch_size: int) -> int:
+    """Questions per turn of a drafter; several batches, because slots are refilled and only the last ones run empty."""
     return 1 if batch_size == 1 else 4 * batch_size
 
 
-class Detector(Protocol):
-    """Takes an answer token by token and says when it should end."""
-
-    def push(self, token: int) -> bool: ...
-
-
 class IncrementalStop:
-    """A detector as the `stop` rule of `GenerationSettings`, which sees the whole answer every time.
+    """A loop detector as the `stop` rule of `GenerationSettings`, which receives the whole answer at every token.
 
-    The engine asks after every token. Tokens already pushed are not pushed again as long as the answer
-    continues the one seen last.
+    While an answer continues the previous one, only its new tokens are pushed.
     """
 
-    def __init__(self, new_detector: Callable[[], Detector]) -> None:
+    def __init__(self, new_detector: Callable[[], LoopDetector] = LoopDetector) -> None:
         self._new_detector = new_detector
         self._restart()
 
@@ -219,20 +223,18 @@ class IncrementalStop:
         return None
 
 
-def generation_settings(
-    options: argparse.Namespace, target: Target, new_loop_detector: Callable[[], Detector]
-) -> GenerationSettings:
-    """When to stop: the target's end tokens, --max_new_tokens and, with --stop_at_loops, the detector."""
+def generation_settings(options: argparse.Namespace, target: Target) -> GenerationSettings:
+    """Stop rules (the target's end tokens, --max_new_tokens, --stop_at_loops) and how tokens are chosen."""
     return GenerationSettings(
         max_new_tokens=options.max_new_tokens,
         eos_token_ids=target.end_token_ids,
-        stop=IncrementalStop(new_loop_detector) if options.stop_at_loops else None,
+        stop=IncrementalStop() if options.stop_at_loops else None,
         **_acceptance(options),
     )
 
 
-def named_files(arguments: Sequence[str]) -> dict[str, str]:
-    """["mt_bench=FILE"] -> {"mt_bench": "FILE"}; ValueError for anything else and for a name given twice."""
+def parse_benchmarks(arguments: Sequence[str]) -> dict[str, str]:
+    """["mt_bench=FILE"] -> {"mt_bench": "FILE"}; ValueError for another form or a duplicate name."""
     files: dict[str, str] = {}
     for text in arguments:
         name, _, path = text.partition("=")
@@ -245,7 +247,7 @@ def named_files(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def describe_target(target: Target) -> dict[str, Any]:
-    """The target's entry in a report."""
+    """The `target` entry of a report."""
     return {
         "path": target.name,
         "parameters": target.parameters,
@@ -256,6 +258,6 @@ def describe_target(target: Target) -> dict[str, Any]:
 
 
 def describe_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings' entry in a report."""
+    """The `settings` entry of a report."""
     lossy = {"acceptance": "typical (LOSSY)"} if options.acceptance == "typical" else {}
-    return {name: getattr(options, name) for name in DESCRIBED} | lossy
+    return {name: getattr(options, name) for name in REPORTED} | lossy

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
-from draft_heads.inference.evaluation.answers import Answer, QuestionId, QuestionKey, some
+from draft_heads.inference.evaluation.answers import Answer, QuestionKey, some
 from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord, findings_of
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
@@ -98,16 +98,6 @@ def _no_hidden(tokens: int) -> Tensor:
 # A file of answers
 
 
-@dataclass
-class UnknownQuestion:
-    """The question of an answer when no questions are given."""
-
-    question_id: QuestionId
-    turns: list[str]
-    category: str | None = None
-    reference: str | None = None
-
-
 @dataclass(frozen=True)
 class RecordedTurn:
     """What a drafter would have met: the tokens before an answer, and the answer's."""
@@ -163,7 +153,7 @@ def _first_token(tokenizer: Any) -> int:
 def asked_of(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:
     """The question of each answer; without `questions`, one without text. ValueError names those that are missing."""
     if questions is None:
-        return [UnknownQuestion(answer.question_id, [""] * len(answer.turns)) for answer in answers.values()]
+        return [Question(answer.question_id, None, [""] * len(answer.turns)) for answer in answers.values()]
     known = {question.question_id: question for question in questions}
     if missing := [answer.question_id for answer in answers.values() if answer.question_id not in known]:
         raise ValueError(

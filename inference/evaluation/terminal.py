@@ -1,9 +1,10 @@
-"""What an evaluation shows while it runs and when it is done."""
+"""The progress bar of an evaluation, and the table it ends with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,12 +19,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from draft_heads.inference.evaluation.report import cells, columns_of, overall
+from draft_heads.inference.evaluation.report import cells, columns_of, overall, write_report
 
 
 @contextmanager
 def progress_bar(console: Console, first: str = "warming up") -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that `evaluate` moves: stage, done, of; `first` is the stage before that."""
+    """A progress bar as a function of (stage, done, total); `first` is the stage shown before the first call."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -34,12 +35,20 @@ def progress_bar(console: Console, first: str = "warming up") -> Iterator[Callab
     with Progress(*columns, console=console) as bars:
         task = bars.add_task(first, total=None)
 
-        def move(stage: str, done: int, of: int) -> None:
+        def update(stage: str, done: int, of: int) -> None:
             if done == 0:
                 bars.reset(task)
             bars.update(task, description=stage, completed=done, total=of)
 
-        yield move
+        yield update
+
+
+def show_report(console: Console, folder: Path, report: dict[str, Any]) -> None:
+    """Write the report to `folder`, print its table and the files' paths."""
+    pictures = write_report(folder, report)
+    console.print(summary_table(report))
+    for path in [*pictures, folder / "report.md", folder / "report.json"]:
+        console.print(f"  {path}", highlight=False, soft_wrap=True)
 
 
 def summary_table(report: dict[str, Any]) -> Table:

@@ -39,7 +39,13 @@ from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.options import drafter_specs, load_drafters, load_target, prepared, target_parser
+from draft_heads.inference.evaluation.options import (
+    configure_target,
+    drafter_specs,
+    load_drafters,
+    load_target,
+    target_parser,
+)
 from draft_heads.inference.evaluation.scripted import ScriptedEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
@@ -88,7 +94,7 @@ def random_target(options: argparse.Namespace) -> Target:
     config = LlamaConfig(**SHAPES[options.shape], max_position_embeddings=4096, dtype=dtype)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=dtype)
-    return prepared(Target(model, name=f"random {options.shape}"), options)
+    return configure_target(Target(model, name=f"random {options.shape}"), options)
 
 
 def prompts(target: Target, count: int, tokens: int) -> list[list[int]]:

@@ -38,13 +38,10 @@ class Defect:
     tests: str
 
 
-def listed(folder: Path = LISTS) -> list[Defect]:
-    """All defects of the lists in `folder`, one list for each part of the project."""
-    return [
-        Defect(**entry)
-        for path in sorted(folder.glob("*.yaml"))
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
-    ]
+def listed() -> list[Defect]:
+    """All defects, from one list for each part of the project."""
+    files = sorted(LISTS.glob("*.yaml"))
+    return [Defect(**entry) for path in files for entry in yaml.safe_load(path.read_text(encoding="utf-8"))]
 
 
 def kills(defect: Defect) -> bool:
@@ -62,12 +59,7 @@ def kills(defect: Defect) -> bool:
         environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
+            *["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"],
             *defect.tests.split(maxsplit=9),
         ]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)

@@ -74,7 +74,7 @@ def test_an_answer_of_one_token_leaves_nothing_behind(target):
 def test_what_cannot_be_batched_is_refused(target, prompts):
     engine = BatchEngine(target, lambda: VanillaDrafter(target.device), 2)
     assert engine.generate([]) == []
-    assert engine.answers([[1] * target.max_positions]) == [None]
+    assert engine.generate_or_none([[1] * target.max_positions]) == [None]
     with pytest.raises(ContextError, match="positions"):
         engine.generate([prompts[0], [1] * target.max_positions])
     with pytest.raises(ValueError, match="at least 1; got 0"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from draft_heads.inference.evaluation.evaluate import evaluate, order
+from draft_heads.inference.evaluation.evaluate import drafter_order, evaluate
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
@@ -29,7 +29,7 @@ def test_the_conversation_grows_by_the_drafters_own_answers():
 
 
 def test_each_drafter_is_at_every_place_as_often_and_behind_every_other():
-    orders = [order("abcd", index) for index in range(200)]
+    orders = [drafter_order("abcd", index) for index in range(200)]
     for start in range(0, 200, 4):
         assert all(sorted(places) == list("abcd") for places in zip(*orders[start : start + 4]))
     behind = {pair for names in orders for pair in itertools.pairwise(names)}
@@ -42,7 +42,7 @@ def test_drafters_take_turns_in_changing_order():
     run(engines, [benchmark([question(i, None, "x") for i in range(4)])])
     warm_up, timed = log[:3], log[3:]
     assert warm_up == ["vanilla", "a", "b"]
-    assert timed == [name for index in range(4) for name in order(["vanilla", "a", "b"], index)]
+    assert timed == [name for index in range(4) for name in drafter_order(["vanilla", "a", "b"], index)]
 
 
 def test_the_warm_up_is_short_and_leaves_no_record():
@@ -196,7 +196,7 @@ def test_every_turn_is_judged_against_the_oracle():
     assert table[None, "broken"]["lossless"]["unexplained"] == 4
     broken = [record for record in evaluation.records if record.drafter == "broken"]
     assert {record.difference.position for record in broken} == {1}
-    assert broken[0].difference.turn.place == "broken, bench question 1, turn 1"
+    assert broken[0].difference.turn.label == "broken, bench question 1, turn 1"
 
 
 def test_answers_are_handed_over_question_by_question():
@@ -206,7 +206,7 @@ def test_answers_are_handed_over_question_by_question():
         on_answer=lambda records: seen.append((records[0].drafter, len(records))),
     )
     turns = (2, 1, 1)
-    assert seen == [(name, turns[index]) for index in range(3) for name in order(["vanilla", "fast"], index)]
+    assert seen == [(name, turns[index]) for index in range(3) for name in drafter_order(["vanilla", "fast"], index)]
 
 
 def test_histogram_leaves_the_prefill_out():

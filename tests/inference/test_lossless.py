@@ -228,4 +228,4 @@ def test_check_prompts_decodes_with_the_engine():
         model.lm_head.weight[[3, 4]] = model.lm_head.weight[[4, 3]]
     changed = check_prompts(target, VanillaDrafter(), [*prompts, (1,)], longer, oracle)
     assert changed.unexplained > 0
-    assert changed.differences[0].turn.place.startswith("prompt ")
+    assert changed.differences[0].turn.label.startswith("prompt ")

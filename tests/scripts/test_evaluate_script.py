@@ -271,6 +271,6 @@ def test_what_a_batch_cannot_have_is_refused(command, tmp_path, capsys):
     assert evaluate.main([*command, *out, "transformers"]) == 2
     assert "one answer at a time" in capsys.readouterr().err
     assert evaluate.main([*command, *out, f"ngram,pool={tmp_path / 'pool'}"]) == 2
-    assert "writes no file" in capsys.readouterr().err
+    assert "cannot write its file" in capsys.readouterr().err
     assert evaluate.main([*command, "--output", str(tmp_path / "out"), "--batch_size", "0"]) == 2
     assert "--batch_size must be at least 1" in capsys.readouterr().err

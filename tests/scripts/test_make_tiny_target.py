@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_heads.data.loops import loop_start
 from draft_heads.data.rendering import render_conversation, render_prompt
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
-from draft_heads.scripts.make_tiny_target import answer, batches, final_number, main, parse_options, solved
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts.make_tiny_target import batches, greedy_answers, main, parse_options, solved
 
 EMBEDDED = Path(__file__).parents[2] / "data" / "tiny_target"
 TINY = ["--max_minutes", "0.03", "--hidden", "32", "--layers", "1", "--questions", "4", "--threads", "1"]
@@ -71,7 +72,7 @@ def test_embedded_tokenizer_keeps_digits_apart_and_round_trips(embedded):
 
 def test_embedded_target_solves_unseen_problems_and_stops(embedded):
     model, tokenizer = embedded
-    share, answers = solved(model, tokenizer, word_problems(24, 123, "heldout", steps=2))
+    share, answers = solved(Target(model, tokenizer), word_problems(24, 123, "heldout", steps=2))
     assert share >= 0.75
     assert all(tokens[-1] == tokenizer.eos_token_id for tokens in answers)
 
@@ -79,7 +80,9 @@ def test_embedded_target_solves_unseen_problems_and_stops(embedded):
 def test_embedded_target_answers_unseen_questions_without_loops(embedded):
     model, tokenizer = embedded
     asked = questions(24, 123, "heldout")
-    answers = answer(model, tokenizer, [[{"role": "user", "content": row["turns"][0]}] for row in asked])
+    answers = greedy_answers(
+        Target(model, tokenizer), [[{"role": "user", "content": row["turns"][0]}] for row in asked]
+    )
     assert all(tokens[-1] == tokenizer.eos_token_id for tokens in answers)
     assert not any(loop_start(tokens) for tokens in answers)
     assert 40 <= sum(map(len, answers)) / len(answers) <= 150
@@ -126,12 +129,6 @@ def test_batches_are_padded_right_and_keep_to_the_budget():
             assert marks.nonzero().tolist() == [[length - 1]]
             seen.append(length)
     assert len(seen) >= 4
-
-
-def test_final_number_reads_the_last_mark():
-    assert final_number("3 + 4 = 7\n#### 7") == 7
-    assert final_number("#### 1\n#### -12") == -12
-    assert final_number("7") is None
 
 
 @pytest.mark.parametrize(

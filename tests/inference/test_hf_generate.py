@@ -8,7 +8,7 @@ import torch
 
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.hf_generate import PlainGenerate, end, steps
+from draft_heads.inference.evaluation.hf_generate import HFGenerate, stop_length, tokens_per_forward
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.sampling import Sampling
@@ -42,7 +42,7 @@ def steps_of(target, prompt, settings):
         lambda module, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     try:
-        return PlainGenerate(target).generate(prompt, settings), rows
+        return HFGenerate(target).generate(prompt, settings), rows
     finally:
         hook.remove()
 
@@ -60,7 +60,7 @@ def test_the_tokens_are_the_oracles_one_step_each(target, prompts, sampling):
 
 
 def test_all_seconds_are_in_verify(target, prompt):
-    seconds = PlainGenerate(target).generate(prompt, GenerationSettings(4)).seconds
+    seconds = HFGenerate(target).generate(prompt, GenerationSettings(4)).seconds
     assert seconds["verify"] == seconds["total"] > 0
     assert (seconds["draft"], seconds["accept"], seconds["other"]) == (0, 0, 0)
 
@@ -73,7 +73,7 @@ def at(length):
 @pytest.mark.parametrize("sampling", SAMPLED, ids=["greedy", "sampling"])
 @pytest.mark.parametrize("rule", ["eos", "stop", "stop_strings", "both", "eos_in_string"])
 def test_every_stop_rule_ends_where_the_oracle_ends_and_nothing_is_decoded_beyond(target, prompt, rule, sampling):
-    free = PlainGenerate(target).generate(prompt, GenerationSettings(40, sampling=sampling)).tokens
+    free = HFGenerate(target).generate(prompt, GenerationSettings(40, sampling=sampling)).tokens
     word = TOKENIZER.decode(free[8:11], skip_special_tokens=False)
     given, reason = {
         "eos": ({"eos_token_ids": (210, free[9])}, "eos"),
@@ -95,59 +95,59 @@ def test_every_stop_rule_ends_where_the_oracle_ends_and_nothing_is_decoded_beyon
 def test_the_end_of_an_answer():
     text = [ord(letter) - 200 for letter in "abcb"]
     strings = GenerationSettings(stop_strings=("b",))
-    assert end(text, strings, TOKENIZER) == 2
-    assert end(text, strings, TOKENIZER, known=3) == 4
-    assert end(text[:1], strings, TOKENIZER) is None
-    assert end(text, GenerationSettings(stop=lambda tokens: 3), None) == 3
-    assert end(text[:2], GenerationSettings(stop=lambda tokens: 3), None) is None
+    assert stop_length(text, strings, TOKENIZER) == 2
+    assert stop_length(text, strings, TOKENIZER, checked=3) == 4
+    assert stop_length(text[:1], strings, TOKENIZER) is None
+    assert stop_length(text, GenerationSettings(stop=lambda tokens: 3), None) == 3
+    assert stop_length(text[:2], GenerationSettings(stop=lambda tokens: 3), None) is None
 
 
 def test_a_stop_rule_that_looks_back_or_ahead_cuts_as_the_oracle_does(target, prompt):
     for stop in (lambda tokens: 4 if len(tokens) >= 9 else None, lambda tokens: 6):
         settings = GenerationSettings(20, stop=stop)
-        result = PlainGenerate(target).generate(prompt, settings)
+        result = HFGenerate(target).generate(prompt, settings)
         assert result.tokens == Oracle(target, settings).answer(prompt)
         assert (len(result.tokens), result.finish_reason) == (stop(range(20)), "stop")
 
 
 def test_the_context_ends_an_answer_and_a_prompt_beyond_it_is_refused(target, prompt):
     long = (prompt * 20)[: target.max_positions - 3]
-    result = PlainGenerate(target).generate(long, GenerationSettings(10))
+    result = HFGenerate(target).generate(long, GenerationSettings(10))
     assert (len(result.tokens), result.finish_reason) == (3, "context")
-    assert PlainGenerate(target).generate(long, GenerationSettings(3)).finish_reason == "length"
+    assert HFGenerate(target).generate(long, GenerationSettings(3)).finish_reason == "length"
     _, rows = steps_of(target, long, GenerationSettings(1))
     assert rows == [len(long)]
     for wrong in (long + long[:3], []):
         with pytest.raises(ContextError):
-            PlainGenerate(target).generate(wrong, GenerationSettings(10))
+            HFGenerate(target).generate(wrong, GenerationSettings(10))
 
 
 def test_stop_strings_need_a_tokenizer(target, prompt):
     bare = SimpleNamespace(model=target.model, tokenizer=None, device="cpu", max_positions=256)
     with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
-        PlainGenerate(bare).generate(prompt, GenerationSettings(4, stop_strings=("x",)))
+        HFGenerate(bare).generate(prompt, GenerationSettings(4, stop_strings=("x",)))
 
 
 # ---- transformers' own ways to be assisted ---------------------------------------------------------------
 
 
 def test_steps_have_the_worked_examples_lengths():
-    assert steps([0, 10, 13, 14], prompt=10, new=6) == [1, 3, 1, 1]
+    assert tokens_per_forward([0, 10, 13, 14], prompt=10, new=6) == [1, 3, 1, 1]
 
 
 def test_assisted_answers_are_the_plain_ones_in_fewer_steps(target, prompts):
-    plain, looped, twin = PlainGenerate(target), prompts[0] + prompts[0], deepcopy(target.model)
+    plain, looped, twin = HFGenerate(target), prompts[0] + prompts[0], deepcopy(target.model)
     for settings in (GenerationSettings(24), GenerationSettings(24, stop_strings=(chr(200 + 7),))):
         expected = plain.generate(looped, settings)
         for assisted in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": twin}):
-            result = PlainGenerate(target, **assisted).generate(looped, settings)
+            result = HFGenerate(target, **assisted).generate(looped, settings)
             assert result.tokens == expected.tokens and result.finish_reason == expected.finish_reason
             assert sum(result.accept_lengths) == len(result.tokens) and min(result.accept_lengths) >= 0
-    itself = PlainGenerate(target, assistant_model=twin).generate(prompts[1], GenerationSettings(24))
+    itself = HFGenerate(target, assistant_model=twin).generate(prompts[1], GenerationSettings(24))
     assert itself.target_steps <= 12
 
 
 @pytest.mark.parametrize("text", ["transformers=x", "transformers_lookup=3", "transformers_assisted"])
 def test_baselines_that_make_no_sense_are_refused(target, text):
     with pytest.raises(ValueError, match="is reserved for transformers' own generate"):
-        PlainGenerate.from_words(text, target)
+        HFGenerate.parse(text, target)
