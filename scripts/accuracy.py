@@ -21,12 +21,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
-from draft_heads.inference.config_file import parse_with_config
-from draft_heads.inference.evaluation.options import load_target, target_parser
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import load_target, target_parser
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import load_data
 

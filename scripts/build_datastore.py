@@ -17,10 +17,10 @@ from rich.console import Console
 
 from draft_heads.data.build_datastore import build_datastore
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.datastore import MANIFEST
-from draft_heads.inference.config_file import exit_status, parse_with_config
 from draft_heads.inference.evaluation.report import check_output
-from draft_heads.inference.evaluation.terminal import progress_bar
+from draft_heads.scripts.terminal import progress_bar
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,8 +20,8 @@ from functools import partial
 from rich.console import Console
 
 from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
+from draft_heads.data.config_file import exit_status
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.config_file import exit_status
 from draft_heads.inference.evaluation.answers import AnswerFiles
 from draft_heads.inference.evaluation.evaluate import (
     BASELINES,
@@ -35,7 +35,9 @@ from draft_heads.inference.evaluation.evaluate import (
 )
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, parse_baseline
 from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.evaluation.options import (
+from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import (
     decoding_parser,
     describe_settings,
     describe_target,
@@ -47,9 +49,7 @@ from draft_heads.inference.evaluation.options import (
     parse_benchmarks,
     parse_options,
 )
-from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
-from draft_heads.inference.evaluation.terminal import progress_bar, show_report
-from draft_heads.inference.target.target import Target
+from draft_heads.scripts.terminal import progress_bar, show_report
 
 
 def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:

@@ -17,11 +17,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draft_heads.inference.config_file import exit_status
+from draft_heads.data.config_file import exit_status
 from draft_heads.inference.evaluation.evaluate import TurnRecord
 from draft_heads.inference.evaluation.lossless import LosslessCounts
 from draft_heads.inference.evaluation.metrics import lossless_counts
-from draft_heads.inference.evaluation.options import (
+from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import (
     decoding_parser,
     describe_settings,
     describe_target,
@@ -30,8 +32,6 @@ from draft_heads.inference.evaluation.options import (
     load_target,
     parse_options,
 )
-from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json
-from draft_heads.inference.target.target import Target
 from draft_heads.scripts.evaluate import decode_and_judge, load_benchmarks
 
 SHOWN = 5  # unexplained differences printed; lossless.json has all

@@ -22,14 +22,14 @@ from rich.console import Console
 
 from draft_heads.data.benchmarks import Question, load_benchmark
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.json_rows import read_json_rows
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.config_file import exit_status, parse_with_config
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answers import read_answers
 from draft_heads.inference.evaluation.replay import asked_of, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
-from draft_heads.inference.evaluation.terminal import progress_bar, show_report
+from draft_heads.scripts.terminal import progress_bar, show_report
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,19 +22,19 @@ from typing import Any
 from rich.progress import track
 
 from draft_heads.data.benchmarks import load_benchmark
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.heads.checkpoint import write_text
-from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
-from draft_heads.inference.evaluation.options import load_target, parse_benchmarks, target_parser
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import load_target, parse_benchmarks, target_parser
 
 GRIDS = {"gamma": range(7, 15), "w": range(15, 21), "p": range(5, 8)}
 FLAGS = {"gamma": "gammas", "w": "windows", "p": "phrases"}

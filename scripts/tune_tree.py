@@ -22,17 +22,17 @@ import torch
 from rich.progress import track
 
 from draft_heads.data.collate import DraftCollator
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.checkpoint import load_head, write_text
-from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
-from draft_heads.inference.evaluation.options import load_target, target_parser
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import load_target, target_parser
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import load_data
 from draft_heads.train.simulate import ProposeAt, simulate_row

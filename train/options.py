@@ -16,9 +16,9 @@ from accelerate import PartialState
 from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.config_file import read_config
 from draft_heads.data.dtypes import dtype_named
 from draft_heads.heads.base import HeadConfig
-from draft_heads.inference.config_file import read_config
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 _SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf"), "vicuna-33b"))

@@ -30,26 +30,26 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.base import target_sizes
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.options import (
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
+from draft_heads.scripts.bench.scripted import ScriptedEngine
+from draft_heads.scripts.decoding_options import (
     configure_target,
     drafter_specs,
     load_drafters,
     load_target,
     target_parser,
 )
-from draft_heads.inference.evaluation.scripted import ScriptedEngine
-from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.target.target import Target
-from draft_heads.inference.tree import DraftTree
 from draft_heads.train.options import SHAPES
 
 NODES = (8, 16, 32, 64)

@@ -19,7 +19,7 @@ from draft_heads.inference.evaluation.report import (
     write_json,
     write_report,
 )
-from draft_heads.inference.evaluation.terminal import summary_table
+from draft_heads.scripts.terminal import summary_table
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, question, render
 
 TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu"}

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from draft_heads.inference.drafters.registry import drafter_for
-from draft_heads.inference.evaluation.scripted import ScriptedEngine, schedule
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.scripts.bench import decode as bench_decode
+from draft_heads.scripts.bench.scripted import ScriptedEngine, schedule
 from tests.inference.models import load_target, make_head
 
 SMALL = ["--questions", "1", "--prompt_tokens", "32", "--new_tokens", "12", "--repeats", "2", "--max_nodes", "8"]

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation import options
-from draft_heads.inference.evaluation.options import IncrementalStop, drafter_specs
+from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts import evaluate, lossless
+from draft_heads.scripts.decoding_options import IncrementalStop, drafter_specs
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</s>' }}{% endfor %}"
