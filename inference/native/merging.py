@@ -26,7 +26,7 @@ from draft_heads.inference.drafters.hybrid.merged_tree import LevelSource, Phras
 from draft_heads.inference.drafters.text import ngram_table
 from draft_heads.inference.drafters.text.ngram_table import Context, Followers
 from draft_heads.inference.native import library
-from draft_heads.inference.tree import DraftTree, all_of
+from draft_heads.inference.tree import DraftTree, all_candidates
 
 SILENT = -(1 << 31)  # the entry of a source that says nothing
 
@@ -243,7 +243,7 @@ class MergedTree:
         """The nodes as tensors."""
         if not self._size:
             return DraftTree.empty(device)
-        tree = DraftTree(self._tokens, self._parents, self._scores, self._source, all_of(self._size))
+        tree = DraftTree(self._tokens, self._parents, self._scores, self._source, all_candidates(self._size))
         return tree if device.type == "cpu" else tree.map(lambda x: x.to(device))
 
     def cut(self, nodes: int) -> None:
