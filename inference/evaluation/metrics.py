@@ -36,7 +36,7 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
             baselines = by_drafter.get(VANILLA, []), by_drafter.get(TRANSFORMERS, [])
             questions = [q for q in benchmark.questions if category in (None, q.category)]
             for drafter, records in by_drafter.items():
-                row = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
+                row: dict[str, Any] = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
                 row |= result_row(records, *baselines, questions, seed)
                 rows.append(row | {"accepted_by_source": accepted_by_source(records, evaluation.sources.get(drafter))})
     return rows

@@ -35,7 +35,7 @@ class HybridPart:
         self.place, self.name, self.drafter = place, name, drafter
         self._marks = not place or isinstance(drafter, TextDrafter)  # whether its trees name the place themselves
         if isinstance(drafter, TextDrafter):
-            drafter.stand_at(place)
+            drafter.set_source(place)
         self.phrases = isinstance(drafter, NgramDrafter)
         self.source: Source = TreeSource()
         if isinstance(drafter, NgramDrafter):
