@@ -1,8 +1,8 @@
-"""Several sequences at once: their trees are verified in one forward, each accepts what it accepts.
+"""Batched decoding: the trees of several sequences are verified in one forward.
 
-Every sequence has a drafter of its own and a row of the cache. The tokens are those of decoding one by one. When an
-answer ends, the next prompt takes its place. Drafters run one after another, so this engine measures what batches do to
-γ; it is no server. Shapes: B slots, R rows of a forward (the largest tree's), A accepted rows at most.
+Every sequence has its own drafter and its own row of the cache; the tokens are those of decoding one by one. When an
+answer ends, the next prompt takes its slot. Drafters run one after another, so this engine measures how γ depends on
+the batch size; it is not a server. Shapes: B slots, R rows of a forward (the largest tree's), A accepted rows at most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from draft_heads.inference.verify import accept_exact
 
 @dataclass
 class _Slot:
-    """A sequence in work: its drafter, its answer so far, what ends it, how many of its tokens are in the cache."""
+    """A running sequence: its drafter, its answer so far, its stop rules, how many of its tokens are in the cache."""
 
     drafter: Drafter
     answer: Generation
@@ -42,7 +42,7 @@ class BatchEngine:
         """Raises ValueError for a batch below one, and for a target spread over several devices."""
         if batch < 1:
             raise ValueError(f"--batch_size must be at least 1; got {batch}")
-        target.new_cache(1, batch)  # refuses a target that cannot decode a batch
+        target.new_cache(1, batch)  # raises for a target that cannot decode a batch
         self.target = target
         self.drafters = [make_drafter() for _ in range(batch)]
         self.drafter = self.drafters[0]
@@ -66,7 +66,7 @@ class BatchEngine:
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None) -> list[Generation]:
-        """The answers, in the prompts' order; their seconds are shares of the whole run's, by their tokens.
+        """The answers, in the prompts' order; their seconds are the run's, divided in proportion to their tokens.
 
         Raises ContextError (before any work) if a prompt does not fit.
         """
@@ -84,12 +84,12 @@ class BatchEngine:
         end = torch.zeros(size, dtype=torch.long, device=self.target.device)
         waiting = list(range(len(prompts)))[::-1]
         while True:
-            for place in range(size):
-                while slots[place] is None and waiting:
+            for slot in range(size):
+                while slots[slot] is None and waiting:
                     index = waiting.pop()
-                    own = replace(settings, stop=deepcopy(settings.stop))  # a rule may remember the answer it saw last
+                    own = replace(settings, stop=deepcopy(settings.stop))  # a stop rule may be stateful
                     stopper = Stopper(own, self.target.tokenizer, limits[index])
-                    slots[place] = self._begin(place, prompts[index], stopper, answers[index], single, cache, end)
+                    slots[slot] = self._begin(slot, prompts[index], stopper, answers[index], single, cache, end)
             clock.lap("verify")
             if not any(slots):
                 break
@@ -101,7 +101,7 @@ class BatchEngine:
 
     def _begin(
         self,
-        place: int,
+        slot: int,
         prompt_ids: list[int],
         stopper: Stopper,
         answer: Generation,
@@ -109,8 +109,8 @@ class BatchEngine:
         cache: KVCache,
         end: Tensor,
     ) -> _Slot | None:
-        """Prefill a prompt in `single` and copy it to its place; None if its first token is its last."""
-        drafter = self.drafters[place]
+        """Prefill a prompt in `single` and copy it to its slot; None if the answer has one token only."""
+        drafter = self.drafters[slot]
         prompt = torch.tensor(prompt_ids, device=self.target.device)
         drafter.begin(prompt, len(prompt_ids) + stopper.limit)
         single.clear()
@@ -119,8 +119,8 @@ class BatchEngine:
         stopper.extend(answer, [int(base)], [-1])
         if answer.finish_reason:
             return None
-        cache.copy_sequence(place, single)
-        end[place] = len(prompt_ids) + stopper.limit
+        cache.copy_sequence(slot, single)
+        end[slot] = len(prompt_ids) + stopper.limit
         drafter.observe(VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden))
         return _Slot(drafter, answer, stopper, base, len(prompt_ids))
 
@@ -140,20 +140,20 @@ class BatchEngine:
         assert batch.source is not None
         counts, next_tokens, sources = batch.count.tolist(), batch.next_tokens.tolist(), batch.source.tolist()
         clock.lap("accept")
-        for place, (slot, tree) in enumerate(zip(slots, trees)):
+        for index, (slot, tree) in enumerate(zip(slots, trees)):
             if slot is None:
-                cache.lengths[place] = 0
+                cache.lengths[index] = 0
                 continue
-            accepted = counts[place]
+            accepted = counts[index]
             slot.committed += accepted
-            slot.base = batch.base[place]
-            slot.stopper.extend(slot.answer, next_tokens[place][:accepted], sources[place][:accepted])
+            slot.base = batch.base[index]
+            slot.stopper.extend(slot.answer, next_tokens[index][:accepted], sources[index][:accepted])
             clock.lap("other")
             if slot.answer.finish_reason:
-                slots[place] = None
-                cache.lengths[place] = 0
+                slots[index] = None
+                cache.lengths[index] = 0
                 continue
-            slot.drafter.observe(batch.sequence(place, tree))
+            slot.drafter.observe(batch.sequence(index, tree))
             clock.lap("draft")
 
     def _verify(

@@ -1,7 +1,7 @@
 """Decoding: prefill → (propose → verify → accept → commit)*. The tokens are the target's own, whatever is drafted.
 
-One host synchronisation a step: the accepted tokens are read back, because the caller wants them. On a GPU they are
-read one step late, while the next step runs. Drafters that synchronise more often say so (`Drafter.on_device`).
+A step has one host synchronisation: the accepted tokens are copied to the host. On a GPU they are read one step late,
+while the next step runs. Drafters that synchronise more often set `Drafter.on_device` to False.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _RESERVED = 8192  # positions of a cache whose address compiled programs or CUDA
 class DecodingEngine:
     """Decodes one sequence at a time with one drafter; keeps its cache's memory between prompts.
 
-    A step is the drafter's `observe` and `propose`, then `verify_step`. None of it reads a value back. The host reads
-    each step's tokens, which tell it where the answer ends; a step begun after that is thrown away.
+    A step is the drafter's `observe` and `propose`, then `verify_step`, without a host read. The host reads each step's
+    tokens afterwards to see whether the answer ends; a surplus step that already runs is then discarded.
     """
 
     def __init__(
         self, target: Target, drafter: Drafter, ahead: bool | None = None, captured: CapturedSteps | None = None
     ) -> None:
-        """How steps are run; the defaults are the fastest on the target's device.
+        """The defaults are the fastest on the target's device.
 
-        Compiled programs and CUDA graphs are made from the target's attention, the head's tree temperature and the
-        drafter's sizes: do not change those once an engine exists.
+        Compiled programs and CUDA graphs contain the target's attention, the head's tree temperature and the drafter's
+        sizes: do not change those once an engine exists.
 
-        ahead     begin a step before the tokens of the one before are read; every tree is padded to one size
-        captured  replay steps that run ahead as CUDA graphs
+        ahead     start a step before the tokens of the previous one are read; every tree is padded to one size
+        captured  replay such steps as CUDA graphs
         """
         self.target = target
         self.drafter = drafter
@@ -53,12 +53,12 @@ class DecodingEngine:
         self._captured = CapturedSteps() if captured is None and on_gpu and self.ahead and target.fused else captured
         self._cache: KVCache | None = None
         self._end = torch.zeros((), dtype=torch.long, device=target.device)  # length at which the text must end
-        self._draft, self._verify = self._drafted, self._verified
+        self._draft, self._verify = self._draft_step, self._verify_step
         self._warmed_up = False
         if target.compiled:
-            self._verify = program(self._verified, target.device)
+            self._verify = program(self._verify_step, target.device)
             if drafter.on_device and drafter.max_nodes:
-                self._draft = program(self._drafted, target.device)
+                self._draft = program(self._draft_step, target.device)
 
     def generate(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Generation:
         """The whole answer. Raises ContextError (before any work) if the prompt does not fit."""
@@ -82,7 +82,7 @@ class DecodingEngine:
         step = self._prefill(prompt_ids, cache, limit, settings, clock)
         first = torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
         pending = deque([PendingReadback(first)])
-        committed = len(prompt_ids) - 1  # the newest token is not yet in the cache
+        committed = len(prompt_ids) - 1  # the newest token is not in the cache yet
         while True:
             if self.ahead or not pending:
                 step, packed = self._step(step, cache, end, settings, clock)
@@ -106,23 +106,23 @@ class DecodingEngine:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _reserved_length(self, text: int) -> int:
-        """Tokens to allocate memory for. Compiled programs and CUDA graphs hold its address: it must not be moved."""
+        """Tokens to allocate memory for; where programs or CUDA graphs hold its address, it must not grow later."""
         if not self.target.compiled and self._captured is None:
             return text
         return max(text, min(self.target.max_positions, _RESERVED))
 
     def _cleared_cache(self, text: int) -> KVCache:
-        """An empty cache for a text and what steps write behind it; reused while it is large enough."""
-        behind = 3 * (self.drafter.max_depth + 1) + padded_nodes(self.drafter.max_nodes) + 1
-        if self._cache is None or self._cache.capacity < text + behind:
-            most = self.target.max_positions
+        """An empty cache for a text and the rows that steps write after it; reused while it is large enough."""
+        extra = 3 * (self.drafter.max_depth + 1) + padded_nodes(self.drafter.max_nodes) + 1
+        if self._cache is None or self._cache.capacity < text + extra:
+            limit = self.target.max_positions
             self._cache = None  # free its memory before asking for more
-            self._cache = self.target.new_cache(max(text, min(most, -(-text // 256) * 256)) + behind)
+            self._cache = self.target.new_cache(max(text, min(limit, -(-text // 256) * 256)) + extra)
         self._cache.clear()
         return self._cache
 
     def _warm_up_shapes(self, cache: KVCache) -> None:
-        """Compile for an empty tree and for trees of any size before the first answer, where sizes change."""
+        """Compile for an empty tree and for trees of any size before the first answer, where tree sizes vary."""
         if not self.target.compiled or self.drafter.on_device or self._warmed_up:
             return
         self._warmed_up = True
@@ -154,21 +154,21 @@ class DecodingEngine:
     def _step(
         self, step: VerifiedStep, cache: KVCache, end: Tensor, settings: GenerationSettings, clock: Clock
     ) -> tuple[VerifiedStep, Tensor]:
-        """One target step: what it committed, and the tokens to copy to the host (`PendingReadback`), on the device."""
+        """One target step: what it committed, and the tensor for `PendingReadback`, both on the device."""
 
         def body(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
-            after_prompt = step.tree is None  # a prompt has a length of its own: its step is not compiled
-            tree = (self._drafted if after_prompt else self._draft)(step)
+            after_prompt = step.tree is None  # prompts differ in length: their step is not compiled
+            tree = (self._draft_step if after_prompt else self._draft)(step)
             clock.lap("draft")
             cache.set_visible_length(1 + len(tree))
-            # sampling's noise is made of 64-bit integers that wrap around, which compiled code on a CPU may not do
-            verify = self._verify if settings.sampling is None else self._verified
+            # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
+            verify = self._verify if settings.sampling is None else self._verify_step
             return verify(step.base, tree, cache, end, settings.sampling, settings.typical)
 
         captured = self._captured
-        if step.tree is None or settings.sampling is not None:  # a graph would contain the seed, and seeds are many
+        if step.tree is None or settings.sampling is not None:  # a graph would contain the seed
             captured = None
-        # the accepted path must fit into what is visible; a graph is made for one visible length
+        # the accepted path must lie within the visible length; a graph is captured for one visible length
         rows = self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)
         visible = cache.set_visible_length(1 + rows)
         self.drafter.set_visible_length(visible)
@@ -181,16 +181,16 @@ class DecodingEngine:
             clock.lap("verify")
         return verified
 
-    def _drafted(self, step: VerifiedStep) -> DraftTree:
-        """The drafter takes in what was committed and drafts; the tree is padded to one size if steps run ahead."""
+    def _draft_step(self, step: VerifiedStep) -> DraftTree:
+        """The drafter's tree after it observed the step, padded to one size if steps run ahead."""
         self.drafter.observe(step)
         tree = self.drafter.propose()
         assert len(tree) <= self.drafter.max_nodes, "a proposal has more nodes than its drafter's max_nodes"
         if self.target.compiled and len(tree) == 1:
-            return tree.padded(2)  # a program compiled for one node would serve one node only
+            return tree.padded(2)  # a program compiled for one node specialises to that size
         return tree.padded(padded_nodes(self.drafter.max_nodes)) if self.ahead else tree
 
-    def _verified(
+    def _verify_step(
         self,
         base: Tensor,
         tree: DraftTree,
@@ -199,12 +199,12 @@ class DecodingEngine:
         sampling: Sampling | None,
         typical: TypicalAcceptance | None,
     ) -> tuple[VerifiedStep, Tensor]:
-        """`verify_step` for one sequence, and the tokens to copy to the host (`PendingReadback`)."""
+        """`verify_step` for one sequence, and the tensor for `PendingReadback`."""
         accept = self._accept if typical is None else typical
         depth, layers = self.drafter.max_depth, self.drafter.target_layers
-        one = base[None], tree.map(_first_of_one), depth, end[None]
+        one = base[None], tree.map(_add_batch_dimension), depth, end[None]
         batch = verify_step(self.target, cache, *one, sampling, accept, layers)
-        step = batch.map(_only)
+        step = batch.map(_remove_batch_dimension)
         assert step.source is not None
         return step, torch.cat([step.count[None], step.next_tokens, step.source])
 
@@ -216,38 +216,38 @@ class DecodingEngine:
 
 
 class PendingReadback:
-    """A step's tokens and their sources on the way to the host, through pinned memory where there is a GPU.
+    """An asynchronous copy of a step's tokens and their sources to the host, through pinned memory on a GPU.
 
     packed: `[count, token, …, source, …]`, of which the first `count` tokens and sources are read.
     """
 
     def __init__(self, packed: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
+        self._copied: torch.cuda.Event | None = None
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
         self._host.copy_(packed, non_blocking=True)
         if packed.is_cuda:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
     def read(self) -> tuple[list[int], list[int]]:
-        """The tokens and their sources; waits for them."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        """Wait for the copy; returns the tokens and their sources."""
+        if self._copied is not None:
+            self._copied.synchronize()
         count, *values = self._host.tolist()
         half = len(values) // 2
         return values[:count], values[half : half + count]
 
 
-def _first_of_one(x: Tensor) -> Tensor:
+def _add_batch_dimension(x: Tensor) -> Tensor:
     return x[None]
 
 
-def _only(x: Tensor) -> Tensor:
+def _remove_batch_dimension(x: Tensor) -> Tensor:
     return x[0]
 
 
 def padded_nodes(nodes: int) -> int:
-    """The size trees of at most `nodes` nodes are padded to: 8, 16, 32, 64, then multiples of 64; 0 stays 0."""
+    """The size to which trees of at most `nodes` nodes are padded: 8, 16, 32, 64, then multiples of 64; 0 stays 0."""
     if nodes > 64:
         return -(-nodes // 64) * 64
     return nodes and max(8, 1 << (nodes - 1).bit_length())

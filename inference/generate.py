@@ -1,8 +1,9 @@
-"""The door from transformers: `model.generate(…, custom_generate=generate_fn(drafter))`.
+"""Drafting inside transformers: `model.generate(…, custom_generate=generate_fn(drafter))`.
 
-A local callable, no remote code. `generate` prepares everything as always; this loop replaces its own, with the same
-tokens: its stopping criteria are asked after every token, EOS may be a list, left-padded batches are decoded one
-sequence after another. Sampling takes its noise from torch's seed. What drafting cannot honour is refused, not ignored.
+A local callable, no remote code. `generate` prepares its inputs as usual; the engine replaces its decoding loop and
+gives the same tokens: stopping criteria are checked after every token, EOS may be a list, left-padded batches are
+decoded one sequence after another. The sampling seed comes from torch's generator. Arguments that drafting does not
+support raise ValueError.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 
-_NOT_KEPT = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_UNSUPPORTED = (
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+)
 
 
 def generate_fn(drafter: Drafter, streamer: Any = None) -> Callable[..., Tensor]:
     """A `custom_generate` of transformers that decodes with `drafter`.
 
-    streamer: transformers' `generate` passes none on to a callable, so give it here. It receives the tokens of each
-    target step (not the prompt), for one sequence only.
+    streamer: `generate` does not pass its own to a callable, so pass it here. It receives the tokens of each target
+    step (not the prompt), for one sequence only.
     """
     engines: dict[int, DecodingEngine] = {}
 
@@ -45,16 +52,16 @@ def generate_fn(drafter: Drafter, streamer: Any = None) -> Callable[..., Tensor]
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Tensor:
-        attention_mask = model_kwargs.get("attention_mask")  # as an argument of its own it would arrive twice
-        sampling = sampling_of(generation_config, logits_processor)
-        check(generation_config, model_kwargs, streamer, len(input_ids))
+        attention_mask = model_kwargs.get("attention_mask")  # a parameter of this name would be passed twice
+        sampling = parse_sampling(generation_config, logits_processor)
+        check_supported(generation_config, model_kwargs, streamer, len(input_ids))
         if id(model) not in engines:
             engines[id(model)] = DecodingEngine(Target(model), drafter)
         answers = []
         for row, ids in enumerate(input_ids):
             padding = 0 if attention_mask is None else int((attention_mask[row] == 0).sum())
             settings = GenerationSettings(
-                generation_config.max_length - len(ids), stop=_asked(stopping_criteria, ids), sampling=sampling
+                generation_config.max_length - len(ids), stop=_stop_rule(stopping_criteria, ids), sampling=sampling
             )
             new: list[int] = []
             for tokens in engines[id(model)].stream(ids[padding:].tolist(), settings):
@@ -72,8 +79,8 @@ def generate_fn(drafter: Drafter, streamer: Any = None) -> Callable[..., Tensor]
     return decode
 
 
-def _asked(criteria: StoppingCriteriaList, prompt: Tensor) -> Callable[[list[int]], int | None]:
-    """transformers' criteria as the `stop` rule of `GenerationSettings`, which is asked after every token."""
+def _stop_rule(criteria: StoppingCriteriaList, prompt: Tensor) -> Callable[[list[int]], int | None]:
+    """transformers' stopping criteria as the `stop` rule of `GenerationSettings`."""
 
     def stop(tokens: list[int]) -> int | None:
         sequence = torch.cat([prompt, prompt.new_tensor(tokens)])[None]
@@ -82,38 +89,38 @@ def _asked(criteria: StoppingCriteriaList, prompt: Tensor) -> Callable[[list[int
     return stop
 
 
-def sampling_of(config: Any, processors: LogitsProcessorList) -> Sampling | None:
-    """How `generate` was asked to draw; ValueError for any change of the logits but temperature, top-k and top-p."""
-    drawn: dict[str, Any] = {}
+def parse_sampling(config: Any, processors: LogitsProcessorList) -> Sampling | None:
+    """The sampling that `generate` prepared; ValueError for any logits processor but temperature, top-k and top-p."""
+    options: dict[str, Any] = {}
     for processor in processors:
         if isinstance(processor, TemperatureLogitsWarper):
-            drawn["temperature"] = float(processor.temperature)
+            options["temperature"] = float(processor.temperature)
         elif isinstance(processor, TopKLogitsWarper):
-            drawn["top_k"] = int(processor.top_k)
+            options["top_k"] = int(processor.top_k)
         elif isinstance(processor, TopPLogitsWarper):
-            drawn["top_p"] = float(processor.top_p)
+            options["top_p"] = float(processor.top_p)
         else:
             raise ValueError(
-                "drafting supports temperature, top_k and top_p and no other change of the logits; got "
+                "drafting supports no logits processors but temperature, top_k and top_p; got "
                 f"{type(processor).__name__}; leave its setting out, or generate without custom_generate"
             )
     if not config.do_sample:
-        if drawn:
-            raise ValueError(f"{', '.join(drawn)} need do_sample=True; got do_sample=False; set it or leave them out")
+        if options:
+            raise ValueError(f"{', '.join(options)} need do_sample=True; got do_sample=False; set it or leave them out")
         return None
-    return Sampling(**drawn, seed=int(torch.randint(2**62, ())))
+    return Sampling(**options, seed=int(torch.randint(2**62, ())))
 
 
-def check(config: Any, model_kwargs: dict[str, Any], streamer: Any, sequences: int) -> None:
-    """Refuse what this loop would have to ignore."""
-    asked = [name for name in _NOT_KEPT if getattr(config, name, None)]
-    if asked:
-        raise ValueError(f"drafting returns token ids only; got {', '.join(asked)}; leave it out")
+def check_supported(config: Any, model_kwargs: dict[str, Any], streamer: Any, sequences: int) -> None:
+    """Raise ValueError for arguments that this loop would have to ignore."""
+    unsupported = [name for name in _UNSUPPORTED if getattr(config, name, None)]
+    if unsupported:
+        raise ValueError(f"drafting returns token ids only; got {', '.join(unsupported)}; leave it out")
     if (config.num_beams or 1) > 1:
-        raise ValueError(f"drafting follows one beam; got num_beams={config.num_beams}; set it to 1")
+        raise ValueError(f"drafting supports one beam; got num_beams={config.num_beams}; set it to 1")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("drafting begins with an empty cache; got past_key_values that hold text; leave them out")
+        raise ValueError("drafting starts with an empty cache; got past_key_values that are not empty; leave them out")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("drafting needs token ids; got inputs_embeds; pass input_ids")
     if streamer is not None and sequences > 1:

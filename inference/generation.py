@@ -1,4 +1,4 @@
-"""One answer: when it stops, where it is cut, what it cost. Shared by every engine."""
+"""One answer: when it stops, where it is cut, how long it took. Shared by all engines."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class ContextError(ValueError):
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """When to stop. The answer is cut behind the first token that meets any of the rules, EOS included in it.
+    """When to stop. The answer ends with the first token for which any of the rules holds; EOS is part of it.
 
     max_new_tokens  exact upper bound; the target's context may end an answer earlier
     eos_token_ids   tokens that end an answer
     stop_strings    texts that end an answer once the decoded answer contains one
-    stop            given the new tokens so far, the length at which to cut them, or None
-    sampling        draws tokens, losslessly; None: greedy
-    typical         lossy: accepts what is typical of the target instead of what it says; None: exact verification
+    stop            function of the new tokens so far: the length at which to cut them, or None
+    sampling        lossless sampling; None: greedy
+    typical         lossy acceptance of drafts that are typical of the target; None: exact verification
     """
 
     max_new_tokens: int = 128
@@ -39,12 +39,12 @@ class GenerationSettings:
         if self.max_new_tokens < 1:
             raise ValueError(f"--max_new_tokens must be at least 1; got {self.max_new_tokens}")
         if self.sampling is not None and self.typical is not None:
-            raise ValueError("typical acceptance has a rule of its own for what is kept; leave --temperature out")
+            raise ValueError("typical acceptance works with greedy decoding only; leave --temperature out")
 
 
 @dataclass
 class Generation:
-    """One answer and what it cost.
+    """One answer, its steps and its time.
 
     tokens          new tokens, EOS included
     accept_lengths  new tokens of each target step (base token included); the prefill's single token comes first
@@ -66,7 +66,7 @@ class Generation:
 
 
 class Clock:
-    """Splits wall time into named parts; on a GPU the parts are those of the host, which waits in `accept`."""
+    """Splits wall time into named parts; with a GPU it measures the host, which waits for the GPU in `accept`."""
 
     def __init__(self) -> None:
         self.parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "other": 0.0}
@@ -87,7 +87,7 @@ class Clock:
 
 
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
-    """How many of `max_new_tokens` fit behind the prompt; raises ContextError if none does."""
+    """How many of `max_new_tokens` fit after the prompt; raises ContextError if none does."""
     left = target.max_positions - prompt_tokens
     if prompt_tokens < 1:
         raise ContextError("a prompt must have at least one token; got none; render the chat template first")
@@ -100,7 +100,7 @@ def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
 
 
 class Stopper:
-    """Finds where an answer ends inside the tokens of a step."""
+    """Finds the end of an answer within the tokens of a step."""
 
     def __init__(self, settings: GenerationSettings, tokenizer: Any, limit: int) -> None:
         if settings.stop_strings and tokenizer is None:
@@ -110,9 +110,9 @@ class Stopper:
         self.limit = limit
 
     def extend(self, answer: Generation, new: list[int], sources: list[int]) -> list[int]:
-        """Add one target step's tokens to the answer, as far as they belong to it; returns those.
+        """Add one target step's tokens to the answer up to its end; returns the added ones.
 
-        `answer.finish_reason` stays "" while the answer goes on.
+        `answer.finish_reason` stays "" until the answer ends.
         """
         kept, answer.finish_reason = self.cut(answer.tokens, new)
         answer.tokens.extend(kept)

@@ -1,8 +1,8 @@
 """Lossless sampling: the token at a position is a function of the target's distribution there and of fixed noise.
 
-`x = argmax(log p + G)` with Gumbel noise G has the law of p. The noise is keyed by seed and absolute position and by
-nothing else, so a drafted tree and the plain loop meet the same noise wherever they ask: the tokens that come out are
-those of the plain loop, one for one, and are checked as greedy ones are. No draft probabilities are needed.
+`x = argmax(log p + G)` with Gumbel noise G is distributed as p. The noise depends on the seed and the absolute position
+only, so a drafted tree and the vanilla loop add the same noise at the same position: both give the same tokens, and
+losslessness is checked as for greedy decoding. No draft probabilities are needed.
 
 Shapes: P positions, V vocabulary.
 """
@@ -18,8 +18,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as signed 64-bit integers, which wrap ar
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
-def _scrambled(x: Tensor) -> Tensor:
-    """A bijection of 64-bit integers whose every output bit depends on every input bit (SplitMix64's finaliser)."""
+def _splitmix64(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser: a bijection of 64-bit integers in which every output bit depends on every input bit."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _FIRST
     x = (x ^ ((x >> 27) & (2**37 - 1))) * _SECOND
     return x ^ ((x >> 31) & (2**33 - 1))
@@ -28,8 +28,8 @@ def _scrambled(x: Tensor) -> Tensor:
 def uniform(seed: int, positions: Tensor, count: int) -> Tensor:
     """[P, count] float64 in (0, 1), a function of seed, position and column only: the same on every device."""
     columns = torch.arange(1, count + 1, device=positions.device)
-    row = _scrambled(_scrambled(positions * _GOLDEN + (seed % 2**62)) + _GOLDEN)
-    mixed = _scrambled(row[:, None] + columns * _GOLDEN)
+    row = _splitmix64(_splitmix64(positions * _GOLDEN + (seed % 2**62)) + _GOLDEN)
+    mixed = _splitmix64(row[:, None] + columns * _GOLDEN)
     return (((mixed >> 11) & (2**53 - 1)).double() + 0.5) * 2.0**-53
 
 
@@ -40,7 +40,7 @@ def gumbel(seed: int, positions: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature, top-k and top-p as transformers' `generate` has them, in that order.
+    """How tokens are sampled: temperature, top-k and top-p as in transformers' `generate`, in that order.
 
     temperature  above 0
     top_k        only the k most probable tokens; 0: all
@@ -64,11 +64,11 @@ class Sampling:
             raise ValueError(f"--top_p must be above 0 and at most 1 (all tokens); got {self.top_p:g}")
 
     def warped(self, logits: Tensor) -> Tensor:
-        """[..., V] float64 logits of what is drawn from; −inf for tokens that cannot be."""
+        """[..., V] float64 logits of the distribution to sample from; −inf for excluded tokens."""
         scores = logits.double() / self.temperature
         if 0 < self.top_k < scores.shape[-1]:
-            least = scores.topk(self.top_k, dim=-1).values[..., -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
+            threshold = scores.topk(self.top_k, dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < threshold, -torch.inf)
         if self.top_p < 1:
             ascending, order = scores.sort(dim=-1)
             below = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
@@ -77,9 +77,9 @@ class Sampling:
         return scores
 
     def scores(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[P, V] float64 whose argmax is the token drawn, for tokens at absolute `positions [P]` of the text."""
+        """[P, V] float64 whose argmax is the sampled token, for absolute `positions [P]` of the text."""
         return self.warped(logits) + gumbel(self.seed, positions, logits.shape[-1])
 
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[P] int64, the tokens drawn."""
+        """[P] int64, the sampled tokens."""
         return self.scores(logits, positions).argmax(-1)

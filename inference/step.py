@@ -21,18 +21,18 @@ from draft_heads.inference.verify import Accept, accept_exact
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """What one target step committed: the tokens now in the target's cache, and what follows each of them.
+    """What one target step committed: the tokens that it added to the target's cache, and the token after each.
 
-    Sizes are known beforehand, values lie on the device: only the first `count` of A rows are committed, the others
-    repeat the last of them. What a drafter writes for them lies behind its text and is overwritten.
+    Sizes are fixed, values lie on the device: only the first `count` of A rows are committed, the others repeat the
+    last of them. What a drafter writes for those comes after its text and is overwritten.
 
     tokens       [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base
                  token followed by the accepted drafts)
-    next_tokens  [A] int64, the token after each; behind the last committed one stands the next base token
+    next_tokens  [A] int64, the token after each; after the last committed one this is the next base token
     hidden       [A, H], the target's hidden state at each of them, as the LM head reads it
     count        [] int64, at least 1
-    choices      [R] int64, the target's own choice at every row of the forward, −1 at a row that was not verified
-                 (a node that a composed tree left out); None after the prefill
+    choices      [R] int64, the target's own choice at every row of the forward, −1 at a node that a hybrid's merged
+                 tree left out; None after the prefill
     source       [A] int64, which drafter proposed the token after each (`DraftTree.source`); −1: the target itself;
                  None after the prefill
     tree         the tree that was verified; None after the prefill
@@ -57,7 +57,7 @@ class VerifiedStep:
         return cls(prompt, next_tokens, hidden, torch.full_like(base, len(prompt)), aux_hidden=aux_hidden)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> VerifiedStep:
-        """The same with every tensor changed."""
+        """The same step with `change` applied to every tensor."""
         return VerifiedStep(
             change(self.tokens),
             change(self.next_tokens),
@@ -75,7 +75,7 @@ class VerifiedStep:
         return [x for x in own if x is not None] + ([] if self.tree is None else self.tree.tensors())
 
     def sequence(self, index: int, tree: DraftTree) -> VerifiedStep:
-        """One sequence of a batch, whose own tree is `tree`; the rows that padded it are left out."""
+        """One sequence of a batch, whose own tree is `tree`, without padding rows."""
         step = self.map(lambda x: x[index])
         assert step.choices is not None
         return replace(step, choices=step.choices[: 1 + len(tree)], tree=tree)
@@ -97,12 +97,12 @@ def verify_step(
     accept: Accept = accept_exact,
     target_layers: Sequence[int] = (),
 ) -> VerifiedStep:
-    """Verify one tree behind the cached text of each of B sequences and commit the accepted paths to `cache`.
+    """Verify one tree after the cached text of each of B sequences and commit the accepted paths to `cache`.
 
-    Reads no value back to the host.
+    Copies no value to the host.
 
     base       [B] int64, the target's own next token of each sequence
-    tree       tensors [B, M]; `DraftTree.stack` makes it of several trees
+    tree       tensors [B, M], as from `DraftTree.stack`
     max_depth  no tree is deeper
     end        [B] int64, the length at which each text must end: nothing deeper is accepted; None: no bound
     target_layers  whose outputs the drafter reads
@@ -110,7 +110,7 @@ def verify_step(
     sees = ancestor_rows(tree.parents, max_depth)  # [B, R, R]
     depth = depths(sees)  # [B, R]
     if end is not None:
-        tree = tree.no_deeper((end - cache.lengths - 1)[:, None], depth[:, 1:])
+        tree = tree.limit_depth((end - cache.lengths - 1)[:, None], depth[:, 1:])
     rows = torch.cat([base[:, None], tree.tokens], dim=1)  # [B, R]
     hidden, logits, aux_hidden = target.forward_tree(rows, depth, sees, cache, target_layers)
     chosen = choices(logits, depth + cache.lengths[:, None] + 1, sampling)
@@ -118,10 +118,10 @@ def verify_step(
     cache.commit(path, count)
 
     tokens = rows.gather(1, path)  # [B, A]
-    behind = torch.arange(max_depth + 1, device=path.device) >= count[:, None] - 1
-    next_tokens = torch.where(behind, next_base[:, None], tokens.roll(-1, -1))
+    from_last = torch.arange(max_depth + 1, device=path.device) >= count[:, None] - 1
+    next_tokens = torch.where(from_last, next_base[:, None], tokens.roll(-1, -1))
     source = torch.cat([torch.full_like(base, -1)[:, None], tree.source], dim=1).gather(1, path)
-    source = source.roll(-1, -1).masked_fill(behind, -1)
+    source = source.roll(-1, -1).masked_fill(from_last, -1)
     hidden = _rows_at(hidden, path)
     aux_hidden = None if aux_hidden is None else _rows_at(aux_hidden, path)
     return VerifiedStep(tokens, next_tokens, hidden, count, chosen, source, tree, aux_hidden)
@@ -133,7 +133,7 @@ def _rows_at(states: Tensor, path: Tensor) -> Tensor:
 
 
 def choices(logits: Tensor, positions: Tensor, sampling: Sampling | None) -> Tensor:
-    """[...] int64, the target's own token for each row of `logits [..., V]`, to stand at absolute `positions [...]`."""
+    """[...] int64, the target's own token at absolute `positions [...]`, from `logits [..., V]`."""
     if sampling is None:
         return logits.argmax(-1)
     return sampling.choices(logits.flatten(0, -2), positions.flatten()).view_as(positions)

@@ -1,7 +1,7 @@
 """Draft trees as flat tensors: what a drafter proposes and the target verifies in one forward.
 
-Shapes: M nodes, D deepest level. Everything that can be derived from `parents` (ancestors, depths, paths) is
-derived here, by pure functions on tensors, without reading a value back to the host.
+Shapes: M nodes, D deepest level. Whatever follows from `parents` (ancestors, depths, paths) is computed
+here by pure functions on tensors, without copying a value to the host.
 
 Worked example, used throughout the tests. The base token `b` has children `x` and `y`; `x` has child `z`::
 
@@ -28,8 +28,8 @@ class DraftTree:
     tokens     [M] int64, the drafted token of each node
     parents    [M] int64, index of the parent node, -1 for children of the base token
     log_probs  [M] float, the drafter's log-probability of the path from the base token to the node
-    source     [M] int64, which drafter proposed the node (index into the names a composed drafter reports)
-    candidate  [M] bool, False for rows that ride along and are read back but are never accepted
+    source     [M] int64, which drafter proposed the node (index into `Drafter.sources`)
+    candidate  [M] bool, False for rows that are computed and read back but never accepted
 
     Prefix-closed by construction; no two candidate siblings may share a token (`check_tree`).
     """
@@ -62,28 +62,28 @@ class DraftTree:
         source: Sequence[int],
         device: torch.device,
     ) -> DraftTree:
-        """A tree of candidates that the host made."""
+        """A tree of candidates built on the host."""
         if not tokens:
             return cls.empty(device)
-        # of a buffer, which is a third of the time that a tensor of a list takes
-        whole = (torch.frombuffer(array("q", values), dtype=torch.long) for values in (tokens, parents, source))
-        own_tokens, own_parents, own_source = whole
+        # from a buffer, in a third of the time that torch.tensor(list) takes
+        buffers = (torch.frombuffer(array("q", values), dtype=torch.long) for values in (tokens, parents, source))
+        token_ids, parent_ids, source_ids = buffers
         scores = torch.frombuffer(array("f", log_probs), dtype=torch.float32)
-        tree = cls(own_tokens, own_parents, scores, own_source, all_of(len(tokens)))
+        tree = cls(token_ids, parent_ids, scores, source_ids, all_candidates(len(tokens)))
         return tree if device.type == "cpu" else tree.map(lambda x: x.to(device))
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> DraftTree:
-        """No drafts at all: the step verifies the base token only, as the vanilla loop does."""
+        """No drafts: the step verifies the base token only, as the vanilla loop does."""
         none = torch.zeros(0, dtype=torch.long, device=device)
-        return cls.build(none, none.clone())  # not one tensor twice: programs look at that
+        return cls.build(none, none.clone())  # two tensors: compiled programs guard on aliasing
 
     def tensors(self) -> list[Tensor]:
         """Its five tensors."""
         return [self.tokens, self.parents, self.log_probs, self.source, self.candidate]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> DraftTree:
-        """The same with every tensor changed."""
+        """The same tree with `change` applied to every tensor."""
         return DraftTree(*map(change, self.tensors()))
 
     @classmethod
@@ -97,33 +97,33 @@ class DraftTree:
 
     def take(self, order: Tensor) -> DraftTree:
         """The nodes `order [K]` (indices, ascending), which must be prefix-closed: a taken node's parent is taken."""
-        place = torch.full_like(self.tokens, -1).index_copy(0, order, torch.arange(len(order), device=order.device))
+        new_index = torch.full_like(self.tokens, -1).index_copy(0, order, torch.arange(len(order), device=order.device))
         parents = self.parents[order]
-        parents = torch.where(parents >= 0, place[parents.clamp(min=0)], parents)
+        parents = torch.where(parents >= 0, new_index[parents.clamp(min=0)], parents)
         return DraftTree(self.tokens[order], parents, self.log_probs[order], self.source[order], self.candidate[order])
 
-    def no_deeper(self, most: Tensor | int, depth: Tensor) -> DraftTree:
-        """The same nodes, those of a depth beyond `most` no candidates any more; depth `[M]` is that of the nodes."""
-        return replace(self, candidate=self.candidate & (depth <= most))
+    def limit_depth(self, limit: Tensor | int, depth: Tensor) -> DraftTree:
+        """The same nodes, of which those deeper than `limit` cannot be accepted; depth `[M]` of the nodes."""
+        return replace(self, candidate=self.candidate & (depth <= limit))
 
     def padded(self, size: int) -> DraftTree:
-        """Filled up to `size` nodes with rows that hang under the base token and are never accepted."""
-        more = size - len(self)
-        if more <= 0:
+        """Padded to `size` nodes with children of the base token that are never accepted."""
+        missing = size - len(self)
+        if missing <= 0:
             return self
-        ends = self.tokens.new_zeros(more)
+        padding = self.tokens.new_zeros(missing)
         return DraftTree(
-            torch.cat([self.tokens, ends]),
-            torch.cat([self.parents, ends - 1]),
-            torch.cat([self.log_probs, torch.full_like(ends, -torch.inf, dtype=self.log_probs.dtype)]),
-            torch.cat([self.source, ends]),
-            torch.cat([self.candidate, ends.bool()]),
+            torch.cat([self.tokens, padding]),
+            torch.cat([self.parents, padding - 1]),
+            torch.cat([self.log_probs, torch.full_like(padding, -torch.inf, dtype=self.log_probs.dtype)]),
+            torch.cat([self.source, padding]),
+            torch.cat([self.candidate, padding.bool()]),
         )
 
 
 @cache
-def all_of(nodes: int) -> Tensor:
-    """[M] true, `candidate` of a tree that the host made."""
+def all_candidates(nodes: int) -> Tensor:
+    """[M] true, `candidate` of a tree built on the host."""
     with torch.inference_mode():
         return torch.ones(nodes, dtype=torch.bool)
 

@@ -1,4 +1,4 @@
-"""Acceptance: which path of a verified tree the target itself would have taken. Pure functions on tensors.
+"""Acceptance: which path of a verified tree equals the target's own choices. Pure functions on tensors.
 
 Shapes: M nodes, R = M+1 rows of the target forward (row 0 = base token); `...` stands for any batch dimensions.
 """
@@ -30,7 +30,7 @@ def greedy_path(tree: DraftTree, choices: Tensor, sees: Tensor) -> tuple[Tensor,
 
 
 def _deepest(agrees: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-    """The row `[..., 1]` of the deepest node all of whose path agrees, and 1 + depth of every such row (else 0)."""
+    """The row `[..., 1]` of the deepest node whose whole path agrees, and 1 + depth of every such row (else 0)."""
     agrees = torch.cat([agrees.new_ones(*agrees.shape[:-1], 1), agrees], dim=-1)  # the base token is the target's own
     accepted = ~(sees & ~agrees[..., None, :]).any(-1)
     depth = torch.where(accepted, sees.sum(-1), 0)
@@ -43,15 +43,15 @@ def _row(sees: Tensor, row: Tensor) -> Tensor:
 
 
 def accepted_rows(on_path: Tensor, depth: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The rows of an accepted path in order, as a tensor whose size is known beforehand, and how many they are.
+    """The rows of an accepted path in order, as a tensor of fixed size, and their number.
 
-    on_path and depth [..., R]; no path has more than `most` drafts. Returns rows `[..., most + 1]` int64, the last one
-    repeated to the end, and `count [...]` int64. In the worked example with most = 3: rows (0, 1, 3, 3), count 3.
+    on_path and depth [..., R]; no path has more than `most` drafts. Returns rows `[..., most + 1]` int64, padded with
+    the last one, and `count [...]` int64. In the worked example with most = 3: rows (0, 1, 3, 3), count 3.
     """
     index = torch.arange(on_path.shape[-1], device=on_path.device).expand_as(on_path)
     last = torch.where(on_path, depth, -1).argmax(-1, keepdim=True)
-    place = torch.where(on_path, depth, most + 1)  # rows off the path go where they are cut off
-    rows = last.expand(*last.shape[:-1], most + 2).scatter(-1, place, index)[..., :-1]
+    slot = torch.where(on_path, depth, most + 1)  # rows off the path go to a last slot that is dropped
+    rows = last.expand(*last.shape[:-1], most + 2).scatter(-1, slot, index)[..., :-1]
     return rows, on_path.sum(-1)
 
 
@@ -63,16 +63,16 @@ next base token `[...]`."""
 def accept_exact(
     tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The path that the target itself would have taken; lossless."""
+    """The path of the target's own choices; lossless."""
     on_path, base = greedy_path(tree, choices, sees)
     return *accepted_rows(on_path, depth, max_depth), base
 
 
 @dataclass(frozen=True)
 class TypicalAcceptance:
-    """**Lossy.** Keeps drafts the target finds typical instead of those it says (Medusa, section 3.3.1).
+    """**Lossy.** Accepts drafts that are typical of the target, not only its own choices (Medusa, section 3.3.1).
 
-    A draft c behind a parent with distribution p is accepted when `p(c) > min(epsilon, delta · exp(−H(p)))`; of the
+    A draft c whose parent has the distribution p is accepted when `p(c) > min(epsilon, delta · exp(−H(p)))`; of the
     longest accepted paths the most probable one is kept, and the next base token is the target's greedy choice.
     """
 
@@ -98,9 +98,11 @@ class TypicalAcceptance:
         threshold = (self.delta * (log_p.exp() * log_p).nan_to_num().sum(-1).exp()).clamp(max=self.epsilon)  # e^(−H)
         parents = tree.parents + 1
         drafted = parents[..., None].expand(*parents.shape, log_p.shape[-1])
-        said = log_p.gather(-2, drafted).gather(-1, tree.tokens[..., None])[..., 0]
-        agrees = (said.exp() > threshold.gather(-1, parents)) & tree.candidate
+        draft_log_p = log_p.gather(-2, drafted).gather(-1, tree.tokens[..., None])[..., 0]
+        agrees = (draft_log_p.exp() > threshold.gather(-1, parents)) & tree.candidate
         _, depth = _deepest(agrees, sees)
-        total = (sees.float() @ torch.cat([torch.zeros_like(log_p[..., :1, 0]), said], dim=-1)[..., None])[..., 0]
+        total = (sees.float() @ torch.cat([torch.zeros_like(log_p[..., :1, 0]), draft_log_p], dim=-1)[..., None])[
+            ..., 0
+        ]
         last = total.masked_fill(depth < depth.amax(-1, keepdim=True), -torch.inf).argmax(-1, keepdim=True)
         return _row(sees, last), logits.argmax(-1).gather(-1, last)[..., 0]

@@ -27,7 +27,7 @@ from draft_heads.data.json_rows import read_json_rows
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answers import read_answers
-from draft_heads.inference.evaluation.replay import asked_of, recorded_turns, replay_all, text_drafters
+from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.scripts.terminal import progress_bar, show_report
 
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     specs = drafter_specs(options.drafters)
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
-    questions = asked_of(answers, read_questions(options.questions) if options.questions else None)
+    questions = match_questions(answers, read_questions(options.questions) if options.questions else None)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     drafters = text_drafters(specs, tokenizer, options.max_nodes)
     render = partial(render_prompt, tokenizer) if options.questions else None

@@ -1,4 +1,4 @@
-"""The contract every drafter fulfils, learned or training-free (shapes: n committed tokens, H hidden, M nodes)."""
+"""The interface of all drafters, learned or training-free (shapes: n committed tokens, H hidden, M nodes)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from draft_heads.inference.tree import DraftTree
 
 
 class Builder(Protocol):
-    """What a drafter is built with from the command line; `registry.DrafterBuilder`.
+    """What a drafter is built with from the command line; implemented by `registry.DrafterBuilder`.
 
-    target     the target it drafts for; a replay has its tokenizer only, enough for drafters that are `text_only`
+    target     the target it drafts for; a replay has its tokenizer only, which is enough for `text_only` drafters
     max_nodes  the default node budget
     """
 
@@ -27,34 +27,35 @@ class Builder(Protocol):
         """The trained head at a path, on the target's device; ValueError for another kind's, or another target's."""
 
     def draft_model(self, kind: str, path: str) -> Target:
-        """The causal language model at a path, which must have the target's tokens."""
+        """The causal language model at a path; ValueError unless it has the target's vocabulary."""
 
     def inner(self, words: str, model: Target) -> Drafter | None:
-        """The drafter that `words` (`KIND[:PATH]`) describe, drafting for `model`; None for none."""
+        """The drafter for `model` that `words` (`KIND[:PATH]`) describe; None for \"\"."""
 
 
 class Drafter(ABC):
     """`begin` and `observe` (the prefill) once per prompt, then `propose` and `observe` once per target step.
 
-    What outlives a step (lengths, recent tokens) is a tensor written in place, so that a captured step finds it there.
+    State that outlives a step (lengths, recent tokens) is kept in tensors written in place: a CUDA graph holds their
+    addresses.
 
-    A class declares what its drafters are called, can do and need:
+    Class attributes declare a drafter's name, options and properties:
 
     kind           its name on the command line
-    options        what may follow on the command line, with defaults, whose types are the options' types
-    tuned_options  options that a file of the script `tuned_by` gives (`tuned=FILE`), with their types
-    text_only      it reads nothing but the text: recorded answers can be replayed through it
-    on_device      neither `observe` nor `propose` reads a value back: they may be compiled, captured, run ahead
-    reads_choices  `observe` looks at the target's choices elsewhere than on the accepted path
+    options        command-line options with their defaults, which also give the options' types
+    tuned_options  options that `tuned=FILE` reads from a file written by the script `tuned_by`, with their types
+    text_only      it reads nothing but the text, so recorded answers can be replayed through it
+    on_device      neither `observe` nor `propose` copies a value to the host: they may be compiled, captured, run ahead
+    reads_choices  `observe` reads the target's choices at nodes off the accepted path
     extends_paths  it can continue any path: it has `table`, n-grams of the text, and `read(tokens)`
-    proposes_levels  it has `propose_levels()`, a distribution for each depth, of which a hybrid makes its tree
-    sources        the names that `DraftTree.source` counts: which drafter proposed a node
+    proposes_levels  it has `propose_levels()`, one distribution per depth, from which a hybrid builds its tree
+    sources        names of the draft sources, indexed by `DraftTree.source`
     target_layers  layers of the target whose outputs it reads beside the hidden states (`VerifiedStep.aux_hidden`)
 
-    An instance may know better, where that depends on its options. It also has
+    An instance may override those that depend on its options. It also has
 
-    max_nodes  no proposal has more nodes
-    max_depth  no proposal is deeper
+    max_nodes  upper bound of a proposal's nodes
+    max_depth  upper bound of a proposal's depth
     """
 
     kind: ClassVar[str] = ""
@@ -78,60 +79,60 @@ class Drafter(ABC):
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> Drafter:
-        """From what the command line says: a path ("" for none) and every option, `max_nodes` among them."""
-        raise TypeError(f"{cls.__name__} is made by its constructor, not from the words of a command line")
+        """Build from the command line: a path ("" for none) and all options, `max_nodes` included."""
+        raise TypeError(f"{cls.__name__} cannot be built from a command line; call its constructor")
 
     def memory(self) -> list[Tensor]:
-        """The tensors that outlive a step; where they lie, a captured step expects them."""
+        """The tensors that outlive a step, whose addresses CUDA graphs hold."""
         return []
 
     @abstractmethod
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Forget the last prompt. `prompt [n]` is about to be prefilled; it and its answer take `capacity` tokens."""
+        """Start a new text: `prompt [n]` is prefilled next; it and its answer have at most `capacity` tokens."""
 
     def set_visible_length(self, tokens: int) -> None:
-        """Until the next call, the text and uncommitted rows after it stay within `tokens`; at first in `capacity`.
+        """Until the next call, the text and the rows written after it stay within `tokens`; at first in `capacity`.
 
-        Called between steps, with few different numbers. A drafter may read only so much of its caches, or ignore it.
+        Called between steps with one of few values, so that programs can be specialised; may be ignored.
         """
         return
 
     @abstractmethod
     def observe(self, step: VerifiedStep) -> None:
-        """Take in what was committed."""
+        """Read the committed tokens and their hidden states."""
 
     def rewind(self, text: VerifiedStep, capacity: int) -> None:
-        """What was observed last is not the text any more: `text` is, all of it, as after a prefill.
+        """Replace the observed text by `text`, given whole as after a prefill.
 
-        So it goes for whoever drafts for a draft model, when the target refuses what that said. By default all is read
-        again.
+        Called when a drafter drafts for a draft model and the target rejects tokens of that model. By default the whole
+        text is read again.
         """
         self.begin(text.tokens, capacity)
         self.observe(text)
 
     @abstractmethod
     def propose(self) -> DraftTree:
-        """Draft what may come after the base token."""
+        """Draft continuations of the base token."""
 
     def close(self) -> None:
-        """No more prompts follow: write what shall outlive the process; nothing by default."""
+        """Called after the last prompt: write the drafter's files; nothing by default."""
         return
 
     def findings(self) -> dict[str, Any]:
-        """What the drafter has learned about itself so far, for reports; nothing by default."""
+        """The drafter's own statistics so far, for reports; nothing by default."""
         return {}
 
 
 def tempered(log_probs: Tensor, temperature: float) -> Tensor:
     """[..., V] log-probabilities as trees are built from them: `log softmax(log p / temperature)`.
 
-    A head trained on the text it drafts is too sure of itself on other text; above 1, the temperature spreads the tree.
+    A head is overconfident on text unlike its training data; a temperature above 1 widens the tree.
     """
     return log_probs if temperature == 1 else (log_probs / temperature).log_softmax(-1)
 
 
 def check_max_nodes(max_nodes: int) -> int:
-    """The node budget, or a ValueError for one that leaves no draft."""
+    """The node budget; ValueError for one below 1."""
     if max_nodes < 1:
         raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
     return max_nodes

@@ -1,8 +1,8 @@
-"""Builds drafters from the words of a command line: `NAME[=[KIND:]PATH[,key=value…][+…]]`.
+"""Build drafters from their command-line form: `NAME[=[KIND:]PATH[,key=value…][+…]]`.
 
-`ctc=RUN/head`, `ctc_raw=RUN/head,tree=raw`, `draft_model=DIR`, `ngram`, `ngram,k=9`, `long=ngram,k=12`: a name, then
-where it is loaded from and its options. The kind of a head comes from its checkpoint when it is left out; what else
-lies at a path is of the kind its name says, or a draft model. A name alone is a drafter that loads nothing.
+`ctc=RUN/head`, `ctc_raw=RUN/head,tree=raw`, `draft_model=DIR`, `ngram`, `ngram,k=9`, `long=ngram,k=12`: a name,
+then the path to load and the options. A kind that is left out is read from the checkpoint for heads; otherwise it is
+the name if that is a kind, else `draft_model`. A name alone is a drafter that loads nothing.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ DRAFTERS: dict[str, type[Drafter]] = {
         )
     },
 }
-"""Kind → class, made by `from_options`."""
+"""Kind → class, instantiated by `from_options`."""
 
 
 # ----------------------------------------------------------------------------------------------------
-# What the words say
+# Parsing
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class DrafterPart:
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A parsed drafter argument; `name` is what reports call it."""
+    """A parsed drafter argument; `name` is its name in reports."""
 
     name: str
     parts: tuple[DrafterPart, ...]
 
     @classmethod
     def parse(cls, text: str) -> DrafterSpec:
-        """Raises ValueError, naming the rule, for a malformed argument."""
+        """Parse a drafter argument; ValueError names the rule that it breaks."""
         name, equals, rest = text.partition("=")
-        if "," in name:  # loads nothing, and has options
+        if "," in name:  # has options but no path
             name, rest = name.partition(",")[0], text
         if not name or (equals and not rest) or "/" in name:
             raise ValueError(
@@ -91,34 +91,34 @@ class DrafterSpec:
 
     @staticmethod
     def _part(text: str, name: str, whole: str) -> DrafterPart:
-        place, *pairs = text.split(",")
+        location, *pairs = text.split(",")
         options = {}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not equals or not key:
                 raise ValueError(f"a drafter's options are key=value; got {pair!r} in {whole!r}")
             options[key] = value
-        kind, colon, path = place.partition(":")
+        kind, colon, path = location.partition(":")
         if colon:
             return DrafterPart(kind, path, options)
-        if place in DRAFTERS:
-            return DrafterPart(place, "", options)
+        if location in DRAFTERS:
+            return DrafterPart(location, "", options)
         if name in DRAFTERS and name not in HEAD_DRAFTERS:
-            return DrafterPart(name, place, options)
-        if (Path(place) / "config.json").is_file() or "/" in place:
-            return DrafterPart(_kind_at(place), place, options)
+            return DrafterPart(name, location, options)
+        if (Path(location) / "config.json").is_file() or "/" in location:
+            return DrafterPart(_kind_at(location), location, options)
         raise ValueError(
             f"a drafter is one of {', '.join(sorted(DRAFTERS))} or the folder of a head checkpoint or draft model; got "
-            f"{place!r} in {whole!r}"
+            f"{location!r} in {whole!r}"
         )
 
 
-def _kind_at(place: str) -> str:
-    """What lies in a folder: a head of some kind, or a causal language model, which drafts as it is."""
-    config = Path(place) / "config.json"
+def _kind_at(path: str) -> str:
+    """The kind of the head in a folder, or `draft_model` for a causal language model."""
+    config = Path(path) / "config.json"
     if config.is_file() and re.search(r'"model_type"\s*:', config.read_text(encoding="utf-8")):
         return "draft_model"
-    return str(read_config(place)["kind"])
+    return str(read_config(path)["kind"])
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def _kind_at(place: str) -> str:
 
 
 def drafter_for(head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> Drafter:
-    """The drafter of a head in memory."""
+    """The drafter of a head that is in memory."""
     drafter: Drafter = HEAD_DRAFTERS[head.config.kind](head, target, max_nodes, **options)
     return drafter
 
@@ -143,7 +143,7 @@ class DrafterBuilder:
     """
 
     def __init__(self, target: Target, max_nodes: int = 32) -> None:
-        """max_nodes: of a drafter whose options do not name another."""
+        """max_nodes: the default of the option of that name."""
         self.target, self.max_nodes = target, max_nodes
         self._heads: dict[str, DraftHead] = {}
         self._models: dict[str, Target] = {}
@@ -165,9 +165,9 @@ class DrafterBuilder:
         return kind.from_options(part.path, self, **options)
 
     def _composed(self, spec: DrafterSpec) -> Drafter:
-        """Several sources in one tree; options that are the whole's, not a source's, may stand behind any of them."""
+        """Several parts in one tree; the hybrid's own options may follow any of them."""
         if any(part.kind == "vanilla" for part in spec.parts):
-            raise ValueError(f"drafter {spec.name!r} joins vanilla, which drafts nothing, to others; leave it out")
+            raise ValueError(f"drafter {spec.name!r} combines vanilla, which drafts nothing, with others; leave it out")
         own = {key: value for part in spec.parts for key, value in part.options.items() if key in HybridDrafter.options}
         whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
         parts = [
@@ -180,13 +180,13 @@ class DrafterBuilder:
     def head(self, kind: str, path: str) -> DraftHead:
         """See `Builder`."""
         if not path:
-            raise ValueError(f"a {kind} drafter needs a trained head: write NAME=RUN/head; got no path")
+            raise ValueError(f"a {kind} drafter needs a trained head; got no path; write NAME=RUN/head")
         if path not in self._heads:
             head = load_head(path, self.target.fingerprint()).to(self.target.device, self.target.dtype)
             if head.config.kind != kind:
                 raise ValueError(
                     f"a {kind} drafter needs a {kind} head; {path} holds one of kind {head.config.kind}; leave the "
-                    "kind out to take the checkpoint's"
+                    "kind out to use the checkpoint's"
                 )
             self.target.check_layers(head.config.target_layers)
             self._heads[path] = head
@@ -207,7 +207,7 @@ class DrafterBuilder:
 
 
 def part_names(parts: Sequence[DrafterPart]) -> list[str]:
-    """The kinds of a composed drafter's parts; a second one of a kind is numbered."""
+    """The kinds of a hybrid's parts; a second one of a kind is numbered."""
     kinds = [part.kind for part in parts]
     return [
         kind if kind not in kinds[:index] else f"{kind}_{1 + kinds[:index].count(kind)}"
@@ -220,21 +220,21 @@ def part_names(parts: Sequence[DrafterPart]) -> list[str]:
 
 
 def _tuned(part: DrafterPart, kind: type[Drafter]) -> dict[str, Any]:
-    """The values of a tuning script's file, from the option tuned=FILE; empty without it."""
+    """The values that the option tuned=FILE reads from a tuning script's file; empty without it."""
     path, values = part.options.get("tuned"), kind.tuned_options
     if path is None or not values:
         return {}
     try:
         tuned = json.loads(Path(path).read_text(encoding="utf-8"))
-        return {name: made(tuned[name]) for name, made in values.items()}
+        return {name: to_type(tuned[name]) for name, to_type in values.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"tuned= names a file of {kind.tuned_by} with {' and '.join(values)}; {path} is none ({error})"
+            f"tuned= needs a file of {kind.tuned_by} with {' and '.join(values)}; {path} is not one ({error})"
         ) from None
 
 
 def _take_options(part: DrafterPart, defaults: dict[str, Any], also: Sequence[str] = ()) -> dict[str, Any]:
-    """The part's options over the defaults, as values of the defaults' types; `also` names ones read elsewhere."""
+    """The defaults updated by the part's options, converted to the defaults' types; `also`: options read elsewhere."""
     unknown = sorted(set(part.options) - set(defaults) - set(also))
     if unknown:
         raise ValueError(
@@ -246,7 +246,7 @@ def _take_options(part: DrafterPart, defaults: dict[str, Any], also: Sequence[st
 
 
 def _as(default: Any, key: str, value: str) -> Any:
-    """An option's value as one of the default's type."""
+    """An option's value converted to the default's type."""
     if not isinstance(default, int | float):
         return value
     try:

@@ -1,4 +1,4 @@
-"""No drafts: the engine's step becomes the plain greedy loop, the reference and denominator of every other drafter."""
+"""No drafts: the engine runs the plain decoding loop, the baseline of all other drafters."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class VanillaDrafter(Drafter):
         """Nothing to forget."""
 
     def observe(self, step: VerifiedStep) -> None:
-        """Nothing to learn."""
+        """Nothing to observe."""
 
     def propose(self) -> DraftTree:
-        """The base token alone is verified."""
+        """The empty tree."""
         return self._tree

@@ -33,7 +33,7 @@ class AnsweredTurn:
 
 @dataclass(frozen=True)
 class Answer:
-    """All answered turns of one question; our files name its benchmark, as ids may repeat among them."""
+    """All answered turns of one question; our files name its benchmark, because ids may repeat across benchmarks."""
 
     question_id: QuestionId
     turns: tuple[AnsweredTurn, ...]
@@ -53,7 +53,7 @@ class Answer:
 
 
 def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not blank; ValueError names file, line and reason."""
+    """(line number, object) of every non-blank line; ValueError names file, line and reason."""
     rows: list[tuple[int, dict[str, Any]]] = []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028
@@ -132,10 +132,10 @@ def _column(choice: dict[str, Any], name: str, kinds: tuple[type, ...], turns: i
 
 
 class AnswerFiles:
-    """`answers/NAME.jsonl` in FastChat form, one line a question, written as the answers come."""
+    """`answers/NAME.jsonl` in FastChat form, one line a question, appended as answers are written."""
 
     def __init__(self, folder: Path, drafters: Sequence[str]) -> None:
-        """Start one empty file per drafter; answers of an earlier run go."""
+        """Start one empty file per drafter and delete the answers of an earlier run."""
         self.folder = folder / "answers"
         self.folder.mkdir(parents=True, exist_ok=True)
         for stale in self.folder.glob("*.jsonl"):
@@ -147,7 +147,7 @@ class AnswerFiles:
         return self.folder / f"{drafter}.jsonl"
 
     def add(self, turns: Sequence[TurnRecord]) -> None:
-        """Append one question's turns; a question without an answered turn leaves no line."""
+        """Append one question's turns; a question without an answered turn gets no line."""
         if turns:
             with self.path(turns[0].drafter).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(answer_row(turns), ensure_ascii=False) + "\n")
@@ -230,7 +230,7 @@ def score_answers(
 ) -> dict[str | None, AnswerScore]:
     """Scores of the whole file (key None) and, with `categories`, of each category in order of appearance.
 
-    Ratios are of totals: gamma weighs every token the same, a mean of per-question speeds would not.
+    Ratios are of totals: gamma weighs every token equally, unlike a mean of per-question speeds.
     """
     _same_questions("the baseline", answers, baseline)
     if categories is not None and (missing := [id_ for _, id_ in answers if id_ not in categories]):

@@ -34,10 +34,10 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
                 drafter: [record for record in chosen if record.drafter == drafter] for drafter in evaluation.drafters
             }
             baselines = by_drafter.get(VANILLA, []), by_drafter.get(TRANSFORMERS, [])
-            asked = [q for q in benchmark.questions if category in (None, q.category)]
+            questions = [q for q in benchmark.questions if category in (None, q.category)]
             for drafter, records in by_drafter.items():
                 row: dict[str, Any] = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
-                row |= result_row(records, *baselines, asked, seed)
+                row |= result_row(records, *baselines, questions, seed)
                 rows.append(row | {"accepted_by_source": accepted_by_source(records, evaluation.sources.get(drafter))})
     return rows
 
@@ -46,15 +46,14 @@ def result_row(
     records: Sequence[TurnRecord],
     vanilla: Sequence[TurnRecord],
     transformers: Sequence[TurnRecord],
-    asked: Sequence[Any],
+    questions: Sequence[Any],
     seed: int,
 ) -> dict[str, Any]:
     """The figures of one drafter on one group of questions; ratios without a denominator are None.
 
-    gamma is the speed over `vanilla`, over_transformers that over transformers' own `generate` (no turns: not run).
-    questions counts those asked; turns + skipped = turns asked (a turn that does not fit the context ends its
-    question, so it and what follows are skipped). Turns without seconds are replayed ones, which were neither timed nor
-    compared with anything: what follows from that is None.
+    gamma is the speed over `vanilla`, over_transformers the one over transformers' own `generate` (None if not run).
+    turns + skipped = all turns of the questions: a turn that does not fit the context ends its question. Turns without
+    seconds are replayed: they were neither timed nor compared, so those figures are None.
     """
     turns = len(records)
     new_tokens = sum(len(record.generation.tokens) for record in records)
@@ -63,9 +62,9 @@ def result_row(
     seconds = sum(record.generation.seconds["total"] for record in records) if decoded else None
     gamma, interval = speedup(records, vanilla, seed) if decoded else (None, None)
     return {
-        "questions": len(asked),
+        "questions": len(questions),
         "turns": turns,
-        "skipped": sum(len(question.turns) for question in asked) - turns,
+        "skipped": sum(len(question.turns) for question in questions) - turns,
         "new_tokens": new_tokens,
         "target_steps": steps,
         "wall_seconds": seconds,
@@ -87,7 +86,7 @@ def speedup(
     """Baseline seconds per token over the drafter's, on turns both answered (gamma for vanilla), and its 95 % interval.
 
     The interval is a bootstrap over questions: whole questions are drawn with replacement, baseline and
-    drafter together, so that hard questions weigh on both.
+    drafter together, so that both always answer the same questions.
     """
     drafted = {(record.question, record.turn): record for record in records}
     sums: dict[int, list[float]] = {}
@@ -116,14 +115,14 @@ def _speedup(sums: Tensor) -> Tensor:
 
 
 def lossless_counts(records: Sequence[TurnRecord]) -> LosslessCounts:
-    """How the judged turns came out, each at its first difference."""
+    """Counts of identical, near-tie and unexplained turns, each judged at its first difference."""
     return LosslessCounts.of(
         (record.difference for record in records), sum(len(record.generation.tokens) for record in records)
     )
 
 
 def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:
-    """Share of the decoding time by what it was spent on; sums to 1, None when nothing was decoded."""
+    """Share of the decoding time of each part of a step; sums to 1, None when nothing was decoded."""
     seconds = {key: sum(record.generation.seconds[key] for record in records) for key in TIME_KEYS}
     total = sum(seconds.values())
     return {key: value / total for key, value in seconds.items()} if total else None
@@ -139,7 +138,7 @@ def accept_length_histogram(records: Sequence[TurnRecord]) -> list[int]:
 
 
 def accepted_by_source(records: Sequence[TurnRecord], names: Sequence[str] | None) -> dict[str, int] | None:
-    """How many of the new tokens each source drafted; None where nobody drafts."""
+    """How many of the new tokens each source drafted; None for a drafter without sources."""
     if not names:
         return None
     counts = Counter(source for record in records for source in record.generation.sources)

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 Row = dict[str, Any]
 
 BASELINE_GREYS = {"vanilla": "#8c8c8c", "transformers": "#bfbfbf"}
-# Okabe and Ito's palette: told apart with every kind of colour vision.
+# Okabe and Ito's palette, distinguishable with every kind of colour vision.
 DRAFTER_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442")
 TIME_COLOURS = {"draft": "#e69f00", "verify": "#0072b2", "accept": "#009e73", "other": "#c8c8c8"}
 
@@ -24,12 +24,12 @@ def speedup(results: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(max(5.0, 1.6 + 0.75 * len(rows)), 4.2), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(drafters)
-    for place, drafter in enumerate(drafters):
+    for index, drafter in enumerate(drafters):
         for group, benchmark in enumerate(benchmarks):
             row = rows[benchmark, drafter]
             if row["gamma"] is None:
                 continue
-            x = group + (place - (len(drafters) - 1) / 2) * width
+            x = group + (index - (len(drafters) - 1) / 2) * width
             low, high = row["gamma_ci95"]
             error = [[max(row["gamma"] - low, 0)], [max(high - row["gamma"], 0)]]
             axes.bar(
@@ -37,7 +37,7 @@ def speedup(results: Sequence[Row]) -> Figure:
                 row["gamma"],
                 width * 0.9,
                 color=colours[drafter],
-                hatch=("", "//", "xx")[_round(drafters, drafter) % 3],
+                hatch=("", "//", "xx")[_palette_cycle(drafters, drafter) % 3],
                 label=drafter if group == 0 else None,
             )
             axes.errorbar(x, row["gamma"], yerr=error, color="#333333", capsize=3, linewidth=1)
@@ -78,7 +78,7 @@ def accepted_length(results: Sequence[Row]) -> Figure:
                 marker="o",
                 markersize=4,
                 color=colours[drafter],
-                linestyle=("-", "--", ":")[_round(drafters, drafter) % 3],
+                linestyle=("-", "--", ":")[_palette_cycle(drafters, drafter) % 3],
                 label=drafter,
             )
         axes.set_title(benchmark)
@@ -100,7 +100,7 @@ def _at_least(histogram: Sequence[int]) -> list[float]:
 
 
 def time_share(results: Sequence[Row]) -> Figure:
-    """Where each drafter's decoding time goes, one stacked bar per drafter and one panel per benchmark."""
+    """Shares of each drafter's decoding time, one stacked bar per drafter and one panel per benchmark."""
     rows, benchmarks, drafters = _overall(results)
     figure = Figure(figsize=(max(6.0, 4.2 * len(benchmarks)), 1.9 + 0.42 * len(drafters)), layout="constrained")
     panels = figure.subplots(1, len(benchmarks), squeeze=False, sharey=True)[0]
@@ -140,8 +140,8 @@ def _colours(drafters: Sequence[str]) -> dict[str, str]:
     return colours | BASELINE_GREYS
 
 
-def _round(drafters: Sequence[str], drafter: str) -> int:
-    """How often the colours had been used up before a drafter got its own: it then looks otherwise as well."""
+def _palette_cycle(drafters: Sequence[str], drafter: str) -> int:
+    """How often the palette was used up before this drafter; each cycle has its own hatch and line style."""
     others = [name for name in drafters if name not in BASELINE_GREYS]
     return others.index(drafter) // len(DRAFTER_COLOURS) if drafter in others else 0
 

@@ -1,7 +1,7 @@
-"""Replays recorded answers through drafters that read text only: what they would have saved, without the target.
+"""Replay recorded answers through text-only drafters: the target steps they would have taken, without the target.
 
-Greedy decoding commits the target's answer whatever is drafted, so how many target steps a drafter would have taken
-follows from the answer alone: each step commits the drafts that the answer confirms, and one token more.
+Greedy decoding writes the target's answer whatever is drafted, so the number of target steps follows from the answer
+alone: each step commits the drafts that agree with the answer, and one token more.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.answers import Answer, QuestionKey, some
-from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Question, TurnRecord, findings_of
+from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, TurnRecord, findings_of
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
@@ -25,7 +26,7 @@ from draft_heads.inference.tree import DraftTree
 
 @dataclass(frozen=True)
 class TokenizerTarget:
-    """Stands in for the target where drafters are made that ask it for no more (`TextTarget`)."""
+    """Replaces the target for text drafters, which read only these attributes (`TextTarget`)."""
 
     tokenizer: Any
 
@@ -45,8 +46,8 @@ class TokenizerTarget:
 def replay(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Generation:
     """The answer as greedy decoding with `drafter` would have written it; `seconds` stays empty.
 
-    Step for step what `DecodingEngine` does with a target that says `answer` behind `prompt` and ends there: the
-    prefill yields the first token, and a step at the end keeps no more than there is.
+    Takes the same steps as `DecodingEngine` with a target that writes `answer` after `prompt` and stops: the prefill
+    gives the first token, and the last step keeps no more tokens than are left.
     """
     tokens = list(answer)
     done = Generation(tokens[:1], [1] if tokens else [], [-1] * len(tokens[:1]), {}, "stop")
@@ -59,7 +60,7 @@ def replay(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Ge
         drafter.observe(step)
         tree = drafter.propose()
         start = len(done.tokens)
-        sources = accepted(tree, tokens[start:])
+        sources = accepted_sources(tree, tokens[start:])
         new = tokens[start : start + len(sources) + 1]
         done.tokens.extend(new)
         done.sources.extend([*sources, -1][: len(new)])
@@ -68,10 +69,10 @@ def replay(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Ge
     return done
 
 
-def accepted(tree: DraftTree, answer: Sequence[int]) -> list[int]:
-    """Who drafted each token of the longest path of `tree` that begins `answer`.
+def accepted_sources(tree: DraftTree, answer: Sequence[int]) -> list[int]:
+    """The source of each token of the longest path of `tree` that is a prefix of `answer`.
 
-    One pass: parents come before their children, and siblings differ.
+    One pass suffices, because parents come before their children and siblings differ.
     """
     end = -1
     sources: list[int] = []
@@ -84,7 +85,7 @@ def accepted(tree: DraftTree, answer: Sequence[int]) -> list[int]:
 
 
 def _verified(tokens: Sequence[int], count: int, tree: DraftTree) -> VerifiedStep:
-    """`count` committed tokens, the old base token first, and the new base token behind them."""
+    """`count` committed tokens, the old base token first, followed by the new base token."""
     text = torch.tensor(tokens)
     return VerifiedStep(text[:count], text[1:], _no_hidden(count), torch.tensor(count), tree=tree)
 
@@ -100,7 +101,7 @@ def _no_hidden(tokens: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RecordedTurn:
-    """What a drafter would have met: the tokens before an answer, and the answer's."""
+    """The tokens of one recorded answer and of the prompt before it."""
 
     question: int  # index among the questions
     turn: int
@@ -117,14 +118,14 @@ def recorded_turns(
 ) -> Iterator[RecordedTurn]:
     """The turns of `questions`, one for each of `answers`, in order.
 
-    With `render` a prompt is the conversation so far, question last. Without, it is what was answered before in the
-    same conversation, behind the token that begins texts.
+    With `render` a prompt is the conversation so far, the question last; without, it is the first token of a text and
+    the earlier answers of the same conversation.
     """
     for index, (question, answer) in enumerate(zip(questions, answers.values())):
         messages: Messages = []
         before = [_first_token(tokenizer)]
-        for turn, (asked, recorded) in enumerate(zip(question.turns, answer.turns)):
-            messages.append({"role": "user", "content": asked})
+        for turn, (text, recorded) in enumerate(zip(question.turns, answer.turns)):
+            messages.append({"role": "user", "content": text})
             tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens)
             yield RecordedTurn(index, turn, render(messages) if render else list(before), tokens, recorded.text)
             messages.append({"role": "assistant", "content": recorded.text})
@@ -134,8 +135,8 @@ def recorded_turns(
 def answer_tokens(tokenizer: Any, text: str, new_tokens: int) -> list[int]:
     """Token ids of a recorded answer, with EOS where more tokens were counted than the text has.
 
-    Decoded text has no EOS, recorded counts have: an answer of 12 tokens that was recorded as 13 ended with it, one
-    recorded as 12 was cut at its greatest length.
+    Decoded text lacks EOS, recorded counts include it: a text of 12 tokens recorded as 13 ended with EOS, one recorded
+    as 12 was cut at the maximum length.
     """
     ids: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     ended = new_tokens > len(ids) and tokenizer.eos_token_id is not None
@@ -150,22 +151,22 @@ def _first_token(tokenizer: Any) -> int:
     raise ValueError("replaying answers without --questions needs a tokenizer with BOS or EOS; it has neither")
 
 
-def asked_of(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:
+def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:
     """The question of each answer; without `questions`, one without text. ValueError names those that are missing."""
     if questions is None:
         return [Question(answer.question_id, None, [""] * len(answer.turns)) for answer in answers.values()]
     known = {question.question_id: question for question in questions}
     if missing := [answer.question_id for answer in answers.values() if answer.question_id not in known]:
         raise ValueError(
-            f"every answered question must be in --questions; it lacks {some(missing)}; pass the file that was asked, "
-            "--limit N for its first N, or leave --questions out"
+            f"every answered question must be in --questions; it lacks {some(missing)}; pass the file that was "
+            "answered, --limit N for its first N, or leave --questions out"
         )
     found = [known[answer.question_id] for answer in answers.values()]
     for question, answer in zip(found, answers.values()):
         if len(question.turns) < len(answer.turns):
             raise ValueError(
                 f"question {question.question_id!r} has {len(question.turns)} turns in --questions and "
-                f"{len(answer.turns)} answers; pass the file that was asked"
+                f"{len(answer.turns)} answers; pass the file that was answered"
             )
     return found
 
@@ -177,26 +178,14 @@ def replay_all(
     turns: Sequence[RecordedTurn],
     progress: Callable[[str, int, int], None] = lambda stage, done, of: None,
 ) -> Evaluation:
-    """Every turn through every drafter, one drafter after another: what it keeps of texts it keeps in their order."""
+    """Every turn through every drafter, one drafter after another, so that each reads the texts in order."""
     records = []
-    for place, (drafter_name, drafter) in enumerate(drafters.items()):
+    for index, (drafter_name, drafter) in enumerate(drafters.items()):
         for number, turn in enumerate(turns):
-            progress(f"{name}: {drafter_name}", place * len(turns) + number, len(drafters) * len(turns))
-            question = questions[turn.question]
+            progress(f"{name}: {drafter_name}", index * len(turns) + number, len(drafters) * len(turns))
             generation = replay(drafter, turn.prompt, turn.answer)
-            records.append(
-                TurnRecord(
-                    name,
-                    turn.question,
-                    question.question_id,
-                    question.category,
-                    turn.turn,
-                    drafter_name,
-                    (),
-                    turn.text,
-                    generation,
-                )
-            )
+            question = turn.question, questions[turn.question].question_id, questions[turn.question].category
+            records.append(TurnRecord(name, *question, turn.turn, drafter_name, (), turn.text, generation))
     progress("replayed", len(drafters) * len(turns), len(drafters) * len(turns))
     return Evaluation(
         [Benchmark(name, questions)],
@@ -212,13 +201,13 @@ def replay_all(
 
 
 def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) -> dict[str, Drafter]:
-    """The drafters by name; ValueError for one that reads more of the target than its text."""
+    """The drafters by name; ValueError for one that reads more than the text."""
     for spec in specs:
         for part in spec.parts:
             if part.kind in DRAFTERS and not DRAFTERS[part.kind].text_only:
                 raise ValueError(
-                    f"recorded answers can be replayed through drafters that read text only; {spec.name!r} is of kind "
+                    f"recorded answers can be replayed through text-only drafters; {spec.name!r} is of kind "
                     f"{part.kind}, which needs a target; measure it with scripts/evaluate.py"
                 )
-    target = cast(Target, TokenizerTarget(tokenizer))  # text drafters ask for no more
+    target = cast(Target, TokenizerTarget(tokenizer))  # text drafters read no more
     return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}

@@ -30,10 +30,10 @@ EXPLANATION = """β: new tokens per target step, the prefill included. γ: secon
 drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns identical to
 transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
 within the numerical noise."""
-EXPLANATION_REPLAY = """β: new tokens per target step, the prefill included, as greedy decoding would have had it.
-Recorded answers were replayed through drafters that read text only; no target ran, nothing was timed or compared."""
+EXPLANATION_REPLAY = """β: new tokens per target step, the prefill included, as in greedy decoding.
+Recorded answers were replayed through text-only drafters; no target ran, nothing was timed or compared."""
 EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `generate`, without this project's engine;
-over transformers: its seconds per token over the drafter's, as γ is vanilla's."""
+over transformers: its seconds per token over the drafter's, as γ for vanilla."""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ over transformers: its seconds per token over the drafter's, as γ is vanilla's.
 def build_report(
     evaluation: Evaluation, target: dict[str, Any] | None, settings: dict[str, Any], seed: int
 ) -> dict[str, Any]:
-    """The content of report.json; `target` and `settings` describe the run; None: recorded answers were replayed."""
+    """The content of report.json; `target` and `settings` describe the run; target None: replayed answers."""
     return {
         "target": target,
         "settings": settings,
@@ -55,7 +55,7 @@ def build_report(
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What figures depend on beside the settings: versions, machine, threads."""
+    """What figures depend on besides the settings: versions, machine, threads."""
     packages = {name: version(name) for name in ("torch", "transformers")}
     return {
         "python": platform.python_version(),
@@ -80,13 +80,13 @@ def check_output(folder: Path, overwrite: bool, finished: str = "report.json") -
 
 
 def clear_output(folder: Path, finished: str = "report.json") -> None:
-    """Create `folder`; from here on an earlier run in it no longer counts as finished."""
+    """Create `folder`, or mark the earlier run in it as unfinished."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / finished).unlink(missing_ok=True)
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
-    """Write pictures, report.md and, last and whole, report.json; the paths of the pictures."""
+    """Write pictures, report.md and, last and atomically, report.json; returns the paths of the pictures."""
     pictures = []
     for name in PICTURES if report["target"] else REPLAY_PICTURES:
         figure = PICTURES[name](report["results"])
@@ -98,7 +98,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace `path` in one step: a reader sees the old file or the new one, never half of it."""
+    """Replace `path` atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(path)
@@ -123,7 +123,7 @@ def ran_transformers(results: Sequence[dict[str, Any]]) -> bool:
 
 
 def header(results: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """The columns of the main table: `HEADER`, with speed over transformers behind γ's interval where that ran."""
+    """The columns of the main table: `HEADER`, with the speed over transformers after γ's interval where that ran."""
     return (*HEADER[:5], OVER_TRANSFORMERS, *HEADER[5:]) if ran_transformers(results) else HEADER
 
 
@@ -185,7 +185,7 @@ def markdown(report: dict[str, Any]) -> str:
             *([EXPLANATION_TRANSFORMERS] if ran_transformers(whole) else []),
             "![speedup](speedup.png)",
             "![accepted drafts per step](accepted_length.png)",
-            "## Where the time goes",
+            "## Decoding time by part of a step",
             markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), [time_cells(row) for row in whole], 2),
             "![time shares](time_share.png)",
             *source_table(whole),
@@ -197,12 +197,12 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def replay_markdown(report: dict[str, Any]) -> str:
-    """report.md of recorded answers that were replayed."""
+    """report.md of replayed answers."""
     rows = [cells(row, REPLAY_HEADER) for row in overall(report["results"])]
     given = ", ".join(f"{key} {value}" for key, value in report["settings"].items() if value is not None)
     return "\n\n".join(
         [
-            "# Recorded answers, replayed",
+            "# Replayed answers",
             f"{given}.",
             markdown_table(REPLAY_HEADER, rows, 2),
             EXPLANATION_REPLAY,
@@ -214,7 +214,7 @@ def replay_markdown(report: dict[str, Any]) -> str:
 
 
 def setting_sentence(report: dict[str, Any]) -> str:
-    """What was run, and on what."""
+    """The target, the settings and the machine, in one sentence."""
     target, machine = report["target"], report["environment"]
     parts = [
         f"Target `{target['path']}`, {target['parameters']:,} parameters",
@@ -241,7 +241,7 @@ def skipped_note(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Who drafted the accepted tokens, for drafters of more than one source."""
+    """Accepted tokens by source, for drafters with more than one source."""
     shown = [row for row in rows if len(row.get("accepted_by_source") or {}) > 1]
     if not shown:
         return []
@@ -249,7 +249,7 @@ def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in shown:
         parts = ", ".join(f"{name} {count:,}" for name, count in row["accepted_by_source"].items())
         lines.append([row["benchmark"], row["drafter"], parts, f"{row['new_tokens']:,}"])
-    return ["## Who drafted the accepted tokens", markdown_table((*HEADER[:2], "by source", "new tokens"), lines, 3)]
+    return ["## Accepted tokens by source", markdown_table((*HEADER[:2], "by source", "new tokens"), lines, 3)]
 
 
 def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Decoding with acceptance by script: how fast steps are when a given number of tokens comes out of each.
+"""Decoding with scripted acceptance: the speed of steps that each accept a given number of tokens.
 
-Everything is computed as always, the drafter's and the target's forward, the compaction, the readback; only how many
-rows are kept is said beforehand. The text that comes out means nothing. For speeds of random-weight shapes, where no
-trained head exists: η = γ / β at the accepted lengths that published heads reach.
+A step computes everything as usual (the drafter's and the target's forward, the compaction, the readback); only the
+number of accepted tokens is fixed in advance, so the text is meaningless. It measures η = γ / β of random-weight
+models, for which no trained head exists, at the accepted lengths that published heads reach.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def schedule(mean: float, steps: int = 20) -> list[int]:
 
 
 class ScriptedEngine(DecodingEngine):
-    """Keeps `tokens_a_step` tokens of every step, on average, whatever the target says."""
+    """Keeps `tokens_a_step` tokens of every step on average, whatever the target chooses."""
 
     def __init__(self, target: Target, drafter: Drafter, tokens_a_step: float, **options: Any) -> None:
-        """ValueError where a step of this drafter has no room for so many tokens."""
+        """ValueError when a step of this drafter cannot give so many tokens."""
         counts = schedule(tokens_a_step)
-        most = 1 + min(drafter.max_depth, drafter.max_nodes)
-        if min(counts) < 1 or max(counts) > most:
+        limit = 1 + min(drafter.max_depth, drafter.max_nodes)
+        if min(counts) < 1 or max(counts) > limit:
             raise ValueError(
-                f"--scripted must lie between 1 and the {most} tokens that a step of this drafter can give; got "
+                f"--scripted must lie between 1 and the {limit} tokens that a step of this drafter can give; got "
                 f"{tokens_a_step:g}; lower it"
             )
         self._counts = torch.tensor(counts, device=target.device)
@@ -42,7 +42,7 @@ class ScriptedEngine(DecodingEngine):
     def _accept(
         self, tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The first rows, as many as the script says; see `inference.verify.Accept`."""
+        """The first rows, as many as scheduled; see `inference.verify.Accept`."""
         count = self._counts.index_select(0, self._turn % len(self._counts))
         self._turn += 1
         rows = torch.arange(max_depth + 1, device=choices.device)

@@ -60,7 +60,7 @@ def test_a_file_cut_short_is_refused(target, tmp_path):
     whole = file.path.read_bytes()
     for size in (len(whole) - 3, 20, 0):
         file.path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="cut short or is none"):
+        with pytest.raises(ValueError, match="is truncated"):
             file.load()
 
 

@@ -77,7 +77,7 @@ def test_unknown_kinds_and_missing_heads_are_refused(target):
         build_drafter(DrafterSpec.parse("x=magic:some/path"), target)
     with pytest.raises(ValueError, match="needs a trained head"):
         build_drafter(DrafterSpec.parse("ctc"), target)
-    with pytest.raises(ValueError, match="joins vanilla"):
+    with pytest.raises(ValueError, match="combines vanilla"):
         build_drafter(DrafterSpec.parse("both=vanilla+vanilla"), target)
 
 

@@ -13,9 +13,9 @@ from draft_heads.inference.evaluation.answers import Answer, AnsweredTurn
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.replay import (
     RecordedTurn,
-    accepted,
+    accepted_sources,
     answer_tokens,
-    asked_of,
+    match_questions,
     recorded_turns,
     replay,
     replay_all,
@@ -66,10 +66,10 @@ def test_steps_of_a_small_answer():
 
 def test_the_longest_path_counts():
     tree = DraftTree.build(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([-1, -1, 1, 0, 2]))
-    assert accepted(tree, [5, 6, 8, 1]) == [0, 0, 0]
-    assert accepted(tree, [5, 6]) == [0, 0]
-    assert accepted(tree, [4, 6]) == [0]
-    assert accepted(tree, [9]) == []
+    assert accepted_sources(tree, [5, 6, 8, 1]) == [0, 0, 0]
+    assert accepted_sources(tree, [5, 6]) == [0, 0]
+    assert accepted_sources(tree, [4, 6]) == [0]
+    assert accepted_sources(tree, [9]) == []
 
 
 class Letters:
@@ -98,7 +98,7 @@ def test_eos_is_added_where_more_tokens_were_counted_than_the_text_has():
 
 
 def test_prompts_are_the_conversation_so_far():
-    asked = asked_of(ANSWERS, QUESTIONS)
+    asked = match_questions(ANSWERS, QUESTIONS)
     assert [question.question_id for question in asked] == [7, 8]
 
     def render(messages):
@@ -114,23 +114,23 @@ def test_prompts_are_the_conversation_so_far():
 
 
 def test_without_questions_prompts_are_what_was_answered_before():
-    turns = list(recorded_turns(ANSWERS, asked_of(ANSWERS, None), Letters(), None))
+    turns = list(recorded_turns(ANSWERS, match_questions(ANSWERS, None), Letters(), None))
     assert [turn.prompt for turn in turns] == [[1], [1, 97, 98, 2], [1]]
     bare = Letters()
     bare.bos_token_id = bare.eos_token_id = None
     with pytest.raises(ValueError, match="BOS or EOS"):
-        list(recorded_turns(ANSWERS, asked_of(ANSWERS, None), bare, None))
+        list(recorded_turns(ANSWERS, match_questions(ANSWERS, None), bare, None))
 
 
 def test_questions_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match="it lacks 7, 8; pass the file that was asked"):
-        asked_of(ANSWERS, QUESTIONS[2:])
+    with pytest.raises(ValueError, match="it lacks 7, 8; pass the file that was answered"):
+        match_questions(ANSWERS, QUESTIONS[2:])
     with pytest.raises(ValueError, match="question 7 has 1 turns in --questions and 2 answers"):
-        asked_of(ANSWERS, [Question(7, None, ["y"]), QUESTIONS[0]])
+        match_questions(ANSWERS, [Question(7, None, ["y"]), QUESTIONS[0]])
 
 
 def test_figures_by_category_without_times():
-    asked = asked_of(ANSWERS, QUESTIONS)
+    asked = match_questions(ANSWERS, QUESTIONS)
     turns = [RecordedTurn(0, 0, [5, 6, 5], [6, 5, 6, 5, 6], "…"), RecordedTurn(1, 0, [5], [7, 8], "…")]
     moved = []
     drafters = {"vanilla": VanillaDrafter(), "ngram": NgramDrafter()}
@@ -173,7 +173,7 @@ def test_drafters_that_need_a_target_are_refused():
     )
     assert text_drafters([DrafterSpec.parse("h=ngram+prompt_lookup")], Letters(), 9)["h"].max_nodes == 9
     for words in ("mine=ctc:runs/head", "lookahead", "h=ngram+lookahead", "self_speculative", *models):
-        with pytest.raises(ValueError, match=r"drafters that read text only; .* needs a target; measure it with"):
+        with pytest.raises(ValueError, match=r"text-only drafters; .* needs a target; measure it with"):
             text_drafters([DrafterSpec.parse(words)], Letters(), 9)
     with pytest.raises(ValueError, match="known kinds are"):
         text_drafters([DrafterSpec.parse("x=magic:path")], Letters(), 9)

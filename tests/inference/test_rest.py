@@ -57,7 +57,7 @@ def test_the_longest_suffix_and_all_its_places_are_found(datastore, n):
         size = drafter.longest_match()
         assert size == longest([0, *text], n)
         if size:
-            first, last = drafter.where(drafter._newest[-size:])
+            first, last = drafter.matches(drafter._newest[-size:])
             assert last - first == len(continuations(text[-size:] if size <= len(text) else [0, *text], 1))
 
 

@@ -62,7 +62,7 @@ def test_taking_nodes_renumbers_parents():
 def test_nodes_too_deep_are_no_candidates():
     tree = DraftTree.build(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, -1, 2]))
     depth = depths(ancestor_rows(tree.parents, 2))[1:]
-    assert tree.no_deeper(torch.tensor(1), depth).candidate.tolist() == [True, False, True, False]
+    assert tree.limit_depth(torch.tensor(1), depth).candidate.tolist() == [True, False, True, False]
 
 
 def test_padding_is_never_accepted():

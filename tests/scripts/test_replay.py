@@ -96,7 +96,7 @@ def test_gsm8k_problems_are_numbered_from_0(command, tmp_path):
 @pytest.mark.parametrize(
     "changes,told",
     [
-        ({"drafters": ["ctc=ctc:some/head"]}, "read text only; 'ctc' is of kind ctc, which needs a target"),
+        ({"drafters": ["ctc=ctc:some/head"]}, "text-only drafters; 'ctc' is of kind ctc, which needs a target"),
         ({"drafters": ["ngram", "ngram"]}, "'ngram' is given twice"),
         ({"drafters": None}, "--drafters is required"),
         ({"limit": ["0"]}, "--limit must be at least 1, got 0"),

@@ -1,4 +1,4 @@
-"""Speculative decoding: a smaller model of the target's tokenizer drafts what it would say itself."""
+"""Speculative decoding: a smaller model with the target's tokenizer drafts greedily."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draft_heads.inference.tree import DraftTree
 
 
 class DraftModelDrafter(TextDrafter):
-    """A chain of the k tokens that the draft model says, greedily, behind the base token."""
+    """Drafts a chain of the draft model's next k greedy tokens after the base token."""
 
     sources = ("draft_model",)
     text_only = False
@@ -23,7 +23,7 @@ class DraftModelDrafter(TextDrafter):
     options: ClassVar[dict[str, Any]] = {"k": 5, "via": ""}
 
     def __init__(self, model: Target, inner: Drafter | None = None, max_nodes: int = 32, k: int = 5) -> None:
-        """model: on the target's device; inner: drafts for it (a cascade); k: tokens drafted at most."""
+        """model: on the target's device; inner: drafts for the model (a cascade); k: longest draft."""
         check_positive(k=k, max_nodes=max_nodes)
         super().__init__(model.device, min(k, max_nodes), min(k, max_nodes))
         self.loop = DraftLoop(model, inner)
@@ -38,7 +38,7 @@ class DraftModelDrafter(TextDrafter):
         return cls(model, build.inner(via, model), max_nodes, **options)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Room for `capacity` tokens in the draft model's cache."""
+        """See `Drafter.begin`."""
         super().begin(prompt, capacity)
         self.loop.begin(capacity)
 
@@ -47,20 +47,20 @@ class DraftModelDrafter(TextDrafter):
         self._text.clear()
 
     def read(self, tokens: list[int]) -> None:
-        """Keep it: the draft model is fed what it does not hold yet when it drafts."""
+        """Append the tokens; the draft model reads them when it drafts."""
         self._text += tokens
 
     def propose(self) -> DraftTree:
-        """See the class; fewer tokens, or none, where the draft model's context ends."""
+        """See the class; fewer tokens, or none, at the end of the draft model's context."""
         return self.chain(self.loop.draft(self._text, self.max_depth)[: self.max_depth])
 
     def findings(self) -> dict[str, Any]:
-        """How many tokens a forward of the draft model gave."""
+        """Tokens per forward of the draft model."""
         return {"tokens_a_draft_forward": self.loop.drafted / max(1, self.loop.forwards)}
 
 
 class CascadeDrafter(DraftModelDrafter):
-    """A draft model that is drafted for itself, by default from n-grams."""
+    """A draft model with a drafter of its own, by default n-grams."""
 
     sources = ("cascade",)
     kind = "cascade"
@@ -70,7 +70,7 @@ class CascadeDrafter(DraftModelDrafter):
 def load_draft_model(kind: str, path: str, target: Target) -> Target:
     """The model at a folder or hub id, on the target's device and of its type.
 
-    Raises ValueError for what is no causal language model, or one whose tokens are not the target's.
+    Raises ValueError for anything but a causal language model with the target's vocabulary.
     """
     if not path:
         raise ValueError(f"{kind} drafts with a smaller model; got no path; write {kind}=DIR")
@@ -79,7 +79,7 @@ def load_draft_model(kind: str, path: str, target: Target) -> Target:
     except OSError as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{kind} needs the folder or hub id of a causal language model; {path} is none ({first}); name another"
+            f"{kind} needs the folder or hub id of a causal language model; {path} is not one ({first}); name another"
         ) from None
     check_same_tokens(kind, model, target)
     if target.compiled and model.fused is not None:
@@ -88,7 +88,7 @@ def load_draft_model(kind: str, path: str, target: Target) -> Target:
 
 
 def check_same_tokens(kind: str, model: Target, target: Target) -> None:
-    """ValueError unless token ids mean the same to both; without tokenizers, sizes are all there is to compare."""
+    """ValueError unless both have the same token ids; without tokenizers, only vocabulary sizes are compared."""
     differs = ""
     if model.config.vocab_size != target.config.vocab_size:
         differs = f"has a vocabulary of {model.config.vocab_size} against the target's {target.config.vocab_size}"

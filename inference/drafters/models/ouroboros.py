@@ -3,15 +3,15 @@
 Its four ingredients have a switch each, in the order of the paper's Table 4:
 
 accelerate         lookahead decoding inside the draft model; its N-grams are the phrases (section 3.1)
-lengthen           the K newest phrases that begin with the draft's last token are verified behind it (3.2)
-from_verification  what the target said about refused drafts and unused phrases becomes phrases (3.3)
-reuse_history      the phrases of one prompt serve the next (3.4)
+lengthen           the K newest phrases that begin with the draft's last token are verified after it (3.2)
+from_verification  the target's choices at rejected drafts and unused phrases become phrases (3.3)
+reuse_history      the phrases of one prompt are kept for the next (3.4)
 
-Without all of them it is speculative decoding. Two options go beyond the paper; 0 leaves them out. `beside`, part of
-lengthen: so many phrases that begin with the base token are verified beside the trunk, or a draft that fails early is
-lost. `from_text`, part of from_verification: what stands in the text, prompt and answer, becomes phrases.
+Without all four it is speculative decoding. Two options go beyond the paper; 0 turns them off. `beside`, part of
+lengthen: so many phrases that begin with the base token are verified beside the trunk, in case the draft fails early.
+`from_text`, part of from_verification: the n-grams of the text, prompt and answer, become phrases.
 
-Names: d the draft, v what the target says (v_i where d_i stands, v_1 behind the base token), p phrases of P tokens.
+Names: d the draft, v the target's choices (v_i in place of d_i, v_1 after the base token), p phrases of P tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, own_choices
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, target_choices
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool, TokenTrie
 from draft_heads.inference.drafters.text.pool_file import PoolFile
@@ -32,7 +32,7 @@ from draft_heads.inference.tree import DraftTree
 
 
 class OuroborosDrafter(TextDrafter):
-    """A trunk that the draft model says and, behind its last token, branches from the pool of phrases."""
+    """Drafts the draft model's continuation (the trunk) and, after its last token, branches from a pool of phrases."""
 
     sources = ("ouroboros",)
     text_only = False
@@ -73,14 +73,12 @@ class OuroborosDrafter(TextDrafter):
     ) -> None:
         """model: the draft model, on the target's device; gamma: tokens of the trunk at least; w: columns of the draft
         model's window, and most phrases of a first token; p: tokens of a phrase (the paper's β); k: phrases that
-        lengthen; beside: phrases below the base token; max_nodes: phrases, then the trunk give way to it, 0: as many as
-        are needed; pool: keeps the phrases beyond the process. The other options are 0 or 1, see above."""
+        lengthen; beside: phrases below the base token; max_nodes: cuts phrases first, then the trunk, 0: no limit;
+        pool: the file that keeps the phrases. The other options are 0 or 1, see above."""
         switches = (accelerate, lengthen, from_verification, reuse_history, from_text)
         check_positive(gamma=gamma, w=w, k=k)
         if pool is not None and not reuse_history:
-            raise ValueError(
-                "Ouroboros' pool is a history that is reused; got pool and reuse_history=0; drop one of them"
-            )
+            raise ValueError("Ouroboros' pool needs reuse_history=1; got pool and reuse_history=0; drop one of them")
         if not {*switches} <= {0, 1} or min(beside, max_nodes) < 0:
             raise ValueError(
                 "Ouroboros' switches (accelerate, lengthen, from_verification, reuse_history, from_text) are 0 or 1, "
@@ -110,19 +108,19 @@ class OuroborosDrafter(TextDrafter):
         return cls(build.draft_model("ouroboros", path), **options, pool=file)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """A new text; the phrases stay where history is reused."""
+        """See `Drafter.begin`."""
         super().begin(prompt, capacity)
         self.loop.begin(capacity)
 
     def start(self) -> None:
-        """Forget the last text."""
+        """Forget the last text, and its phrases unless history is reused."""
         self._text.clear()
         self._proposed = None
         if not self.reuse_history:
             self.pool.clear()
 
     def read(self, tokens: list[int]) -> None:
-        """Keep it: the draft model is fed what it does not hold yet when it drafts."""
+        """Append the tokens; the draft model reads them when it drafts."""
         self._text += tokens
         if self.from_text and self.from_verification:
             length, end = self.pool.length, len(self._text)
@@ -130,11 +128,11 @@ class OuroborosDrafter(TextDrafter):
                 self.pool.add(self._text[start : start + length])
 
     def observe(self, step: VerifiedStep) -> None:
-        """Take in the new tokens, and what the target said about the drafts."""
+        """Read the new tokens, and learn phrases from the target's choices at the drafts."""
         super().observe(step)
-        said = own_choices(step, self._proposed) if self.from_verification else None
-        if said is not None:
-            self._learn(said)
+        choices = target_choices(step, self._proposed) if self.from_verification else None
+        if choices is not None:
+            self._learn(choices)
 
     def propose(self) -> DraftTree:
         """The trunk is the tree's first nodes."""
@@ -148,50 +146,51 @@ class OuroborosDrafter(TextDrafter):
         self._proposed = self.tree(trie.tokens, trie.parents, [0.0] * len(trie.tokens))
         return self._proposed
 
-    def _learn(self, said: list[int]) -> None:
-        """New phrases from `said`, the target's choices at the base token and at every node."""
-        runs = matching_runs(self._trunk, said)
+    def _learn(self, choices: list[int]) -> None:
+        """Add phrases from the target's choices at the base token and at every node."""
+        runs = matching_runs(self._trunk, choices)
         if runs is not None:
             for run in runs:
                 for start in range(max(1, len(run) - self.pool.length + 1)):
                     self.pool.add(run[start : start + self.pool.length])
             return
         after = [
-            (phrase, [said[len(self._trunk)], *(said[node + 1] for node in nodes)]) for phrase, nodes in self._branches
+            (phrase, [choices[len(self._trunk)], *(choices[node + 1] for node in nodes)])
+            for phrase, nodes in self._branches
         ]
         agreed = [agreement(phrase, v) for phrase, v in after]
         used = agreed.index(max(agreed)) if any(agreed) else None
-        for place, (phrase, v) in reversed(list(enumerate(after))):  # the newest of them stays the newest
-            if place != used and min(v) >= 0 and len(v) == len(phrase):  # all its nodes were verified
+        for index, (phrase, v) in reversed(list(enumerate(after))):  # keeps their order in the pool
+            if index != used and min(v) >= 0 and len(v) == len(phrase):  # all its nodes were verified
                 self.pool.remove(phrase)
                 self.pool.add([phrase[0], *v])
 
     def close(self) -> None:
-        """Write the phrases where a file was named for them."""
+        """Write the phrases to their file, if there is one."""
         if self._file is not None:
             self._file.save(map(list, self.pool.phrases()))
 
     def findings(self) -> dict[str, Any]:
-        """How many tokens a forward of the draft model gave, and how many phrases there are."""
+        """Tokens per forward of the draft model, and the number of phrases."""
         return {"tokens_a_draft_forward": self.loop.drafted / max(1, self.loop.forwards), "phrases": len(self.pool)}
 
 
-def agreement(phrase: Phrase, said: list[int]) -> int:
-    """How many of a phrase's tokens behind the first one are what the target said in their place."""
+def agreement(phrase: Phrase, choices: list[int]) -> int:
+    """How many of a phrase's tokens after the first equal the target's choices."""
     count = 0
-    for token, v in zip(phrase[1:], said):
+    for token, v in zip(phrase[1:], choices):
         if token != v:
             break
         count += 1
     return count
 
 
-def matching_runs(draft: list[int], said: list[int]) -> list[list[int]] | None:
-    """The runs d_i = v_i behind the first refused draft; None where every draft is accepted.
+def matching_runs(draft: list[int], choices: list[int]) -> list[list[int]] | None:
+    """The runs d_i = v_i after the first rejected draft; None if every draft is accepted.
 
-    Worked example: d = (a, b, x, c, e, f) and v = (a, b, y, c, e, g): x is refused, of what follows (c, e) is a run.
+    Worked example: d = (a, b, x, c, e, f) and v = (a, b, y, c, e, g): x is rejected, and after it (c, e) is a run.
     """
-    agrees = [token == v for token, v in zip(draft, said)]
+    agrees = [token == v for token, v in zip(draft, choices)]
     if all(agrees):
         return None
     runs: list[list[int]] = [[]]

@@ -1,11 +1,11 @@
 """Lookahead decoding (Fu et al., https://arxiv.org/abs/2402.02057): the target drafts for itself, by Jacobi iteration.
 
-A grid of N−1 rows and W columns of guesses rides in the target's forward. Cell (r, w) hangs below cell (r−1, w), row 0
-is a chain below the base token: the ancestors of a cell are what it shall see, its depth is 1 + r + w. What the target
-says at the last row completes W N-grams for the pool; then row 0 is dropped and the answers become the last row. The
+The target's forward includes a window of N−1 rows and W columns of guessed tokens. Cell (r, w) is a child of cell
+(r−1, w), row 0 is a chain below the base token: a cell attends to its ancestors, its depth is 1 + r + w. The target's
+choices at the last row complete W N-grams for the pool; then row 0 is dropped and the choices become the last row. The
 N-grams that begin with the base token are verified in the same forward.
 
-Worked example (N = 3, W = 2; rows of the target forward behind base b, which is row 0)::
+Worked example (N = 3, W = 2; rows of the target forward after base b, which is row 0)::
 
     cell    (0,0) (0,1) (1,0) (1,1)        parent row  0(b)  1     1     2
     row      1     2     3     4           depth       1     2     2     3
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, own_choices, refuse_path
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path, target_choices
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool, TokenTrie
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
 
 class LookaheadDrafter(TextDrafter):
-    """Verifies the newest phrases of the pool behind the base token while the window makes new ones."""
+    """Verifies the pool's newest phrases after the base token while the window generates new ones."""
 
     sources = ("lookahead",)
     text_only = False
@@ -46,18 +46,18 @@ class LookaheadDrafter(TextDrafter):
         pool: PhrasePool | None = None,
     ) -> None:
         """n: tokens of an N-gram; w: columns of the window; g: N-grams verified a step, 0: as many as columns;
-        max_nodes: the window and the N-grams give way to it evenly, 0: as many as they need; pool: shared, and cleared
-        by its owner; None: one of its own, of each prompt."""
+        max_nodes: shrinks window and N-grams in proportion, 0: no limit; pool: a shared pool, which its owner clears;
+        None: its own pool, cleared for each prompt."""
         if n < 2:
             raise ValueError(f"drafter option n must be at least 2; got {n}; 5 is usual")
         check_positive(w=w)
         if g < 0 or max_nodes < 0:
             raise ValueError(f"drafter options g and max_nodes must not be negative; got {g} and {max_nodes}")
-        self.width, self.phrases = fitting(n, w, g or w, max_nodes)
+        self.width, self.phrases = fit_window(n, w, g or w, max_nodes)
         super().__init__(device, (n - 1) * (self.width + self.phrases), self.width + n - 2)
         self.n = n
         self.pool = PhrasePool(n, g or w) if pool is None else pool
-        self._owner = pool is None
+        self._owns_pool = pool is None
         self._rows: list[list[int]] = []  # of the window, each of `width` tokens
         self._base = 0
         self._proposed: DraftTree | None = None
@@ -71,35 +71,35 @@ class LookaheadDrafter(TextDrafter):
         return cls(build.target.device, **options)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Forget the last text's phrases; the window's first row is drawn from the prompt."""
-        if self._owner:
+        """Forget the last text's phrases; fill the window's first row with random prompt tokens."""
+        if self._owns_pool:
             self.pool.clear()
         self._rows = [random.Random(0).choices(prompt.tolist(), k=self.width)]
         self._proposed = None
 
     def rewind(self, text: VerifiedStep, capacity: int) -> None:
-        """Phrases and window are as good behind another text."""
+        """Keep phrases and window: they are as useful for another text."""
         self._proposed = None
         self.observe(text)
 
     def observe(self, step: VerifiedStep) -> None:
-        """Fill the window row by row; once it is full, every step makes N-grams."""
-        said = own_choices(step, self._proposed)
-        if said is not None:
+        """Fill the window row by row; once it is full, every step gives N-grams."""
+        choices = target_choices(step, self._proposed)
+        if choices is not None:
             last = 1 + (len(self._rows) - 1) * self.width
-            self._advance(said[last : last + self.width])
+            self._advance(choices[last : last + self.width])
         self._base = int(step.base)
 
-    def _advance(self, said: list[int]) -> None:
-        """The target's choices behind the last row."""
+    def _advance(self, choices: list[int]) -> None:
+        """Append the target's choices at the last row to the window; a full window first gives its N-grams."""
         if len(self._rows) == self.n - 1:
-            for phrase in zip(*self._rows, said):
+            for phrase in zip(*self._rows, choices):
                 self.pool.add(phrase)
             del self._rows[0]
-        self._rows.append(said)
+        self._rows.append(choices)
 
     def propose(self) -> DraftTree:
-        """The window's cells, row by row, and behind them the phrases merged into a tree."""
+        """The window's cells, row by row, and after them the phrases merged into a tree."""
         trie = TokenTrie(self.phrases * (self.n - 1))
         for phrase in self.pool.newest(self._base, self.phrases):
             trie.add(phrase[1:])
@@ -107,7 +107,7 @@ class LookaheadDrafter(TextDrafter):
         return self._proposed
 
     def _with_window(self, trie: TokenTrie) -> DraftTree:
-        """The tree of drafts behind the cells."""
+        """The window's cells, which are not candidates, followed by the trie's nodes."""
         cells = len(self._rows) * self.width
         tokens = [token for row in self._rows for token in row] + trie.tokens
         below = torch.tensor(
@@ -120,10 +120,10 @@ class LookaheadDrafter(TextDrafter):
         return tree
 
 
-def fitting(n: int, w: int, g: int, max_nodes: int) -> tuple[int, int]:
-    """Columns and phrases, each of n − 1 nodes, for a node budget (0: no bound); ValueError where it leaves none.
+def fit_window(n: int, w: int, g: int, max_nodes: int) -> tuple[int, int]:
+    """(columns, phrases), each of n − 1 nodes, within a node budget (0: no limit); ValueError for too small a budget.
 
-    n = 5, w = g = 15 need 120 nodes; 32 nodes leave 4 columns and 4 phrases.
+    n = 5, w = g = 15 need 120 nodes; 32 nodes allow 4 columns and 4 phrases.
     """
     fit = max_nodes // (n - 1)
     if not max_nodes or w + g <= fit:
@@ -131,7 +131,7 @@ def fitting(n: int, w: int, g: int, max_nodes: int) -> tuple[int, int]:
     if fit < 2:
         raise ValueError(
             f"lookahead with n={n} needs at least {2 * (n - 1)} nodes (a column of the window, a phrase); got "
-            f"max_nodes={max_nodes}; leave it out for as many as are needed"
+            f"max_nodes={max_nodes}; leave it out for no limit"
         )
     columns = min(max(1, fit * w // (w + g)), fit - 1)
     return columns, fit - columns

@@ -1,4 +1,4 @@
-"""Phrases by their first token, as lookahead decoding and Ouroboros keep them, and the tree they are verified as."""
+"""The pool of phrases of lookahead decoding and Ouroboros, and the trie in which phrases are verified."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Phrase = tuple[int, ...]
 
 
 class PhrasePool:
-    """At most `most` phrases for a first token, newest last: the oldest goes, one seen again becomes the newest.
+    """At most `most` phrases for a first token, least recently added first: the oldest is evicted.
 
-    Phrases have 2 to `length` tokens; longer ones are cut, shorter ones say nothing and are dropped.
+    Phrases have 2 to `length` tokens; longer ones are cut, shorter ones are ignored.
     """
 
     def __init__(self, length: int, most: int) -> None:
@@ -26,11 +26,11 @@ class PhrasePool:
         return sum(map(len, self._phrases.values()))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all phrases."""
         self._phrases.clear()
 
     def add(self, phrase: Sequence[int]) -> None:
-        """The newest phrase of its first token."""
+        """Add a phrase as the newest of its first token."""
         if len(phrase) < 2:
             return
         kept = tuple(phrase[: self.length])
@@ -41,11 +41,11 @@ class PhrasePool:
         same[kept] = None
 
     def phrases(self) -> list[Phrase]:
-        """All of them, for each first token oldest first."""
+        """All phrases, for each first token oldest first."""
         return [phrase for same in self._phrases.values() for phrase in same]
 
     def remove(self, phrase: Phrase) -> None:
-        """Forget one phrase, if it is still there."""
+        """Remove one phrase, if present."""
         self._phrases.get(phrase[0], {}).pop(phrase, None)
 
     def newest(self, first: int, count: int) -> list[Phrase]:
@@ -54,7 +54,7 @@ class PhrasePool:
 
 
 class TokenTrie:
-    """A tree of drafts as lists, equal beginnings merged; at most `most` nodes."""
+    """A trie of token paths as lists of tokens and parents, with at most `most` nodes."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -63,7 +63,7 @@ class TokenTrie:
         self._children: dict[tuple[int, int], int] = {}
 
     def add(self, path: Iterable[int], parent: int = -1) -> list[int]:
-        """Put a path below a node (−1: the base token); its nodes, fewer than tokens where the tree is full."""
+        """Insert a path below a node (−1: the base token); returns its nodes, fewer than tokens if the trie is full."""
         nodes = []
         for token in path:
             node = self._children.get((parent, token))

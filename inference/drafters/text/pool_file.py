@@ -3,8 +3,8 @@
     tokens   [N] int32, the rows one after another
     lengths  [R] int64, tokens of each row
 
-Its metadata say whose pool it is and of which tokenizer. An n-gram pool's rows are texts, counted again when loaded; a
-phrase pool's rows are its phrases, oldest first.
+Its metadata name the kind of pool and the tokenizer. The rows of an n-gram pool are texts, counted again when loaded;
+those of a phrase pool are its phrases, oldest first.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class PoolFile:
         self.tokens_of = f"{target.vocab_size} tokens" if tokenizer is None else tokenizer_hash(tokenizer)
 
     def load(self) -> list[list[int]]:
-        """The rows; none where there is no file yet. ValueError for a file that is damaged or another pool's."""
+        """The rows, none without a file; ValueError for a damaged file or another kind of pool."""
         if not self.path.exists():
             return []
-        remedy = "delete it to begin anew, or name another"
+        remedy = "delete it to start a new pool, or name another file"
         try:
             with safe_open(self.path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tokens, lengths = file.get_tensor("tokens"), file.get_tensor("lengths")
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"a pool is a safetensors file with tokens and lengths; {self.path} is cut short or is none ({error}); "
+                f"a pool is a safetensors file with tokens and lengths; {self.path} is none or is truncated ({error}); "
                 f"{remedy}"
             ) from None
         own = {"format_version": FORMAT_VERSION, "kind": self.kind, "tokens_of": self.tokens_of}
@@ -58,7 +58,7 @@ class PoolFile:
         return [row.tolist() for row in tokens.split(lengths.tolist())]
 
     def save(self, rows: Iterable[list[int]]) -> None:
-        """Replace the file in one step."""
+        """Replace the file atomically."""
         kept = [row for row in rows if row]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(self.path.name + ".partial")

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last place where the text's newest tokens stood before."""
+"""Prompt lookup: copy what followed the latest earlier occurrence of the text's newest tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draft_heads.inference.tree import DraftTree
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Copies up to k tokens from behind the latest match of the longest matching suffix, of at most n tokens."""
+    """Copies up to k tokens that follow the latest match of the longest matching suffix of at most n tokens."""
 
     sources = ("prompt_lookup",)
     kind = "prompt_lookup"
@@ -24,10 +24,10 @@ class PromptLookupDrafter(TextDrafter):
         check_positive(n=n, k=k, max_nodes=max_nodes)
         super().__init__(device, min(k, max_nodes), min(k, max_nodes))
         self._text: list[int] = []
-        self._code = 0  # of the last n tokens, in lanes as `NgramTable`'s
+        self._code = 0  # of the last n tokens, packed as in `NgramTable`
         self._sizes: list[tuple[int, int, dict[int, int]]] = [
             (1 << LANE * (size - 1), (1 << LANE * size) - 1, {}) for size in range(1, n + 1)
-        ]  # smallest number with so many lanes, mask, place behind the latest occurrence by suffix
+        ]  # smallest code of so many tokens, mask, suffix → position after its latest occurrence
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: int) -> PromptLookupDrafter:
@@ -43,7 +43,7 @@ class PromptLookupDrafter(TextDrafter):
             places.clear()
 
     def read(self, tokens: list[int]) -> None:
-        """Note what each new token stands behind; the newest suffix itself has nothing behind it yet."""
+        """Index the suffixes before each new token; nothing follows the newest suffix yet."""
         code, whole = self._code, self._sizes[-1][1]
         for token in tokens:
             for least, mask, places in self._sizes:

@@ -1,4 +1,4 @@
-"""REST: how a corpus goes on where it reads like the newest tokens of the text (https://arxiv.org/abs/2311.08252)."""
+"""REST: continuations from a corpus, by the text's longest matching suffix (https://arxiv.org/abs/2311.08252)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
 from draft_heads.inference.tree import DraftTree
 
-ENOUGH_PLACES = 100  # what follows a suffix found so often is known well enough without shorter suffixes
+ENOUGH_PLACES = 100  # a suffix with so many matches needs no shorter ones
 
-Beginnings = tuple[list[int], list[int], list[float]]
-"""Tokens, parents and shares of rows: the nodes of a tree, parents first."""
+Prefixes = tuple[list[int], list[int], list[float]]
+"""Tokens, parents and relative frequencies of nodes, parents first."""
 
 
 class RESTDrafter(TextDrafter):
-    """Finds the longest suffix of the text in a datastore; the most frequent continuations there are the tree.
+    """Finds the longest suffix of the text in a datastore and drafts its most frequent continuations there.
 
-    Where they are few, shorter suffixes add what is known of them (`levels`): continuations seen behind P places have
-    P/(P+1) of the say, what is left goes to the next shorter suffix found in more places. The paper's is `levels=1`.
-    It reads the datastore only: what the text itself said before is no source.
+    With few matches, shorter suffixes contribute too (`levels`): continuations of P matches have the weight P/(P+1),
+    the rest goes to the next shorter suffix with more matches. The paper has `levels=1`. The text itself is not
+    searched.
     """
 
     sources = ("rest",)
@@ -46,8 +46,8 @@ class RESTDrafter(TextDrafter):
         levels: int = 3,
         places: int = 300,
     ) -> None:
-        """n, least: tokens of the longest and the shortest suffix that is looked up; k: tokens drafted at most;
-        levels: suffixes that are asked; places: of so many, sampled evenly, continuations are counted."""
+        """n, least: tokens of the longest and the shortest suffix to look up; k: longest draft; levels: number of
+        suffixes to combine; places: matches, sampled evenly, whose continuations are counted."""
         check_positive(n=n, k=k, least=least, levels=levels, places=places, max_nodes=max_nodes)
         if least > n:
             raise ValueError(
@@ -94,23 +94,23 @@ class RESTDrafter(TextDrafter):
         tokens, parents, shares = known[0][1] if len(known) == 1 else blended(known, self.max_nodes)
         return self.tree(tokens, parents, [math.log(share) for share in shares])
 
-    # ---- where suffixes stand ------------------------------------------------------------------------------
+    # ---- suffix array search ------------------------------------------------------------------------------
 
     def _matches(self) -> Iterator[tuple[int, int, int]]:
-        """The suffixes to ask, longest first: tokens, and where their places are in the suffix array."""
+        """(tokens, first, last) of the suffixes to combine, longest first; first and last bound the suffix array."""
         size = self.longest_match()
-        places = asked = 0
-        while size >= self.least and asked < self.levels and places < ENOUGH_PLACES:
-            first, last = self.where(self._newest[-size:])
+        places = used = 0
+        while size >= self.least and used < self.levels and places < ENOUGH_PLACES:
+            first, last = self.matches(self._newest[-size:])
             if last - first > places:
                 yield size, first, last
-                places, asked = last - first, asked + 1
+                places, used = last - first, used + 1
             size -= 1
 
     def longest_match(self) -> int:
         """Tokens of the longest suffix that occurs, 0 when none does.
 
-        A suffix of a suffix that occurs does too, so lengths are searched by halving.
+        Every suffix of a matching suffix matches too, so binary search over the length works.
         """
         size, too_long = 0, len(self._newest) + 1
         while size + 1 < too_long:
@@ -123,14 +123,14 @@ class RESTDrafter(TextDrafter):
                 too_long = middle
         return size
 
-    def where(self, phrase: list[int]) -> tuple[int, int]:
-        """[first, last) of the suffixes that begin with `phrase`."""
+    def matches(self, phrase: list[int]) -> tuple[int, int]:
+        """[first, last) in the suffix array of the suffixes that begin with `phrase`."""
         first, end, reads = self._first_place(phrase)
         return first, bisect_right(self._suffixes, phrase, first, end, key=reads)
 
     def _first_place(self, phrase: list[int]) -> tuple[int, int, Callable[[int], list[int]]]:
-        """Index of the first suffix that is not before `phrase`, where those of its first token end, and how a
-        suffix is read. Tokens beyond the datastore's vocabulary are nowhere."""
+        """(index of the first suffix >= `phrase`, end of the suffixes with its first token, function that reads a
+        suffix). A token outside the datastore's vocabulary has no suffixes."""
         token, size, tokens = phrase[0], len(phrase), self._tokens
         if token >= self.datastore.separator:
             return 0, 0, lambda place: []
@@ -143,52 +143,52 @@ class RESTDrafter(TextDrafter):
         return bisect_left(self._suffixes, phrase, begin, end, key=reads), end, reads
 
     def _rows(self, size: int, first: int, last: int) -> NDArray[np.int64]:
-        """[P, k] the tokens behind P places of a suffix, in order; past the end the last separator repeats."""
+        """[P, k] the tokens after P sorted matches of a suffix; past the end the last separator repeats."""
         store, count = self.datastore, last - first
         chosen = first + np.arange(min(count, self.places)) * count // min(count, self.places)
         places = store.suffixes[chosen].astype(np.int64)[:, None] + np.arange(size, size + self.max_depth)
         return store.tokens[np.minimum(places, len(store.tokens) - 1)].astype(np.int64)
 
 
-def frequent(rows: NDArray[np.int64], separator: int, most: int) -> Beginnings:
-    """The `most` most frequent beginnings of ordered `rows [P, k]`, most frequent first.
+def frequent(rows: NDArray[np.int64], separator: int, most: int) -> Prefixes:
+    """The `most` most frequent prefixes of ordered `rows [P, k]`, most frequent first.
 
-    Nothing counts from a separator on. Equally frequent: shorter ones first, then in order of rows. Example with
+    Rows end at a separator. Ties: shorter prefixes first, then in order of rows. Example with
     separator 9: the rows 1 2, 1 3, 1 3, 4 9 give the nodes 1 (¾ of the rows), 3 under it (½), 4 (¼), 2 under 1 (¼).
     """
     P, k = rows.shape
     inside = np.logical_and.accumulate(rows < separator, axis=1)
-    new = np.ones((P, k), dtype=bool)  # whether a beginning differs from that of the row before
+    new = np.ones((P, k), dtype=bool)  # whether a prefix differs from that of the previous row
     np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1, out=new[1:])
-    depth, row = np.nonzero(new.T)  # a beginning is its first row and the column where it ends
-    behind = np.append(row[1:], 0)
-    count = np.where(behind == 0, P, behind) - row
+    depth, row = np.nonzero(new.T)  # a prefix is its first row and its last column
+    following = np.append(row[1:], 0)
+    count = np.where(following == 0, P, following) - row
     counts = inside[row, depth]
     depth, row, count = depth[counts], row[counts], count[counts]
-    place = ((P - count) * k + depth) * P + row  # most frequent, shortest, first
-    best = np.argpartition(place, most)[:most] if len(place) > most else np.arange(len(place))
-    best = best[np.argsort(place[best])]
+    rank = ((P - count) * k + depth) * P + row  # most frequent, then shortest, then first
+    best = np.argpartition(rank, most)[:most] if len(rank) > most else np.arange(len(rank))
+    best = best[np.argsort(rank[best])]
     depth, row, count = depth[best], row[best], count[best]
-    heads = np.maximum.accumulate(np.where(new, np.arange(P)[:, None], 0), axis=0)  # first row of each beginning
+    heads = np.maximum.accumulate(np.where(new, np.arange(P)[:, None], 0), axis=0)  # first row of each prefix
     nodes = {node: index for index, node in enumerate(zip(depth.tolist(), row.tolist()))}
     parents = [nodes.get((level - 1, head), -1) for level, head in zip(depth.tolist(), heads[row, depth - 1].tolist())]
     return rows[row, depth].tolist(), parents, (count / P).tolist()
 
 
-def blended(known: Sequence[tuple[int, Beginnings]], most: int) -> Beginnings:
-    """The `most` likeliest beginnings of several suffixes' together: (places, beginnings) of each, longest first.
+def blended(known: Sequence[tuple[int, Prefixes]], most: int) -> Prefixes:
+    """The `most` likeliest prefixes of several suffixes combined: (matches, prefixes) of each, longest suffix first.
 
-    Example: 1 place followed by 5, 3 places followed by 5, 5, 6: 5 gets ½ + ½·¾·⅔ = ¾, 6 gets ½·¾·⅓ = ⅛.
+    Example: 1 match followed by 5, 3 matches followed by 5, 5, 6: 5 gets ½ + ½·¾·⅔ = ¾, 6 gets ½·¾·⅓ = ⅛.
     """
     scores: dict[tuple[int, ...], float] = {}
-    left = 1.0
+    remaining = 1.0
     for places, (tokens, parents, shares) in known:
-        say, left = left * places / (places + 1), left / (places + 1)
+        weight, remaining = remaining * places / (places + 1), remaining / (places + 1)
         paths: list[tuple[int, ...]] = []
         for token, parent, share in zip(tokens, parents, shares):
             path = (*paths[parent], token) if parent >= 0 else (token,)
             paths.append(path)
-            scores[path] = scores.get(path, 0.0) + say * share
-    best = sorted(scores, key=lambda path: (-scores[path], len(path)))[:most]  # no path scores more than its beginning
+            scores[path] = scores.get(path, 0.0) + weight * share
+    best = sorted(scores, key=lambda path: (-scores[path], len(path)))[:most]  # no path scores more than its prefix
     nodes = {path: index for index, path in enumerate(best)}
     return [path[-1] for path in best], [nodes.get(path[:-1], -1) for path in best], [scores[path] for path in best]
