@@ -18,7 +18,7 @@ from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.evaluate import BASELINES
+from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
@@ -152,21 +152,15 @@ def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     for text in texts:
         if text == "vanilla":
             continue
-        if (name := text.partition("=")[0]) in BASELINES:
+        if text.partition("=")[0] == TRANSFORMERS:
             raise ValueError(
-                f"the name {name!r} is reserved for the target's own generate, a baseline of "
+                f"the name {TRANSFORMERS!r} is reserved for the target's own generate, a baseline of "
                 f"scripts/evaluate.py and no drafter; got {text!r}; rename the drafter or leave it out"
             )
         spec = DrafterSpec.parse(text)
         if spec.name in [other.name for other in specs]:
             raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
         specs.append(spec)
-    files = [part.options["pool"] for spec in specs for part in spec.parts if "pool" in part.options]
-    if twice := sorted({file for file in files if files.count(file) > 1}):
-        raise ValueError(
-            f"drafters must write different files (pool=); {twice[0]!r} is given twice, and the "
-            "last to finish would overwrite the others; rename one"
-        )
     return specs
 
 
@@ -181,12 +175,6 @@ def load_engines(
     """An engine for every drafter, by the names that reports use; batch engines if `batch_size` is above 1."""
     if batch_size == 1:
         return {name: DecodingEngine(target, x) for name, x in load_drafters(specs, target, max_nodes).items()}
-    for spec in specs:
-        if any("pool" in part.options for part in spec.parts):
-            raise ValueError(
-                f"a drafter cannot write its file (pool=) while it decodes batches; got "
-                f"{spec.name!r} with --batch_size {batch_size}; leave one of them out"
-            )
     builder = DrafterBuilder(target, max_nodes)
     return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
 

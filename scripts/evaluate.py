@@ -5,8 +5,7 @@
 
 Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to
 --output. The drafter name `transformers` is the target's own `generate`: a second baseline beside vanilla, which takes
-turns with the drafters and has its own row; the report then has every row's speed over it. `transformers_lookup` and
-`transformers_assisted=DIR` are its own prompt lookup and assisted generation.
+turns with the drafters and has its own row; the report then has every row's speed over it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 
 from rich.console import Console
@@ -24,7 +22,7 @@ from draft_heads.data.config_file import exit_status
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.evaluation.answers import AnswerFiles
 from draft_heads.inference.evaluation.evaluate import (
-    BASELINES,
+    TRANSFORMERS,
     VANILLA,
     BatchedEngine,
     Benchmark,
@@ -33,7 +31,7 @@ from draft_heads.inference.evaluation.evaluate import (
     TurnRecord,
     evaluate,
 )
-from draft_heads.inference.evaluation.hf_generate import HFGenerate, parse_baseline
+from draft_heads.inference.evaluation.hf_generate import HFGenerate
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.inference.target.target import Target
@@ -90,27 +88,23 @@ def decode_and_judge(
 def run(options: argparse.Namespace) -> None:
     console = Console()
     benchmarks = load_benchmarks(options)
-    named = [text for text in options.drafters if text.partition("=")[0] in BASELINES]
-    baselines = {parse_baseline(text)[0]: text for text in named}
-    if baselines and options.batch_size > 1:
+    hf_generate = TRANSFORMERS in options.drafters
+    if hf_generate and options.batch_size > 1:
         raise ValueError(
-            f"transformers' own generate is timed one answer at a time; got {', '.join(baselines)} with --batch_size "
+            f"transformers' own generate is timed one answer at a time; got {TRANSFORMERS} with --batch_size "
             f"{options.batch_size}; leave one of them out"
         )
-    specs = drafter_specs([text for text in options.drafters if text not in named])
+    specs = drafter_specs([text for text in options.drafters if text != TRANSFORMERS])
     check_output(options.output, options.overwrite)
     target = load_target(options)
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
-    with ExitStack() as at_exit:  # drafters write their files even if something fails
-        for engine in drafting.values():
-            at_exit.callback(engine.drafter.close)
-        hf_engines = {name: HFGenerate.parse(text, target) for name, text in baselines.items()}
-        engines: dict[str, Engine | BatchedEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
-        clear_output(options.output)
-        answers = AnswerFiles(options.output, list(engines))
-        evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)
-        report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
-        show_report(console, options.output, report)
+    hf_engines = {TRANSFORMERS: HFGenerate(target)} if hf_generate else {}
+    engines: dict[str, Engine | BatchedEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
+    clear_output(options.output)
+    answers = AnswerFiles(options.output, list(engines))
+    evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)
+    report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
+    show_report(console, options.output, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -88,9 +87,6 @@ def run(options: argparse.Namespace) -> None:
         evaluation = replay_all(options.answers.stem, drafters, questions, turns, progress)
     report = build_report(evaluation, None, described(options), seed=0)
     show_report(console, options.output, report)
-    with ExitStack() as at_exit:  # one file that cannot be written does not prevent the others
-        for drafter in drafters.values():
-            at_exit.callback(drafter.close)
 
 
 def described(options: argparse.Namespace) -> dict[str, object]:

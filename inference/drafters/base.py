@@ -114,10 +114,6 @@ class Drafter(ABC):
     def propose(self) -> DraftTree:
         """Draft continuations of the base token."""
 
-    def close(self) -> None:
-        """Called after the last prompt: write the drafter's files; nothing by default."""
-        return
-
     def findings(self) -> dict[str, Any]:
         """The drafter's own statistics so far, for reports; nothing by default."""
         return {}

@@ -21,7 +21,6 @@ from draft_heads.inference.generation import ContextError, Generation, Generatio
 
 VANILLA = "vanilla"
 TRANSFORMERS = "transformers"  # the row of transformers' own `generate`
-BASELINES = (TRANSFORMERS, "transformers_lookup", "transformers_assisted")  # reserved: no drafter may use these names
 WARM_UP_TOKENS = 16
 
 Key = TypeVar("Key")

@@ -1,7 +1,7 @@
-"""transformers' own `generate`: the oracle's answers, and the baselines that reports show beside vanilla.
+"""transformers' own `generate`: the oracle's answers, and a baseline that reports show beside vanilla.
 
-It uses its own cache and its own loop, token by token or with its own two ways of assisted generation, greedily or with
-the project's fixed sampling noise. Stop rules other than EOS and length are `stop_length`'s.
+It uses its own cache and its own loop, greedily or with the project's fixed sampling noise. Stop rules other than EOS
+and length are `stop_length`'s.
 
 Shapes: L length, V vocabulary.
 """
@@ -11,13 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -41,23 +39,11 @@ class HFGenerate:
     on a GPU would synchronise.
     """
 
-    def __init__(self, target: Target, **assisted: Any) -> None:
-        """assisted: `generate`'s `prompt_lookup_num_tokens` or `assistant_model`; neither: no drafts."""
-        self.target, self.assisted = target, assisted
-
-    @classmethod
-    def parse(cls, text: str, target: Target) -> HFGenerate:
-        """`transformers`, `transformers_lookup` (10 tokens of prompt lookup) or `transformers_assisted=DIR`."""
-        name, path = parse_baseline(text)
-        if name == "transformers_lookup":
-            return cls(target, prompt_lookup_num_tokens=10)
-        if not path:
-            return cls(target)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
-        return cls(target, assistant_model=model.to(target.device).eval())
+    def __init__(self, target: Target) -> None:
+        self.target = target
 
     def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation:
-        """The whole answer: one target step a token (beta 1) unless assisted, all seconds in `verify`.
+        """The whole answer: one target step a token (beta 1), all seconds in `verify`.
 
         Raises ContextError (before any work) if the prompt does not fit, ValueError for stop strings without a
         tokenizer.
@@ -68,9 +54,7 @@ class HFGenerate:
         start = time.perf_counter()
         stop_rule = _StopRule(len(prompt_ids), settings, self.target.tokenizer)
         criteria = [stop_rule] if settings.stop is not None or settings.stop_strings else []
-        with _record_cache_lengths(self.target.model if self.assisted else None) as lengths:
-            tokens = hf_generate(self.target, prompt_ids, settings, limit, criteria, **self.assisted)
-        tokens = tokens[: stop_rule.length]
+        tokens = hf_generate(self.target, prompt_ids, settings, limit, criteria)[: stop_rule.length]
         elapsed = time.perf_counter() - start
         if tokens and tokens[-1] in settings.eos_token_ids:
             reason = "eos"
@@ -79,45 +63,7 @@ class HFGenerate:
         else:
             reason = "length" if limit == settings.max_new_tokens else "context"
         seconds = {"draft": 0.0, "verify": elapsed, "accept": 0.0, "other": 0.0, "total": elapsed}
-        accepted = tokens_per_forward(lengths, len(prompt_ids), len(tokens)) if self.assisted else [1] * len(tokens)
-        return Generation(tokens, accepted, [-1] * len(tokens), seconds, reason)
-
-
-def parse_baseline(text: str) -> tuple[str, str]:
-    """(name, path) of a baseline given as NAME or NAME=PATH; ValueError for a missing or superfluous path."""
-    name, _, path = text.partition("=")
-    if bool(path) != (name == "transformers_assisted"):
-        raise ValueError(
-            f"the name {name!r} is reserved for transformers' own generate, a baseline and no drafter: transformers, "
-            f"transformers_lookup, or transformers_assisted=DIR with a model; got {text!r}; rename the drafter"
-        )
-    return name, path
-
-
-def tokens_per_forward(lengths: Sequence[int], prompt: int, new: int) -> list[int]:
-    """New tokens of each target forward, from the cache's length at its start (which lacks the newest token).
-
-    A prompt of 10 tokens, forwards that start at lengths 0, 10, 13 and 14, and 6 new tokens: 1, 3, 1 and 1.
-    """
-    known = [0, *(length + 1 - prompt for length in lengths[1:]), new]
-    return [after - before for before, after in pairwise(known)]
-
-
-@contextmanager
-def _record_cache_lengths(model: Any | None) -> Iterator[list[int]]:
-    """Record the cache's length at the start of every forward of the model; without a model, nothing."""
-    lengths: list[int] = []
-
-    def record(module: Any, args: Any, kwargs: Any) -> None:
-        cache = kwargs.get("past_key_values")
-        lengths.append(cache.get_seq_length() if cache is not None else 0)
-
-    hook = model.register_forward_pre_hook(record, with_kwargs=True) if model is not None else None
-    try:
-        yield lengths
-    finally:
-        if hook is not None:
-            hook.remove()
+        return Generation(tokens, [1] * len(tokens), [-1] * len(tokens), seconds, reason)
 
 
 @torch.inference_mode()
@@ -127,13 +73,8 @@ def hf_generate(
     settings: GenerationSettings,
     limit: int,
     criteria: Sequence[StoppingCriteria] = (),
-    prompt_lookup_num_tokens: int | None = None,
-    assistant_model: Any = None,
 ) -> list[int]:
-    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it.
-
-    The last two arguments turn on `generate`'s assisted generation, which does not change its output.
-    """
+    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it."""
     ids_1L = torch.tensor([list(prompt)], device=target.device)
     with _neutral_generation_config(target.model):
         output_1L = target.model.generate(
@@ -145,9 +86,7 @@ def hf_generate(
                 max_new_tokens=limit,
                 eos_token_id=list(settings.eos_token_ids) or None,
                 pad_token_id=settings.eos_token_ids[0] if settings.eos_token_ids else 0,
-                prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             ),
-            assistant_model=assistant_model,
             logits_processor=sampling_processors(settings.sampling),
             stopping_criteria=StoppingCriteriaList(criteria),
         )

@@ -3,11 +3,8 @@
     python scripts/bench/decode.py --target TARGET [--compile] [--drafters ctc=RUN/head …] [--threads 2]
 
 - vanilla against transformers' own `generate` (`--baselines eager static compiled`), tokens per second, same prompts;
-- verifying a tree of 8, 16, 32, 64 nodes against a step of a single row, behind `--prompt_tokens` of text, and beside
-  it the floor: nothing but the matrix products of the same forward;
-- the share of the memory's read bandwidth, measured in the same run, that a vanilla step uses;
+- verifying a tree of 8, 16, 32, 64 nodes against a step of a single row, behind `--prompt_tokens` of text;
 - for every drafter the same prompts: β, γ against vanilla, and η = γ / β, what of the accepted length becomes speed;
-- with `--batches 4 16`, tokens per second of that many sequences at once over those of one by one;
 - with `--shape 7b`, a random-weight Llama of that shape instead of a target, and with `--scripted 2.3 3.3 4.3` the γ
   and η of untrained heads on it whose accepted lengths are scripted: real computation, acceptance by script.
 
@@ -35,8 +32,7 @@ from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.base import target_sizes
 from draft_heads.heads.checkpoint import head_classes
-from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_for
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
@@ -208,48 +204,8 @@ def read_in_a_step(target: Target) -> int:
 
 
 @torch.inference_mode()
-def bench_bandwidth(target: Target, text: list[int], repeats: int) -> dict[str, Any]:
-    """The read bandwidth that a vanilla step reaches, over that of summing one large tensor."""
-    engine = DecodingEngine(target, VanillaDrafter(target.device))
-    new_tokens = 64
-    large = torch.ones(2**28 if target.device.type == "cuda" else 2**25, device=target.device)
-    arms = {
-        "long": lambda: engine.generate(text, GenerationSettings(2 * new_tokens)),
-        "short": lambda: engine.generate(text, GenerationSettings(new_tokens)),
-        "sum": lambda: large.sum(),
-    }
-    taken = in_turn(arms, repeats, target.device)
-    size = target.lm_head.weight.element_size()
-    layers, heads = target.config.num_hidden_layers, target.config.num_key_value_heads
-    cached = 2 * layers * heads * target.config.hidden_size // target.config.num_attention_heads * len(text)
-    read = size * (read_in_a_step(target) + cached)
-    steps = [(long - short) / new_tokens for long, short in zip(taken["long"], taken["short"])]
-    return {
-        "vanilla_share_of_bandwidth": ratio([read / step for step in steps], [4 * len(large) / s for s in taken["sum"]])
-    }
-
-
-def bench_batches(
-    target: Target, specs: list[DrafterSpec], options: argparse.Namespace, texts: list[list[int]]
-) -> dict[str, Any]:
-    """For every drafter and batch size: seconds of one by one over seconds of the batch, the same prompts."""
-    settings = GenerationSettings(max_new_tokens=options.new_tokens)
-    found = {}
-    for spec in specs:
-
-        def make(spec: DrafterSpec = spec) -> Any:
-            return build_drafter(spec, target, options.max_nodes)
-
-        engines = {size: BatchEngine(target, make, size) for size in (1, *options.batches)}
-        arms = {str(size): (lambda engine=engine: engine.generate(texts, settings)) for size, engine in engines.items()}
-        taken = in_turn(arms, max(2, options.repeats // 3), target.device)
-        found[spec.name] = {str(size): ratio(taken["1"], taken[str(size)]) for size in options.batches}
-    return found
-
-
-@torch.inference_mode()
 def bench_verification(target: Target, text: list[int], repeats: int) -> dict[str, Any]:
-    """Seconds of a step's forward and acceptance, by node count, over those of one row's; and of bare products."""
+    """Seconds of a step's forward and acceptance, by node count, over those of one row's."""
 
     def step(nodes: int) -> Callable[[], Any]:
         engine = DecodingEngine(target, FullTrees(nodes, target.device))
@@ -266,11 +222,8 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
         return run
 
     forwards = in_turn({str(nodes): step(nodes) for nodes in (0, *NODES)}, repeats, target.device)
-    products = {str(nodes): matrix_products(target, nodes + 1) for nodes in (0, *NODES)}
-    floors = in_turn(products, repeats, target.device)
     return {
         "verify_over_step": {str(nodes): ratio(forwards[str(nodes)], forwards["0"]) for nodes in NODES},
-        "floor_over_step": {str(nodes): ratio(floors[str(nodes)], forwards["0"]) for nodes in (0, *NODES)},
     }
 
 
@@ -282,17 +235,6 @@ class FullTrees(VanillaDrafter):
         parents = torch.tensor([max(-1, i // 2 - 1) for i in range(nodes)], dtype=torch.long, device=device)
         self._tree = DraftTree.build(torch.arange(nodes, device=device), parents)
         self.max_nodes, self.max_depth = nodes, 8 if nodes else 0
-
-
-def matrix_products(target: Target, rows: int) -> Callable[[], Any]:
-    """The products of one forward over this many rows and nothing else, in the layout the forward uses."""
-    products: list[Any] = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
-    sizes = [module.in_features for module in products]
-    if target.fused is not None:
-        products = [product for layer in target.fused.layers for product in layer.linears] + [target.fused.logits]
-        sizes = [product.inputs for product in products]
-    inputs = [torch.ones(rows, size, dtype=target.dtype, device=target.device) for size in sizes]
-    return lambda: [product(x) for product, x in zip(products, inputs)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -309,7 +251,6 @@ def parser() -> argparse.ArgumentParser:
     add("--scripted", type=float, nargs="*", default=[], metavar="β", help="accepted lengths of untrained heads")
     add("--heads", nargs="+", choices=list(HEAD_DRAFTERS), default=list(HEAD_DRAFTERS), help="heads for --scripted")
     add("--repeats", type=int, default=9, help="runs of every arm (default 9)")
-    add("--batches", type=int, nargs="*", default=[], help="also decode this many sequences at once")
     return made
 
 
@@ -338,8 +279,6 @@ def main() -> int:
         specs = drafter_specs(options.drafters)
         drafters = load_drafters(specs, target, options.max_nodes)
         scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
-        if min(options.batches, default=1) < 1:
-            raise ValueError(f"--batches must be at least 1, got {min(options.batches)}")
         room = target.max_positions - options.prompt_tokens
         if room < max(NODES) + 1:
             raise ValueError(
@@ -352,14 +291,9 @@ def main() -> int:
     texts = prompts(target, options.questions, options.prompt_tokens)
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result = bench_decoding(target, drafters, texts, options.new_tokens, options.repeats, options.baselines)
-    result |= bench_bandwidth(target, filler, options.repeats)
     if scripted:
         result |= bench_scripted(target, scripted, texts, options.new_tokens, options.repeats)
     result |= bench_verification(target, filler, 10 * options.repeats)
-    if options.batches:
-        many = prompts(target, max(options.batches), options.prompt_tokens)
-        batched = bench_batches(target, specs, options, many)
-        result |= {f"batch_over_one_by_one {name}": ratios for name, ratios in batched.items()}
     Console().print(table(result))
     settings = {"threads": torch.get_num_threads(), "compile": options.compile, "device": str(target.device)}
     medians = {

@@ -1,6 +1,5 @@
 """transformers' `generate` as an engine: the oracle's tokens under every stop rule, and no step too many."""
 
-from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.hf_generate import HFGenerate, stop_length, tokens_per_forward
+from draft_heads.inference.evaluation.hf_generate import HFGenerate, stop_length
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.sampling import Sampling
@@ -126,28 +125,3 @@ def test_stop_strings_need_a_tokenizer(target, prompt):
     bare = SimpleNamespace(model=target.model, tokenizer=None, device="cpu", max_positions=256)
     with pytest.raises(ValueError, match="stop_strings need a tokenizer"):
         HFGenerate(bare).generate(prompt, GenerationSettings(4, stop_strings=("x",)))
-
-
-# ---- transformers' own ways to be assisted ---------------------------------------------------------------
-
-
-def test_steps_have_the_worked_examples_lengths():
-    assert tokens_per_forward([0, 10, 13, 14], prompt=10, new=6) == [1, 3, 1, 1]
-
-
-def test_assisted_answers_are_the_plain_ones_in_fewer_steps(target, prompts):
-    plain, looped, twin = HFGenerate(target), prompts[0] + prompts[0], deepcopy(target.model)
-    for settings in (GenerationSettings(24), GenerationSettings(24, stop_strings=(chr(200 + 7),))):
-        expected = plain.generate(looped, settings)
-        for assisted in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": twin}):
-            result = HFGenerate(target, **assisted).generate(looped, settings)
-            assert result.tokens == expected.tokens and result.finish_reason == expected.finish_reason
-            assert sum(result.accept_lengths) == len(result.tokens) and min(result.accept_lengths) >= 0
-    itself = HFGenerate(target, assistant_model=twin).generate(prompts[1], GenerationSettings(24))
-    assert itself.target_steps <= 12
-
-
-@pytest.mark.parametrize("text", ["transformers=x", "transformers_lookup=3", "transformers_assisted"])
-def test_baselines_that_make_no_sense_are_refused(target, text):
-    with pytest.raises(ValueError, match="is reserved for transformers' own generate"):
-        HFGenerate.parse(text, target)

@@ -8,7 +8,6 @@ hardly ever needed rests for a while (`HybridDrafter._rest`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -232,12 +231,6 @@ class HybridDrafter(Drafter):
             torch.zeros_like(nodes, dtype=torch.bool),
         )
         return DraftTree(*map(torch.cat, zip(tree.tensors(), behind.tensors())))
-
-    def close(self) -> None:
-        """Every part writes what it keeps; one that fails does not keep the others from it."""
-        with ExitStack() as closing:
-            for part in self.parts:
-                closing.callback(part.drafter.close)
 
     def findings(self) -> dict[str, Any]:
         """Target steps so far, and for each part: `accepted` tokens it proposed first, `needed` tokens that only it

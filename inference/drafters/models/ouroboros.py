@@ -25,7 +25,6 @@ from draft_heads.inference.drafters.models.draft_loop import DraftLoop
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, target_choices
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool, TokenTrie
-from draft_heads.inference.drafters.text.pool_file import PoolFile
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -49,7 +48,6 @@ class OuroborosDrafter(TextDrafter):
         "lengthen": 1,
         "from_verification": 1,
         "reuse_history": 1,
-        "pool": "",
         "max_nodes": 0,
     }
     tuned_options: ClassVar[dict[str, type]] = dict.fromkeys(("gamma", "w", "p", "k"), int)
@@ -69,25 +67,19 @@ class OuroborosDrafter(TextDrafter):
         lengthen: int = 1,
         from_verification: int = 1,
         reuse_history: int = 1,
-        pool: PoolFile | None = None,
     ) -> None:
         """model: the draft model, on the target's device; gamma: tokens of the trunk at least; w: columns of the draft
         model's window, and most phrases of a first token; p: tokens of a phrase (the paper's β); k: phrases that
-        lengthen; beside: phrases below the base token; max_nodes: cuts phrases first, then the trunk, 0: no limit;
-        pool: the file that keeps the phrases. The other options are 0 or 1, see above."""
+        lengthen; beside: phrases below the base token; max_nodes: cuts phrases first, then the trunk, 0: no limit.
+        The other options are 0 or 1, see above."""
         switches = (accelerate, lengthen, from_verification, reuse_history, from_text)
         check_positive(gamma=gamma, w=w, k=k)
-        if pool is not None and not reuse_history:
-            raise ValueError("Ouroboros' pool needs reuse_history=1; got pool and reuse_history=0; drop one of them")
         if not {*switches} <= {0, 1} or min(beside, max_nodes) < 0:
             raise ValueError(
                 "Ouroboros' switches (accelerate, lengthen, from_verification, reuse_history, from_text) are 0 or 1, "
                 f"beside and max_nodes are not negative; got {', '.join(map(str, switches))}, {beside} and {max_nodes}"
             )
         self.pool = PhrasePool(p, w)
-        self._file = pool
-        for phrase in [] if pool is None else pool.load():
-            self.pool.add(phrase)
         trunk = gamma + (p - 1) * accelerate  # the draft model's last forward may give a whole phrase
         needed = trunk + (k + beside) * (p - 1) * lengthen
         nodes = min(needed, max_nodes or needed)
@@ -102,10 +94,9 @@ class OuroborosDrafter(TextDrafter):
         self._proposed: DraftTree | None = None
 
     @classmethod
-    def from_options(cls, path: str, build: Builder, pool: str = "", **options: Any) -> OuroborosDrafter:
-        """See `Drafter.from_options`; pool: a file."""
-        file = PoolFile(pool, "ouroboros", build.target) if pool else None
-        return cls(build.draft_model("ouroboros", path), **options, pool=file)
+    def from_options(cls, path: str, build: Builder, **options: Any) -> OuroborosDrafter:
+        """See `Drafter.from_options`."""
+        return cls(build.draft_model("ouroboros", path), **options)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """See `Drafter.begin`."""
@@ -164,11 +155,6 @@ class OuroborosDrafter(TextDrafter):
             if index != used and min(v) >= 0 and len(v) == len(phrase):  # all its nodes were verified
                 self.pool.remove(phrase)
                 self.pool.add([phrase[0], *v])
-
-    def close(self) -> None:
-        """Write the phrases to their file, if there is one."""
-        if self._file is not None:
-            self._file.save(map(list, self.pool.phrases()))
 
     def findings(self) -> dict[str, Any]:
         """Tokens per forward of the draft model, and the number of phrases."""

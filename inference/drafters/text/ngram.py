@@ -11,7 +11,6 @@ import torch
 from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path
 from draft_heads.inference.drafters.text.ngram_table import NgramTable
-from draft_heads.inference.drafters.text.pool_file import PoolFile
 from draft_heads.inference.tree import DraftTree
 
 
@@ -24,7 +23,7 @@ class NgramDrafter(TextDrafter):
     sources = ("ngram",)
     kind = "ngram"
     extends_paths = True
-    options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0, "pool": ""}
+    options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0}
 
     def __init__(
         self,
@@ -34,44 +33,29 @@ class NgramDrafter(TextDrafter):
         k: int = 7,
         branches: int = 1,
         keep: int = 0,
-        pool: PoolFile | None = None,
     ) -> None:
         """n: tokens of the longest n-gram; k: most steps; branches: 1, a chain, or the most continuations of a node
-        in a tree of up to `max_nodes`; keep: 1 keeps the counts from prompt to prompt; pool: keeps them for ever."""
+        in a tree of up to `max_nodes`; keep: 1 keeps the counts from prompt to prompt."""
         check_positive(k=k, branches=branches, max_nodes=max_nodes)
         if keep not in (0, 1):
             raise ValueError(f"drafter option keep must be 0 or 1; got {keep}; leave it out for the default")
         super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
-        self.branches, self.keep, self._pool = branches, bool(keep) or pool is not None, pool
-        self._texts = [] if pool is None else pool.load()  # those that are kept
+        self.branches, self.keep = branches, bool(keep)
         self.table = NgramTable(n)
-        for text in self._texts:
-            self.table.start(keep=True)
-            self.table.extend(text)
 
     @classmethod
-    def from_options(cls, path: str, build: Builder, pool: str = "", **options: int) -> NgramDrafter:
-        """See `Drafter.from_options`; pool: a file."""
+    def from_options(cls, path: str, build: Builder, **options: int) -> NgramDrafter:
+        """See `Drafter.from_options`."""
         refuse_path("ngram", path)
-        file = PoolFile(pool, "ngram", build.target) if pool else None
-        return cls(build.target.device, **options, pool=file)
+        return cls(build.target.device, **options)
 
     def start(self) -> None:
         """Forget the last text, unless its counts are kept."""
         self.table.start(self.keep)
-        if self.keep:
-            self._texts.append([])
 
     def read(self, tokens: list[int]) -> None:
         """Count them at every level."""
         self.table.extend(tokens)
-        if self.keep:
-            self._texts[-1].extend(tokens)
-
-    def close(self) -> None:
-        """Write the pool."""
-        if self._pool is not None:
-            self._pool.save(self._texts)
 
     def propose(self) -> DraftTree:
         """See the class."""
