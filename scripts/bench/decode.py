@@ -2,14 +2,13 @@
 
     python scripts/bench/decode.py --target TARGET [--compile] [--drafters ctc=RUN/head …] [--threads 2]
 
-- vanilla against transformers' own `generate` (`--baselines eager static compiled`), tokens per second, same prompts;
-- verifying a tree of 8, 16, 32, 64 nodes against a step of a single row, behind `--prompt_tokens` of text, and beside
-  it the floor: nothing but the matrix products of the same forward;
+- the speed of vanilla over transformers' own `generate` (`--baselines eager static compiled`), on the same prompts;
+- the time to verify a tree of 8, 16, 32, 64 nodes over that of a single row, after `--prompt_tokens` of text, and the
+  same for the matrix products of that forward alone (the floor);
 - the share of the memory's read bandwidth, measured in the same run, that a vanilla step uses;
-- for every drafter the same prompts: β, γ against vanilla, and η = γ / β, what of the accepted length becomes speed;
-- with `--batches 4 16`, tokens per second of that many sequences at once over those of one by one;
-- with `--shape 7b`, a random-weight Llama of that shape instead of a target, and with `--scripted 2.3 3.3 4.3` the γ
-  and η of untrained heads on it whose accepted lengths are scripted: real computation, acceptance by script.
+- for every drafter, on the same prompts: β, γ over vanilla, and η = γ / β;
+- with `--shape 7b`, a random-weight Llama of that shape replaces the target, and `--scripted 2.3 3.3 4.3` gives γ and η
+  of untrained heads on it with real computation but scripted accepted lengths.
 
 Arms take turns; figures are medians of the ratios of neighbouring runs, with their quartiles.
 """
@@ -19,9 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,9 +31,8 @@ from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.base import target_sizes
 from draft_heads.heads.checkpoint import head_classes
-from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.config_file import parse_with_config
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_for
+from draft_heads.inference.config_file import exit_status, parse_with_config
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.options import (
@@ -50,43 +46,15 @@ from draft_heads.inference.evaluation.scripted import ScriptedEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
+from draft_heads.scripts.bench.timing import interleaved_seconds, ratio
 from draft_heads.train.options import SHAPES
 
 NODES = (8, 16, 32, 64)
 BASELINES = ("eager", "static", "compiled")
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Wall seconds of one call, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def in_turn(arms: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every arm, the arms in turn; the first round is a warm-up and left out."""
-    taken: dict[str, list[float]] = {name: [] for name in arms}
-    for repeat in range(repeats + 1):
-        for name, run in arms.items():
-            spent = seconds(run, device)
-            if repeat:
-                taken[name].append(spent)
-    return taken
-
-
-def ratio(over: list[float], under: list[float]) -> dict[str, float]:
-    """Median and quartiles of the ratios of runs that were neighbours."""
-    ratios = [a / b for a, b in zip(over, under)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
-
-
 def random_target(options: argparse.Namespace) -> Target:
-    """A Llama of a published shape, its weights random: for speeds only."""
+    """A random-weight Llama of a published shape, for measuring speed only."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = (
         getattr(torch, options.dtype) if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -98,7 +66,7 @@ def random_target(options: argparse.Namespace) -> Target:
 
 
 def prompts(target: Target, count: int, tokens: int) -> list[list[int]]:
-    """Rendered questions of the project's own, or random tokens for a target without a tokenizer."""
+    """Rendered synthetic questions, or random tokens for a target without a tokenizer."""
     if target.tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(1, target.config.vocab_size, (count, tokens), generator=generator).tolist()
@@ -114,36 +82,36 @@ def bench_decoding(
     repeats: int,
     baselines: Sequence[str] = ("eager",),
 ) -> dict[str, Any]:
-    """Vanilla over transformers' generate; for each drafter β, γ and η. Answers have no EOS: all are equally long."""
+    """Vanilla over transformers' generate; for each drafter β, γ and η. No EOS: all answers have the same length."""
     engines = {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()}
-    spent: dict[str, list[int]] = {}
-    arms = {name: decoding(name, engine, texts, new_tokens, spent) for name, engine in engines.items()}
-    arms |= {f"hf_{kind}": generating(target, kind, texts, new_tokens) for kind in baselines}
-    taken = in_turn(arms, repeats, target.device)
+    counts: dict[str, list[int]] = {}
+    arms = {name: decoding(name, engine, texts, new_tokens, counts) for name, engine in engines.items()}
+    arms |= {f"hf_{kind}": hf_decoding(target, kind, texts, new_tokens) for kind in baselines}
+    seconds = interleaved_seconds(arms, repeats, target.device)
     result: dict[str, Any] = {
-        "vanilla_over_hf_" + ("generate" if kind == "eager" else kind): ratio(taken[f"hf_{kind}"], taken["vanilla"])
+        "vanilla_over_hf_" + ("generate" if kind == "eager" else kind): ratio(seconds[f"hf_{kind}"], seconds["vanilla"])
         for kind in baselines
     }
-    return result | {name: speed(taken, name, spent) for name in engines if name != "vanilla"}
+    return result | {name: speed(seconds, name, counts) for name in engines if name != "vanilla"}
 
 
 def decoding(
-    name: str, engine: DecodingEngine, texts: list[list[int]], new_tokens: int, spent: dict[str, list[int]]
+    name: str, engine: DecodingEngine, texts: list[list[int]], new_tokens: int, counts: dict[str, list[int]]
 ) -> Callable[[], None]:
-    """A run of one engine over all texts; adds its tokens and target steps to `spent[name]`."""
+    """A run of one engine over all texts; adds its tokens and target steps to `counts[name]`."""
 
     def run() -> None:
-        counts = spent.setdefault(name, [0, 0])
+        total = counts.setdefault(name, [0, 0])
         for text in texts:
             answer = engine.generate(text, GenerationSettings(max_new_tokens=new_tokens))
-            counts[0] += len(answer.tokens)
-            counts[1] += answer.target_steps
+            total[0] += len(answer.tokens)
+            total[1] += answer.target_steps
 
     return run
 
 
-def generating(target: Target, kind: str, texts: list[list[int]], new_tokens: int) -> Callable[[], None]:
-    """A run of transformers' own greedy loop: as it is, with its static cache, or compiled over that."""
+def hf_decoding(target: Target, kind: str, texts: list[list[int]], new_tokens: int) -> Callable[[], None]:
+    """A run of transformers' own greedy loop: eager, with a static cache, or compiled with a static cache."""
     options: dict[str, Any] = {} if kind == "eager" else {"cache_implementation": "static"}
     model = copy.copy(target.model)
     if kind == "compiled":
@@ -160,17 +128,17 @@ def generating(target: Target, kind: str, texts: list[list[int]], new_tokens: in
     return run
 
 
-def speed(taken: dict[str, list[float]], name: str, spent: dict[str, list[int]]) -> dict[str, Any]:
+def speed(seconds: dict[str, list[float]], name: str, counts: dict[str, list[int]]) -> dict[str, Any]:
     """β, γ with its quartiles, and η of a drafter."""
-    gamma = ratio(taken["vanilla"], taken[name])
-    beta = spent[name][0] / spent[name][1]
+    gamma = ratio(seconds["vanilla"], seconds[name])
+    beta = counts[name][0] / counts[name][1]
     return {"beta": round(beta, 3), "gamma": gamma, "eta": round(gamma["median"] / beta, 3)}
 
 
 def scripted_engines(
     target: Target, kinds: Sequence[str], lengths: Sequence[float], max_nodes: int
 ) -> dict[str, ScriptedEngine]:
-    """An engine for every untrained head and accepted length; ValueError for a length no step can have."""
+    """An engine for every untrained head and accepted length; ValueError for an impossible length."""
     engines = {}
     for kind in kinds if lengths else ():
         head_type, config = head_classes(kind)
@@ -183,25 +151,27 @@ def scripted_engines(
 def bench_scripted(
     target: Target, engines: dict[str, ScriptedEngine], texts: list[list[int]], new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """γ and η of untrained heads at scripted accepted lengths; beside η the bound that reading the head's weights sets.
+    """γ and η of untrained heads at scripted accepted lengths, and the bound on η from reading the head's weights.
 
-    The bound is 1 / (1 + weights a draft reads / weights of a target step): what a step costs at least, were verifying
-    as cheap as a single row.
+    The bound is 1 / (1 + weights a draft reads / weights a target step reads): η if verifying a tree took as long as a
+    single row.
     """
-    spent: dict[str, list[int]] = {}
+    counts: dict[str, list[int]] = {}
     vanilla = DecodingEngine(target, VanillaDrafter(target.device))
-    arms = {name: decoding(name, engine, texts, new_tokens, spent) for name, engine in engines.items()}
-    taken = in_turn({"vanilla": decoding("vanilla", vanilla, texts, new_tokens, spent), **arms}, repeats, target.device)
+    arms = {name: decoding(name, engine, texts, new_tokens, counts) for name, engine in engines.items()}
+    seconds = interleaved_seconds(
+        {"vanilla": decoding("vanilla", vanilla, texts, new_tokens, counts), **arms}, repeats, target.device
+    )
     found = {}
     for name, engine in engines.items():
         drafted: Any = engine.drafter
         bound = 1 / (1 + drafted.drafting.head.weights_read() / read_in_a_step(target))
-        found[name] = speed(taken, name, spent) | {"eta_bound": round(bound, 3)}
+        found[name] = speed(seconds, name, counts) | {"eta_bound": round(bound, 3)}
     return found
 
 
 def read_in_a_step(target: Target) -> int:
-    """Weights that a forward over one row reads: all but the embedding's other rows."""
+    """Weights that a forward over one row reads: all except the embedding, unless the LM head shares it."""
     return target.parameters - (
         0 if target.lm_head.weight is target.embedding.weight else target.embedding.weight.numel()
     )
@@ -209,7 +179,7 @@ def read_in_a_step(target: Target) -> int:
 
 @torch.inference_mode()
 def bench_bandwidth(target: Target, text: list[int], repeats: int) -> dict[str, Any]:
-    """The read bandwidth that a vanilla step reaches, over that of summing one large tensor."""
+    """The read bandwidth of a vanilla step over that of summing one large tensor."""
     engine = DecodingEngine(target, VanillaDrafter(target.device))
     new_tokens = 64
     large = torch.ones(2**28 if target.device.type == "cuda" else 2**25, device=target.device)
@@ -218,38 +188,22 @@ def bench_bandwidth(target: Target, text: list[int], repeats: int) -> dict[str, 
         "short": lambda: engine.generate(text, GenerationSettings(new_tokens)),
         "sum": lambda: large.sum(),
     }
-    taken = in_turn(arms, repeats, target.device)
+    seconds = interleaved_seconds(arms, repeats, target.device)
     size = target.lm_head.weight.element_size()
     layers, heads = target.config.num_hidden_layers, target.config.num_key_value_heads
     cached = 2 * layers * heads * target.config.hidden_size // target.config.num_attention_heads * len(text)
     read = size * (read_in_a_step(target) + cached)
-    steps = [(long - short) / new_tokens for long, short in zip(taken["long"], taken["short"])]
+    steps = [(long - short) / new_tokens for long, short in zip(seconds["long"], seconds["short"])]
     return {
-        "vanilla_share_of_bandwidth": ratio([read / step for step in steps], [4 * len(large) / s for s in taken["sum"]])
+        "vanilla_share_of_bandwidth": ratio(
+            [read / step for step in steps], [4 * len(large) / s for s in seconds["sum"]]
+        )
     }
-
-
-def bench_batches(
-    target: Target, specs: list[DrafterSpec], options: argparse.Namespace, texts: list[list[int]]
-) -> dict[str, Any]:
-    """For every drafter and batch size: seconds of one by one over seconds of the batch, the same prompts."""
-    settings = GenerationSettings(max_new_tokens=options.new_tokens)
-    found = {}
-    for spec in specs:
-
-        def make(spec: DrafterSpec = spec) -> Any:
-            return build_drafter(spec, target, options.max_nodes)
-
-        engines = {size: BatchEngine(target, make, size) for size in (1, *options.batches)}
-        arms = {str(size): (lambda engine=engine: engine.generate(texts, settings)) for size, engine in engines.items()}
-        taken = in_turn(arms, max(2, options.repeats // 3), target.device)
-        found[spec.name] = {str(size): ratio(taken["1"], taken[str(size)]) for size in options.batches}
-    return found
 
 
 @torch.inference_mode()
 def bench_verification(target: Target, text: list[int], repeats: int) -> dict[str, Any]:
-    """Seconds of a step's forward and acceptance, by node count, over those of one row's; and of bare products."""
+    """Seconds of a step by node count over those of a single row; the same for its matrix products alone."""
 
     def step(nodes: int) -> Callable[[], Any]:
         engine = DecodingEngine(target, FullTrees(nodes, target.device))
@@ -265,9 +219,9 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
 
         return run
 
-    forwards = in_turn({str(nodes): step(nodes) for nodes in (0, *NODES)}, repeats, target.device)
+    forwards = interleaved_seconds({str(nodes): step(nodes) for nodes in (0, *NODES)}, repeats, target.device)
     products = {str(nodes): matrix_products(target, nodes + 1) for nodes in (0, *NODES)}
-    floors = in_turn(products, repeats, target.device)
+    floors = interleaved_seconds(products, repeats, target.device)
     return {
         "verify_over_step": {str(nodes): ratio(forwards[str(nodes)], forwards["0"]) for nodes in NODES},
         "floor_over_step": {str(nodes): ratio(floors[str(nodes)], forwards["0"]) for nodes in (0, *NODES)},
@@ -275,7 +229,7 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
 
 
 class FullTrees(VanillaDrafter):
-    """The same binary tree of so many nodes at every step."""
+    """Proposes the same binary tree at every step."""
 
     def __init__(self, nodes: int, device: torch.device) -> None:
         super().__init__(device)
@@ -285,7 +239,7 @@ class FullTrees(VanillaDrafter):
 
 
 def matrix_products(target: Target, rows: int) -> Callable[[], Any]:
-    """The products of one forward over this many rows and nothing else, in the layout the forward uses."""
+    """The matrix products of one forward over this many rows, in the layout that the forward uses."""
     products: list[Any] = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
     sizes = [module.in_features for module in products]
     if target.fused is not None:
@@ -302,19 +256,18 @@ def parser() -> argparse.ArgumentParser:
     add("--drafters", nargs="*", default=[], metavar="NAME[=[KIND:]PATH[,key=value…]]")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--questions", type=int, default=4, help="prompts of a run (default 4)")
-    add("--prompt_tokens", type=int, default=256, help="text behind which trees are verified (default 256)")
+    add("--prompt_tokens", type=int, default=256, help="tokens before the verified trees (default 256)")
     add("--new_tokens", type=int, default=128, help="tokens of an answer (default 128)")
     add("--baselines", nargs="*", choices=BASELINES, default=["eager"], help="transformers' generate (default eager)")
     add("--shape", choices=list(SHAPES), help="a random-weight Llama of this shape instead of --target")
     add("--scripted", type=float, nargs="*", default=[], metavar="β", help="accepted lengths of untrained heads")
     add("--heads", nargs="+", choices=list(HEAD_DRAFTERS), default=list(HEAD_DRAFTERS), help="heads for --scripted")
     add("--repeats", type=int, default=9, help="runs of every arm (default 9)")
-    add("--batches", type=int, nargs="*", default=[], help="also decode this many sequences at once")
     return made
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Everything measured, a line each."""
+    """One line for each figure."""
     made = Table("ratio", "median", "quartiles")
     for name, value in result.items():
         pairs = value.items() if "median" not in value else [("", value)]
@@ -326,29 +279,20 @@ def table(result: dict[str, Any]) -> Table:
     return made
 
 
-def main() -> int:
-    try:
-        options = parse_with_config(parser(), None, ())
-        if (options.target is None) == (options.shape is None):
-            raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
-        for name in ("max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats"):
-            if getattr(options, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-        target = load_target(options) if options.target else random_target(options)
-        specs = drafter_specs(options.drafters)
-        drafters = load_drafters(specs, target, options.max_nodes)
-        scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
-        if min(options.batches, default=1) < 1:
-            raise ValueError(f"--batches must be at least 1, got {min(options.batches)}")
-        room = target.max_positions - options.prompt_tokens
-        if room < max(NODES) + 1:
-            raise ValueError(
-                f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
-                f"{options.prompt_tokens}"
-            )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(options: argparse.Namespace) -> None:
+    if (options.target is None) == (options.shape is None):
+        raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
+    for name in ("max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    target = load_target(options) if options.target else random_target(options)
+    drafters = load_drafters(drafter_specs(options.drafters), target, options.max_nodes)
+    scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
+    if target.max_positions - options.prompt_tokens < max(NODES) + 1:
+        raise ValueError(
+            f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
+            f"{options.prompt_tokens}"
+        )
     texts = prompts(target, options.questions, options.prompt_tokens)
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result = bench_decoding(target, drafters, texts, options.new_tokens, options.repeats, options.baselines)
@@ -356,10 +300,6 @@ def main() -> int:
     if scripted:
         result |= bench_scripted(target, scripted, texts, options.new_tokens, options.repeats)
     result |= bench_verification(target, filler, 10 * options.repeats)
-    if options.batches:
-        many = prompts(target, max(options.batches), options.prompt_tokens)
-        batched = bench_batches(target, specs, options, many)
-        result |= {f"batch_over_one_by_one {name}": ratios for name, ratios in batched.items()}
     Console().print(table(result))
     settings = {"threads": torch.get_num_threads(), "compile": options.compile, "device": str(target.device)}
     medians = {
@@ -367,7 +307,10 @@ def main() -> int:
         "verify_over_step": {nodes: value["median"] for nodes, value in result["verify_over_step"].items()},
     }
     print(json.dumps({**result, **medians, "settings": settings}))
-    return 0
+
+
+def main() -> int:
+    return exit_status(lambda: run(parse_with_config(parser(), None, ())))
 
 
 if __name__ == "__main__":

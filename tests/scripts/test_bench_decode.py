@@ -24,7 +24,7 @@ def run(monkeypatch, capsys, *flags):
 
 def test_it_reports_every_ratio(monkeypatch, capsys):
     scripted = ["--scripted", "2.3", "--heads", "medusa", "ctc"]
-    flags = ["--target", "data/tiny_target", "--baselines", "eager", "static", "--batches", "2", *scripted]
+    flags = ["--target", "data/tiny_target", "--baselines", "eager", "static", *scripted]
     status, out, _ = run(monkeypatch, capsys, *flags)
     result = json.loads(out.splitlines()[-1])
     assert status == 0
