@@ -3,10 +3,10 @@
     python scripts/accuracy.py --target TARGET --heads ctc=runs/ctc/head medusa=runs/medusa/head \\
         --dataset runs/distilled --output runs/accuracy
 
-Offset 0 is the token after the base token. The true tokens before an offset are given: Chimera and Hydra read them, a
-CTC head is asked for the best children of the true prefix under its prefix scores, Medusa needs none. Rows are chosen
-as training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has seen
-none of them. Writes accuracy.json and accuracy.md.
+Offset 0 is the token after the base token. Heads are given the true tokens before an offset: Chimera and Hydra read
+them, a CTC head ranks the children of the true prefix by its prefix scores, Medusa ignores them. Rows are chosen as
+training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has not
+seen them. Writes accuracy.json and accuracy.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from draft_heads.data.collate import DraftCollator
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
-from draft_heads.inference.config_file import parse_with_config
+from draft_heads.inference.config_file import exit_status, parse_with_config
 from draft_heads.inference.evaluation.options import load_target, target_parser
+from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import load_data
@@ -51,15 +52,12 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
 def table(results: dict[str, list[Any]]) -> str:
     """Markdown: a row per head and rank, a column per offset."""
     offsets = max(len(found) for found in results.values())
-    lines = [
-        "| head | rank | " + " | ".join(f"offset {k}" for k in range(offsets)) + " |",
-        "|" + " --- |" * (offsets + 2),
-    ]
+    rows = []
     for name, found in results.items():
         for rank in range(TOP):
             cells = [f"{o['top'][rank]:.3f}" if o["top"] else "–" for o in found] + ["–"] * (offsets - len(found))
-            lines.append(f"| {name} | top-{rank + 1} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            rows.append([name, f"top-{rank + 1}", *cells])
+    return markdown_table(["head", "rank", *(f"offset {k}" for k in range(offsets))], rows, 2) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,17 +70,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main() -> None:
-    try:
-        args = parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))
-        named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
-        if len(named) != len(args.heads):
-            raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
-        target = load_target(args)
-        _, held_out, _, collator = load_data(RunOptions(args.target, args.dataset, held_out=args.rows), target)
-        heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
-    except (ValueError, OSError) as error:
-        sys.exit(f"scripts/accuracy.py: {error}")
+def run(args: argparse.Namespace) -> None:
+    named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
+    if len(named) != len(args.heads):
+        raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
+    target = load_target(args)
+    _, held_out, _, collator = load_data(RunOptions(args.target, args.dataset, held_out=args.rows), target)
+    heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
     results = {name: accuracies(head, target, held_out, collator) for name, head in heads.items()}
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "accuracy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -91,5 +85,9 @@ def main() -> None:
     print(f"written: {args.output / 'accuracy.md'}")
 
 
+def main() -> int:
+    return exit_status(lambda: run(parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
