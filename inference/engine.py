@@ -170,14 +170,15 @@ class DecodingEngine:
         if step.tree is None or settings.sampling is not None:  # a graph would contain the seed
             captured = None
         # the accepted path must lie within the visible length; a graph is captured for one visible length
-        reach = cache.reach(1 + (self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)))
-        self.drafter.reach(reach)
+        rows = 1 + (self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes))
+        visible = cache.reach(rows)
+        self.drafter.set_visible_length(visible)
         with no_host_sync() if self.ahead else nullcontext():
             if captured is None:
                 verified = body(step)
             else:
                 addresses = tuple((x.data_ptr(), *x.shape) for x in (end, *cache.memory(), *self.drafter.memory()))
-                verified = captured(addresses, (reach, settings.typical), step, body)
+                verified = captured(addresses, (visible, settings.typical), step, body)
             clock.lap("verify")
         return verified
 

@@ -84,7 +84,7 @@ class Drafter(ABC):
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Start a new text: `prompt [n]` is prefilled next; it and its answer have at most `capacity` tokens."""
 
-    def reach(self, tokens: int) -> None:
+    def set_visible_length(self, tokens: int) -> None:
         """Until the next call, the text and the rows written after it stay within so many tokens (at first `capacity`).
 
         Called between steps with one of few values, so that programs can be specialised; may be ignored.

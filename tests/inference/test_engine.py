@@ -135,8 +135,8 @@ def decode_with_partial_acceptances(target, drafter):
             begin(*arguments)
             hints.begin(*arguments)
 
-        def reach(self, tokens):
-            drafter.reach(tokens)
+        def set_visible_length(self, tokens):
+            drafter.set_visible_length(tokens)
 
         def observe(self, step):
             nonlocal observed
@@ -303,7 +303,7 @@ def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settin
     """What lies in a cache behind the text is not read, and the drafts are those of a drafter that reads all of it."""
     drafter = drafter_for(make_head(target, kind, **settings), target, 6)
     whole = drafter_for(make_head(target, kind, **settings), target, 6)
-    monkeypatch.setattr(whole, "reach", lambda tokens: None)
+    monkeypatch.setattr(whole, "set_visible_length", lambda tokens: None)
     cache = next(cache for cache in vars(drafter).values() if isinstance(cache, BlockCache | list))
     cache = cache[0] if isinstance(cache, list) else cache
     trees = {drafter: [], whole: []}

@@ -178,8 +178,8 @@ class ChimeraDrafter(HeadDrafter):
         if self._encoder is not None:
             self._encoder.reserve(capacity + self._behind)
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`."""
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
         self._fusion.reach(2 * (tokens + self._behind))
         if self._encoder is not None:
             self._encoder.reach(tokens + self._behind)

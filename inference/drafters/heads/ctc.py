@@ -72,8 +72,8 @@ class CTCDrafter(HeadDrafter):
         for cache in self._cache:
             cache.reserve(capacity + self._behind)
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`."""
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
         for cache in self._cache:
             cache.reach(tokens + self._behind)
 

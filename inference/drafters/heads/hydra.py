@@ -70,8 +70,8 @@ class HydraDrafter(HeadDrafter):
         if self._cache is not None:
             self._cache.reserve(capacity + self.max_depth + 1)
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`."""
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
         if self._cache is not None:
             self._cache.reach(tokens + self.max_depth + 1)
 

@@ -101,10 +101,10 @@ class HybridDrafter(Drafter):
         for part in ledger.active:
             part.drafter.begin(prompt, capacity + self.max_depth + 1)
 
-    def reach(self, tokens: int) -> None:
-        """See `Drafter.reach`."""
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
         for part in self._ledger.active:
-            part.drafter.reach(tokens)
+            part.drafter.set_visible_length(tokens)
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from what was accepted; parts that have to be drafted with take the step in then."""

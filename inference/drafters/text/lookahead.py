@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, target_choices, refuse_path
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path, target_choices
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool, TokenTrie
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
