@@ -3,10 +3,10 @@
     python scripts/accuracy.py --target TARGET --heads ctc=runs/ctc/head medusa=runs/medusa/head \\
         --dataset runs/distilled --output runs/accuracy
 
-Offset 0 is the token after the base token. The true tokens before an offset are given: Chimera and Hydra read them, a
-CTC head is asked for the best children of the true prefix under its prefix scores, Medusa needs none. Rows are chosen
-as training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has seen
-none of them. Writes accuracy.json and accuracy.md.
+Offset 0 is the token after the base token. Heads are given the true tokens before an offset: Chimera and Hydra read
+them, a CTC head ranks the children of the true prefix by its prefix scores, Medusa ignores them. Rows are chosen as
+training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has not
+seen them. Writes accuracy.json and accuracy.md.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
-from draft_heads.data.config_file import parse_with_config
+from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
+from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import load_target, target_parser
 from draft_heads.train.options import RunOptions
@@ -49,15 +50,12 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
 def table(results: dict[str, list[Any]]) -> str:
     """Markdown: a row per head and rank, a column per offset."""
     offsets = max(len(found) for found in results.values())
-    lines = [
-        "| head | rank | " + " | ".join(f"offset {k}" for k in range(offsets)) + " |",
-        "|" + " --- |" * (offsets + 2),
-    ]
+    rows = []
     for name, found in results.items():
         for rank in range(TOP):
             cells = [f"{o['top'][rank]:.3f}" if o["top"] else "–" for o in found] + ["–"] * (offsets - len(found))
-            lines.append(f"| {name} | top-{rank + 1} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            rows.append([name, f"top-{rank + 1}", *cells])
+    return markdown_table(["head", "rank", *(f"offset {k}" for k in range(offsets))], rows, 2) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,18 +68,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main() -> None:
-    try:
-        args = parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))
-        named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
-        if len(named) != len(args.heads):
-            raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
-        target = load_target(args)
-        heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
-        run = RunOptions(args.target, args.dataset, held_out=args.rows)
-        data = {name: load_data(run, target, head.config.target_layers) for name, head in heads.items()}
-    except (ValueError, OSError) as error:
-        sys.exit(f"scripts/accuracy.py: {error}")
+def run(args: argparse.Namespace) -> None:
+    named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
+    if len(named) != len(args.heads):
+        raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
+    target = load_target(args)
+    heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
+    data_options = RunOptions(args.target, args.dataset, held_out=args.rows)
+    data = {name: load_data(data_options, target, head.config.target_layers) for name, head in heads.items()}
     results = {}
     for name, head in heads.items():
         _, held_out, _, collator = data[name]
@@ -93,5 +87,9 @@ def main() -> None:
     print(f"written: {args.output / 'accuracy.md'}")
 
 
+def main() -> int:
+    return exit_status(lambda: run(parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Label conversations with what the frozen target itself would say.
+"""Label conversations with the frozen target's own greedy tokens.
 
     python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
 
@@ -29,7 +29,7 @@ from draft_heads.inference.target.target import Target
 
 
 def parser() -> argparse.ArgumentParser:
-    """One flag per field of DistillOptions, those of the target, and where things are."""
+    """One flag per field of DistillOptions, the target's flags, input and output."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", metavar="FILE.yaml", help="the flags below as YAML keys; flags override them")
     p.add_argument("--target", help="folder or hub id of the target")
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
 
 
 def summary(manifest: dict[str, Any], output: str) -> None:
-    """The counts of the manifest, and the first rows that were left out."""
+    """Print the manifest's counts and the first rows that were left out."""
     counts = manifest["counts"]
     table = Table(title=f"{output}: {manifest['labels']} labels of {manifest['target']['path']}")
     table.add_column("count")

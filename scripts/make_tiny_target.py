@@ -1,4 +1,4 @@
-"""Train a small target from scratch: tokenizer, chat template, language model, and what it can do, measured.
+"""Train a small target from scratch (tokenizer, chat template, language model) and measure it.
 
     python scripts/make_tiny_target.py --output runs/tiny_target
     python scripts/make_tiny_target.py --dataset chats.json --hidden 256 --output runs/small
@@ -112,7 +112,7 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[list[dict]], max_l
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> LlamaForCausalLM:
-    """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
+    """A randomly initialised Llama, with weights large enough to learn in a few thousand steps."""
     heads = options.hidden // 32
     ends = list(end_token_ids(tokenizer))
     config = LlamaConfig(
@@ -158,7 +158,7 @@ def batches(rows: list[Row], batch_tokens: int, seed: int) -> Iterator[tuple[tor
 
 
 def loss_of(model: LlamaForCausalLM, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the assistant's tokens; right padding is out of causal attention's reach."""
+    """Mean cross entropy of the assistant's tokens; causal attention does not read the right padding."""
     ids_BL, mask_BL = ids_BL.to(model.device), mask_BL.to(model.device)
     hidden_BLH = model.model(input_ids=ids_BL[:, :-1]).last_hidden_state
     written = mask_BL[:, 1:]
@@ -235,7 +235,7 @@ def solved(target: Target, problems: list[dict]) -> tuple[float, list[list[int]]
 
 @torch.inference_mode()
 def measure(target: Target, unseen: list[list[dict]], options: argparse.Namespace) -> dict:
-    """What the trained model does with unseen prompts; word problems only for the synthetic corpus."""
+    """Loss and answers on unseen prompts; word problems only for the synthetic corpus."""
     rows = render(target.tokenizer, unseen, options.max_length)
     torch.set_num_threads(1)  # decoding one token at a time gains nothing from a second thread
     losses = [loss_of(target.model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]

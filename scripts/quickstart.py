@@ -1,10 +1,10 @@
-"""The whole job on the embedded target: distil → train heads → tune trees → decode → report. Offline, on two CPU cores.
+"""The whole workflow on the embedded target, offline on a CPU: distil → train heads → tune trees → decode → report.
 
     python scripts/quickstart.py --output runs/quickstart
 
-Leaves OUTPUT/distilled, one run per head (OUTPUT/ctc, its head in OUTPUT/ctc/head, its trees' measure for this machine
-in OUTPUT/ctc/tree.json) and OUTPUT/report. Every step is the command a user would type, and is printed before it runs.
-An earlier quickstart in OUTPUT is replaced.
+Writes OUTPUT/distilled, one run per head (OUTPUT/ctc with head/ and tree.json, its trees tuned to this machine) and
+OUTPUT/report. Every step is a command that a user could type, printed before it runs. An earlier quickstart in OUTPUT
+is replaced.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ HEADS = {
     "chimera": ("a Chimera head", *MUON),
     "ctc": ("a CTC head", *MUON, "--frames", "11", "--labels", "6"),
 }
-"""Kind → what it is called, and the options it is trained with here."""
+"""Kind → its name in messages, and its training options here."""
 
 
 def write_inputs(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
-    """Conversations to learn from and questions to be measured on, disjoint from what the target was trained on."""
+    """Training conversations and benchmark questions, disjoint from the target's training data."""
     folder.mkdir(parents=True)
     paths = {name: folder / f"{name}.jsonl" for name in ("conversations", "mt_bench", "gsm8k")}
     write_jsonl(paths["conversations"], conversations(args.conversations, 100, "heldout"))
@@ -56,7 +56,7 @@ def run(console: Console, title: str, *command: str) -> None:
     console.print(Rule(title))
     console.print(f"$ python {shlex.join(command)}", highlight=False, soft_wrap=True)
     start = time.monotonic()
-    # Threads that wait should sleep: where other programs share the cores, spinning ones slow everything down.
+    # Waiting threads sleep instead of spinning, which would slow down other programs on the same cores.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False)
     if done.returncode:
@@ -68,8 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--conversations", type=int, default=2000, help="conversations to distil")
-    parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
-    parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
+    parser.add_argument("--questions", type=int, default=16, help="two-turn questions of the evaluation")
+    parser.add_argument("--problems", type=int, default=32, help="word problems of the evaluation")
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS), help="heads to train")
     parser.add_argument("--max_minutes", type=float, default=2.25, help="training time of each head")
     args = parser.parse_args()
@@ -88,7 +88,7 @@ def main() -> None:
         "scripts/distill.py", "--target", target, "--dataset", str(inputs["conversations"]), "--output", distilled,
         "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128", "--hidden_states",
     )  # fmt: skip
-    drafters = ["vanilla", "transformers", "ngram"]  # two baselines, and what needs no training
+    drafters = ["vanilla", "transformers", "ngram"]  # two baselines, and one that needs no training
     for index, kind in enumerate(args.heads):
         head, tree = str(output / kind / "head"), str(output / kind / "tree.json")
         run(
@@ -106,7 +106,7 @@ def main() -> None:
         both = [f"{kind}_ngram={kind}:{head}+ngram"] if kind == args.heads[-1] else []
         drafters += [*raw, f"{kind}={head}", f"{kind}_tuned={head},tuned={tree}", *both]
     run(
-        console, f"{steps}/{steps} decode and compare with no drafts at all",
+        console, f"{steps}/{steps} decode, and compare with decoding without drafts",
         "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
         "--benchmarks", f"mt_bench={inputs['mt_bench']}", f"gsm8k={inputs['gsm8k']}", "--output", report,
     )  # fmt: skip

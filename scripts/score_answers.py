@@ -20,7 +20,7 @@ HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)",
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True, help="the drafter's answers, FastChat JSONL")
-    parser.add_argument("--baseline", type=Path, required=True, help="the target's own answers to them")
+    parser.add_argument("--baseline", type=Path, required=True, help="the baseline's answers to the same questions")
     parser.add_argument("--questions", type=Path, help="questions with categories, for one row per category")
     return parser.parse_args(arguments)
 

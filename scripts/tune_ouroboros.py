@@ -1,13 +1,12 @@
-"""Ouroboros for a pair of models and this machine: the paper's heuristic search (its Algorithm 1), by the clock.
+"""Tune Ouroboros for two models and this machine: the paper's heuristic search (its Algorithm 1), by measured time.
 
     python scripts/tune_ouroboros.py --target TARGET --draft_model DIR --benchmarks gsm8k=FILE --output ouroboros.json
     python scripts/evaluate.py … --drafters ouroboros=DIR,tuned=ouroboros.json
 
-First γ (tokens of the draft), then W (the draft model's window), then P (tokens of a phrase), each with the best found
-before it and the middle of the grids after it; K, the phrases that lengthen, is 3. Every value decodes the same
-prompts, in turn, and the one that takes the least time is kept. What is decoded does not change. The grids are the
-paper's: 7 to 14 for γ where the two models say much the same, --gammas 2 3 4 5 6 where they do not. Tune on other
-questions than those that results are reported on.
+It searches γ (tokens of the draft), then W (the draft model's window), then P (tokens of a phrase), each with the best
+earlier values and the middle of the later grids; K, the phrases that lengthen a draft, is 3. All values decode the same
+prompts, taking turns, and the fastest is kept. The decoded text does not change. The grids are the paper's: 7 to 14 for
+γ where the two models mostly agree, --gammas 2 3 4 5 6 where they do not. Tune on other questions than you report on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 from rich.progress import track
 
 from draft_heads.data.benchmarks import load_benchmark
-from draft_heads.data.config_file import parse_with_config
+from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.heads.checkpoint import write_text
 from draft_heads.inference.drafters.base import Drafter
@@ -41,10 +40,10 @@ FLAGS = {"gamma": "gammas", "w": "windows", "p": "phrases"}
 K = 3
 
 
-def clocked(
+def measure(
     target: Target, drafters: Mapping[int, Drafter], prompts: Sequence[list[int]], settings: GenerationSettings
 ) -> dict[int, dict[str, float]]:
-    """Key of a drafter → β and seconds; all decode every prompt, in turn, in changing order."""
+    """Key of a drafter → β and seconds; all decode every prompt, taking turns in changing order."""
     engines = {key: DecodingEngine(target, drafter) for key, drafter in drafters.items()}
     totals = time_engines(engines, track(prompts, "decoding with every value"), settings)
     return {key: {"beta": tokens / steps, "seconds": spent} for key, (tokens, steps, spent) in totals.items()}
@@ -57,12 +56,12 @@ def search(
     grids: Mapping[str, Sequence[int]],
     settings: GenerationSettings,
 ) -> tuple[dict[str, int], dict[str, dict[int, dict[str, float]]]]:
-    """The best γ, W and P in that order, and what every value tried was measured as; key 0: without drafts."""
+    """The best γ, W and P, and the measurements of every value; key 0: without drafts."""
     best = {name: grid[len(grid) // 2] for name, grid in grids.items()} | {"k": K}
     measured = {}
     for name, grid in grids.items():
         drafters = {value: OuroborosDrafter(model, **{**best, name: value}) for value in grid}
-        measured[name] = clocked(target, {0: VanillaDrafter(target.device), **drafters}, prompts, settings)
+        measured[name] = measure(target, {0: VanillaDrafter(target.device), **drafters}, prompts, settings)
         best[name] = min(grid, key=lambda value: measured[name][value]["seconds"])
         for value, cost in measured[name].items():
             what = f"{name} {value}" if value else "no drafts"
@@ -72,7 +71,7 @@ def search(
 
 
 def fitting_prompts(questions: Sequence[str], target: Target) -> list[list[int]]:
-    """The questions as prompts; those that leave no room in the target's context are left out, and counted aloud."""
+    """The questions as prompts; those that do not fit the target's context are left out, which is printed."""
     prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in questions]
     kept = [prompt for prompt in prompts if len(prompt) < target.max_positions]
     if len(kept) < len(prompts):
@@ -98,23 +97,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        args = parse_with_config(parser(), arguments, ("target", "draft_model", "benchmarks", "output"))
-        least: dict[str, int] = {"prompts": 1, "new_tokens": 1, "gammas": 1, "windows": 1, "phrases": 2}
-        for flag, bound in least.items():
-            given: Any = getattr(args, flag)
-            smallest = given if isinstance(given, int) else min(given)
-            if smallest < bound:
-                raise ValueError(f"--{flag} must be at least {bound}; got {smallest}")
-        files = parse_benchmarks(args.benchmarks)
-        questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
-        target = load_target(args)
-        model = load_draft_model("ouroboros", args.draft_model, target)
-        prompts = fitting_prompts([row.turns[0] for row in questions], target)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> None:
+    for flag, bound in {"prompts": 1, "new_tokens": 1, "gammas": 1, "windows": 1, "phrases": 2}.items():
+        given: Any = getattr(args, flag)
+        smallest = given if isinstance(given, int) else min(given)
+        if smallest < bound:
+            raise ValueError(f"--{flag} must be at least {bound}; got {smallest}")
+    files = parse_benchmarks(args.benchmarks)
+    questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
+    target = load_target(args)
+    model = load_draft_model("ouroboros", args.draft_model, target)
+    prompts = fitting_prompts([row.turns[0] for row in questions], target)
     grids = {name: getattr(args, flag) for name, flag in FLAGS.items()}
     best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.end_token_ids))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):
@@ -123,7 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tuned = {**best, "measured": measured, "environment": environment(str(target.device))}
     write_text(args.output, json.dumps(tuned, indent=1) + "\n")
     print(f"written: {', '.join(f'{name} {value}' for name, value in best.items())} in {args.output}")
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    required = ("target", "draft_model", "benchmarks", "output")
+    return exit_status(lambda: run(parse_with_config(parser(), arguments, required)))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python scripts/bench/decode.py --target TARGET [--compile] [--drafters ctc=RUN/head …] [--threads 2]
 
-- vanilla against transformers' own `generate` (`--baselines eager static compiled`), tokens per second, same prompts;
-- verifying a tree of 8, 16, 32, 64 nodes against a step of a single row, behind `--prompt_tokens` of text;
-- for every drafter the same prompts: β, γ against vanilla, and η = γ / β, what of the accepted length becomes speed;
-- with `--shape 7b`, a random-weight Llama of that shape instead of a target, and with `--scripted 2.3 3.3 4.3` the γ
-  and η of untrained heads on it whose accepted lengths are scripted: real computation, acceptance by script.
+- the speed of vanilla over transformers' own `generate` (`--baselines eager static compiled`), on the same prompts;
+- the time to verify a tree of 8, 16, 32, 64 nodes over that of a single row, after `--prompt_tokens` of text;
+- for every drafter, on the same prompts: β, γ over vanilla, and η = γ / β;
+- with `--shape 7b`, a random-weight Llama of that shape replaces the target, and `--scripted 2.3 3.3 4.3` gives γ and η
+  of untrained heads on it with real computation but scripted accepted lengths.
 
 Arms take turns; figures are medians of the ratios of neighbouring runs, with their quartiles.
 """
@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_heads.data.config_file import parse_with_config
+from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.base import target_sizes
@@ -39,6 +37,7 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.bench.scripted import ScriptedEngine
+from draft_heads.scripts.bench.timing import interleaved_seconds, ratio
 from draft_heads.scripts.decoding_options import (
     configure_target,
     drafter_specs,
@@ -52,37 +51,8 @@ NODES = (8, 16, 32, 64)
 BASELINES = ("eager", "static", "compiled")
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Wall seconds of one call, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def in_turn(arms: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every arm, the arms in turn; the first round is a warm-up and left out."""
-    taken: dict[str, list[float]] = {name: [] for name in arms}
-    for repeat in range(repeats + 1):
-        for name, run in arms.items():
-            spent = seconds(run, device)
-            if repeat:
-                taken[name].append(spent)
-    return taken
-
-
-def ratio(over: list[float], under: list[float]) -> dict[str, float]:
-    """Median and quartiles of the ratios of runs that were neighbours."""
-    ratios = [a / b for a, b in zip(over, under)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    return {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
-
-
 def random_target(options: argparse.Namespace) -> Target:
-    """A Llama of a published shape, its weights random: for speeds only."""
+    """A random-weight Llama of a published shape, for measuring speed only."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = (
         getattr(torch, options.dtype) if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -94,7 +64,7 @@ def random_target(options: argparse.Namespace) -> Target:
 
 
 def prompts(target: Target, count: int, tokens: int) -> list[list[int]]:
-    """Rendered questions of the project's own, or random tokens for a target without a tokenizer."""
+    """Rendered synthetic questions, or random tokens for a target without a tokenizer."""
     if target.tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(1, target.config.vocab_size, (count, tokens), generator=generator).tolist()
@@ -110,36 +80,36 @@ def bench_decoding(
     repeats: int,
     baselines: Sequence[str] = ("eager",),
 ) -> dict[str, Any]:
-    """Vanilla over transformers' generate; for each drafter β, γ and η. Answers have no EOS: all are equally long."""
+    """Vanilla over transformers' generate; for each drafter β, γ and η. No EOS: all answers have the same length."""
     engines = {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()}
-    spent: dict[str, list[int]] = {}
-    arms = {name: decoding(name, engine, texts, new_tokens, spent) for name, engine in engines.items()}
-    arms |= {f"hf_{kind}": generating(target, kind, texts, new_tokens) for kind in baselines}
-    taken = in_turn(arms, repeats, target.device)
+    counts: dict[str, list[int]] = {}
+    arms = {name: decoding(name, engine, texts, new_tokens, counts) for name, engine in engines.items()}
+    arms |= {f"hf_{kind}": hf_decoding(target, kind, texts, new_tokens) for kind in baselines}
+    seconds = interleaved_seconds(arms, repeats, target.device)
     result: dict[str, Any] = {
-        "vanilla_over_hf_" + ("generate" if kind == "eager" else kind): ratio(taken[f"hf_{kind}"], taken["vanilla"])
+        "vanilla_over_hf_" + ("generate" if kind == "eager" else kind): ratio(seconds[f"hf_{kind}"], seconds["vanilla"])
         for kind in baselines
     }
-    return result | {name: speed(taken, name, spent) for name in engines if name != "vanilla"}
+    return result | {name: speed(seconds, name, counts) for name in engines if name != "vanilla"}
 
 
 def decoding(
-    name: str, engine: DecodingEngine, texts: list[list[int]], new_tokens: int, spent: dict[str, list[int]]
+    name: str, engine: DecodingEngine, texts: list[list[int]], new_tokens: int, counts: dict[str, list[int]]
 ) -> Callable[[], None]:
-    """A run of one engine over all texts; adds its tokens and target steps to `spent[name]`."""
+    """A run of one engine over all texts; adds its tokens and target steps to `counts[name]`."""
 
     def run() -> None:
-        counts = spent.setdefault(name, [0, 0])
+        total = counts.setdefault(name, [0, 0])
         for text in texts:
             answer = engine.generate(text, GenerationSettings(max_new_tokens=new_tokens))
-            counts[0] += len(answer.tokens)
-            counts[1] += answer.target_steps
+            total[0] += len(answer.tokens)
+            total[1] += answer.target_steps
 
     return run
 
 
-def generating(target: Target, kind: str, texts: list[list[int]], new_tokens: int) -> Callable[[], None]:
-    """A run of transformers' own greedy loop: as it is, with its static cache, or compiled over that."""
+def hf_decoding(target: Target, kind: str, texts: list[list[int]], new_tokens: int) -> Callable[[], None]:
+    """A run of transformers' own greedy loop: eager, with a static cache, or compiled with a static cache."""
     options: dict[str, Any] = {} if kind == "eager" else {"cache_implementation": "static"}
     model = copy.copy(target.model)
     if kind == "compiled":
@@ -156,17 +126,17 @@ def generating(target: Target, kind: str, texts: list[list[int]], new_tokens: in
     return run
 
 
-def speed(taken: dict[str, list[float]], name: str, spent: dict[str, list[int]]) -> dict[str, Any]:
+def speed(seconds: dict[str, list[float]], name: str, counts: dict[str, list[int]]) -> dict[str, Any]:
     """β, γ with its quartiles, and η of a drafter."""
-    gamma = ratio(taken["vanilla"], taken[name])
-    beta = spent[name][0] / spent[name][1]
+    gamma = ratio(seconds["vanilla"], seconds[name])
+    beta = counts[name][0] / counts[name][1]
     return {"beta": round(beta, 3), "gamma": gamma, "eta": round(gamma["median"] / beta, 3)}
 
 
 def scripted_engines(
     target: Target, kinds: Sequence[str], lengths: Sequence[float], max_nodes: int
 ) -> dict[str, ScriptedEngine]:
-    """An engine for every untrained head and accepted length; ValueError for a length no step can have."""
+    """An engine for every untrained head and accepted length; ValueError for an impossible length."""
     engines = {}
     for kind in kinds if lengths else ():
         head_type, config = head_classes(kind)
@@ -179,25 +149,27 @@ def scripted_engines(
 def bench_scripted(
     target: Target, engines: dict[str, ScriptedEngine], texts: list[list[int]], new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """γ and η of untrained heads at scripted accepted lengths; beside η the bound that reading the head's weights sets.
+    """γ and η of untrained heads at scripted accepted lengths, and the bound on η from reading the head's weights.
 
-    The bound is 1 / (1 + weights a draft reads / weights of a target step): what a step costs at least, were verifying
-    as cheap as a single row.
+    The bound is 1 / (1 + weights a draft reads / weights a target step reads): η if verifying a tree took as long as a
+    single row.
     """
-    spent: dict[str, list[int]] = {}
+    counts: dict[str, list[int]] = {}
     vanilla = DecodingEngine(target, VanillaDrafter(target.device))
-    arms = {name: decoding(name, engine, texts, new_tokens, spent) for name, engine in engines.items()}
-    taken = in_turn({"vanilla": decoding("vanilla", vanilla, texts, new_tokens, spent), **arms}, repeats, target.device)
+    arms = {name: decoding(name, engine, texts, new_tokens, counts) for name, engine in engines.items()}
+    seconds = interleaved_seconds(
+        {"vanilla": decoding("vanilla", vanilla, texts, new_tokens, counts), **arms}, repeats, target.device
+    )
     found = {}
     for name, engine in engines.items():
         drafted: Any = engine.drafter
         bound = 1 / (1 + drafted.head.weights_read() / read_in_a_step(target))
-        found[name] = speed(taken, name, spent) | {"eta_bound": round(bound, 3)}
+        found[name] = speed(seconds, name, counts) | {"eta_bound": round(bound, 3)}
     return found
 
 
 def read_in_a_step(target: Target) -> int:
-    """Weights that a forward over one row reads: all but the embedding's other rows."""
+    """Weights that a forward over one row reads: all except the embedding, unless the LM head shares it."""
     return target.parameters - (
         0 if target.lm_head.weight is target.embedding.weight else target.embedding.weight.numel()
     )
@@ -205,7 +177,7 @@ def read_in_a_step(target: Target) -> int:
 
 @torch.inference_mode()
 def bench_verification(target: Target, text: list[int], repeats: int) -> dict[str, Any]:
-    """Seconds of a step's forward and acceptance, by node count, over those of one row's."""
+    """Seconds of a step by node count over those of a single row."""
 
     def step(nodes: int) -> Callable[[], Any]:
         engine = DecodingEngine(target, FullTrees(nodes, target.device))
@@ -221,14 +193,14 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
 
         return run
 
-    forwards = in_turn({str(nodes): step(nodes) for nodes in (0, *NODES)}, repeats, target.device)
+    forwards = interleaved_seconds({str(nodes): step(nodes) for nodes in (0, *NODES)}, repeats, target.device)
     return {
         "verify_over_step": {str(nodes): ratio(forwards[str(nodes)], forwards["0"]) for nodes in NODES},
     }
 
 
 class FullTrees(VanillaDrafter):
-    """The same binary tree of so many nodes at every step."""
+    """Proposes the same binary tree at every step."""
 
     def __init__(self, nodes: int, device: torch.device) -> None:
         super().__init__(device)
@@ -244,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
     add("--drafters", nargs="*", default=[], metavar="NAME[=[KIND:]PATH[,key=value…]]")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--questions", type=int, default=4, help="prompts of a run (default 4)")
-    add("--prompt_tokens", type=int, default=256, help="text behind which trees are verified (default 256)")
+    add("--prompt_tokens", type=int, default=256, help="tokens before the verified trees (default 256)")
     add("--new_tokens", type=int, default=128, help="tokens of an answer (default 128)")
     add("--baselines", nargs="*", choices=BASELINES, default=["eager"], help="transformers' generate (default eager)")
     add("--shape", choices=list(SHAPES), help="a random-weight Llama of this shape instead of --target")
@@ -255,7 +227,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Everything measured, a line each."""
+    """One line for each figure."""
     made = Table("ratio", "median", "quartiles")
     for name, value in result.items():
         pairs = value.items() if "median" not in value else [("", value)]
@@ -267,27 +239,20 @@ def table(result: dict[str, Any]) -> Table:
     return made
 
 
-def main() -> int:
-    try:
-        options = parse_with_config(parser(), None, ())
-        if (options.target is None) == (options.shape is None):
-            raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
-        for name in ("max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats"):
-            if getattr(options, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-        target = load_target(options) if options.target else random_target(options)
-        specs = drafter_specs(options.drafters)
-        drafters = load_drafters(specs, target, options.max_nodes)
-        scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
-        room = target.max_positions - options.prompt_tokens
-        if room < max(NODES) + 1:
-            raise ValueError(
-                f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
-                f"{options.prompt_tokens}"
-            )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(options: argparse.Namespace) -> None:
+    if (options.target is None) == (options.shape is None):
+        raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
+    for name in ("max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    target = load_target(options) if options.target else random_target(options)
+    drafters = load_drafters(drafter_specs(options.drafters), target, options.max_nodes)
+    scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
+    if target.max_positions - options.prompt_tokens < max(NODES) + 1:
+        raise ValueError(
+            f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
+            f"{options.prompt_tokens}"
+        )
     texts = prompts(target, options.questions, options.prompt_tokens)
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result = bench_decoding(target, drafters, texts, options.new_tokens, options.repeats, options.baselines)
@@ -301,7 +266,10 @@ def main() -> int:
         "verify_over_step": {nodes: value["median"] for nodes, value in result["verify_over_step"].items()},
     }
     print(json.dumps({**result, **medians, "settings": settings}))
-    return 0
+
+
+def main() -> int:
+    return exit_status(lambda: run(parse_with_config(parser(), None, ())))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from draft_heads.heads.losses import ctc_loss_fused, ctc_loss_reference
+from draft_heads.scripts.bench.timing import interleaved_seconds
 
 ARMS = ("fused", "reference")
 
@@ -53,7 +53,7 @@ def make_arm(name: str, args: argparse.Namespace, hidden: int) -> Callable[[], f
 
 
 def peak_memory(name: str, args: argparse.Namespace, hidden: int) -> int:
-    """Bytes at the peak of one pass above what was there before it."""
+    """Peak bytes of one pass above those in use before it."""
     run = make_arm(name, args, hidden)
     if args.device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -72,21 +72,6 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def times(args: argparse.Namespace, hidden: int) -> dict[str, list[float]]:
-    """Seconds of each arm, the arms in turn, a warm-up pass of each discarded."""
-    arms = {name: make_arm(name, args, hidden) for name in ARMS}
-    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
-    for repeat in range(args.repeats + 1):
-        for name, run in arms.items():
-            start = time.perf_counter()
-            run()
-            if args.device == "cuda":
-                torch.cuda.synchronize()
-            if repeat:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def bench_loss(args: argparse.Namespace) -> list[dict[str, object]]:
     """One row per hidden size: peak bytes and median seconds of both arms, and their ratios."""
     rows: list[dict[str, object]] = []
@@ -96,7 +81,8 @@ def bench_loss(args: argparse.Namespace) -> list[dict[str, object]]:
             command = [sys.executable, __file__, *sys.argv[1:], "--arm", name, "--hidden", str(hidden)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
-        seconds = times(args, hidden)
+        arms = {name: make_arm(name, args, hidden) for name in ARMS}
+        seconds = interleaved_seconds(arms, args.repeats, torch.device(args.device))
         ratios = [f / r for f, r in zip(seconds["fused"], seconds["reference"])]
         row = {
             "hidden": hidden,

@@ -1,9 +1,9 @@
-"""Losslessness over random trees: every way to attend, every way to run a step, on random-weight targets.
+"""Losslessness with random draft trees: every attention path and every way to run a step, on random-weight targets.
 
     python -m draft_heads.scripts.checks.lossless_trees [--tokens 100000] [--targets llama mistral …]
 
-The trees are of random shape and size; some of their paths are the answer's own continuation, so that steps accept
-nothing, a little or all there is, through any rows. Ends with one JSON line; status 1 if a difference is unexplained.
+Trees have random shapes and sizes; some of their paths continue the answer, so that steps accept nothing, a few drafts
+or a whole path, through any rows. Ends with one JSON line; status 1 if a difference is unexplained.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAMPLINGS = (None, Sampling(temperature=0.9, top_p=0.95, seed=5))
 
 
 class RandomTrees(Drafter):
-    """Drafts random trees around a known answer; siblings differ, parents go before children."""
+    """Drafts random trees around a known answer; siblings differ, parents come before children."""
 
     max_nodes, max_depth = 24, 6
 
@@ -44,15 +44,15 @@ class RandomTrees(Drafter):
 
     @property
     def on_device(self) -> bool:
-        """It knows where it is by reading the count."""
+        """`observe` reads the step's count on the host."""
         return False
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """At the start of the answer."""
+        """Start before the answer."""
         self.position = -len(prompt)
 
     def observe(self, step: VerifiedStep) -> None:
-        """Move on."""
+        """Advance by the committed tokens."""
         self.position += int(step.count)
 
     def propose(self) -> DraftTree:
@@ -61,7 +61,7 @@ class RandomTrees(Drafter):
         tokens: list[int] = []
         parents: list[int] = []
         depth: list[int] = []
-        right: list[bool] = []  # whether the path to the node is the answer's
+        right: list[bool] = []  # whether the path to the node continues the answer
         taken: set[tuple[int, int]] = set()
         for _ in range(size):
             parent = draw.randint(-1, len(tokens) - 1)
@@ -80,7 +80,7 @@ class RandomTrees(Drafter):
 
 
 def check(name: str, dtype: str, path: str, run: str, sampling: Sampling | None, turns: int) -> LosslessCounts:
-    """How `turns` answers of one cell compare with transformers' own."""
+    """Compare `turns` answers of one cell with transformers' own."""
     target = load_target(name, DTYPES[dtype])
     target.attend(path)
     settings = GenerationSettings(NEW_TOKENS, sampling=sampling)

@@ -1,4 +1,4 @@
-"""Plant known defects, one at a time, and see which the tests catch.
+"""Mutation testing: insert known defects, one at a time, and check that the tests catch them.
 
     python scripts/checks/seeded_defects.py [--jobs 2] [--only NAME …]
 

@@ -110,7 +110,7 @@ def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninte
         [*command, "--heads", "nameless", "--output", str(tmp_path)],
         cwd=ROOT, check=False, capture_output=True, text=True,
     )  # fmt: skip
-    assert failed.returncode == 1 and "NAME=RUN/head" in failed.stderr and "Traceback" not in failed.stderr
+    assert failed.returncode == 2 and "NAME=RUN/head" in failed.stderr and "Traceback" not in failed.stderr
 
 
 def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
@@ -132,12 +132,12 @@ def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
     assert drafter.max_nodes == tuned["max_nodes"]
     assert drafter.head.config.tree_temperature == tuned["tree_temperature"]
     assert build_drafter(DrafterSpec.parse(f"ctc={head},tuned={tree},max_nodes=7"), target, 32).max_nodes == 7
-    with pytest.raises(ValueError, match="is none"):
+    with pytest.raises(ValueError, match="is not one"):
         build_drafter(DrafterSpec.parse(f"ctc={head},tuned={head / 'config.json'}"), target, 32)
     failed = subprocess.run(
         [*command, "--temperatures", "0"], cwd=ROOT, check=False, capture_output=True, text=True
     )  # fmt: skip
-    assert failed.returncode == 1 and "above 0; got 0" in failed.stderr and "Traceback" not in failed.stderr
+    assert failed.returncode == 2 and "above 0; got 0" in failed.stderr and "Traceback" not in failed.stderr
 
 
 def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
