@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from draft_heads.data.fingerprint import check_fingerprint
-from draft_heads.heads.base import DraftHead, HeadConfig
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.config import HeadConfig
 
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 

@@ -18,13 +18,14 @@ Paper: "Chimera: A Lossless Decoding Method for Accelerating Large Language Mode
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
@@ -34,9 +35,6 @@ from draft_heads.heads.losses import linear_cross_entropy
 from draft_heads.heads.medusa import OffsetConfig
 from draft_heads.heads.windows import Windows
 
-ENCODERS = ("kgram", "target_layer0_frozen", "target_layer0_finetuned")
-PROJECTIONS = ("full", "shared")
-
 
 @dataclass
 class ChimeraConfig(OffsetConfig):
@@ -44,26 +42,25 @@ class ChimeraConfig(OffsetConfig):
 
     kind: ClassVar[str] = "chimera"
 
-    encoder: str = field(
-        default="kgram",
-        metadata={"help": "kgram, target_layer0_frozen or target_layer0_finetuned (Table 7)"},
+    encoder: str = option(
+        "kgram",
+        "what encodes tokens; target_layer0: the target's own first layer (Table 7)",
+        choices=("kgram", "target_layer0_frozen", "target_layer0_finetuned"),
     )
-    order: int = field(default=3, metadata={"help": "tokens of a k-gram, 1 to 5 (3: the paper's trigram)"})
-    projection: str = field(
-        default="full",
-        metadata={"help": "full (the paper: a 2H x V matrix a head) or shared (the LM head behind a 2H x H matrix)"},
+    order: int = option(3, "tokens of a k-gram, 1 to 5 (3: the paper's trigram)")
+    projection: str = option(
+        "full",
+        "full (the paper: a 2H x V matrix a head) or shared (the LM head behind a 2H x H matrix)",
+        choices=("full", "shared"),
     )
-    residual: bool = field(default=True, metadata={"help": "heads read h_n beside the block's output (Fig. 6)"})
-    ce_weight: float = field(default=1.0, metadata={"help": "weight of the cross entropy, every head alike"})
-    mse_weight: float = field(default=1.0, metadata={"help": "weight of the squared error to the target's states"})
+    residual: bool = option(True, "heads read h_n beside the block's output (Fig. 6)")
+    ce_weight: float = option(1.0, "weight of the cross entropy, every head alike")
+    mse_weight: float = option(1.0, "weight of the squared error to the target's states")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.order <= 5:
             raise ValueError(f"--order must be from 1 to 5; got {self.order}")
-        for name, valid in (("encoder", ENCODERS), ("projection", PROJECTIONS)):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"--{name} must be one of {', '.join(valid)}; got {getattr(self, name)!r}")
         if min(self.ce_weight, self.mse_weight) < 0 or self.ce_weight == 0:
             raise ValueError(
                 f"--ce_weight must be above 0 and --mse_weight 0 or more; got {self.ce_weight:g}, {self.mse_weight:g}"

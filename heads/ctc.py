@@ -17,13 +17,14 @@ Paper: "Speculative Decoding with CTC-based Draft Model for LLM Inference Accele
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draft_heads.data.options import option
 from draft_heads.heads.attention import (
     before_anchor,
     causal_attention,
@@ -31,8 +32,9 @@ from draft_heads.heads.attention import (
     dense_frame_attention,
     flex_frame_attention,
 )
-from draft_heads.heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at, root_mean_square
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
+from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import cut_before_outside
 from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy
 from draft_heads.heads.prefix_scores import teacher_forced_hits
@@ -45,49 +47,32 @@ class CTCConfig(HeadConfig):
 
     kind: ClassVar[str] = "ctc"
 
-    frames: int = field(default=8, metadata={"help": "T, CTC output slots an anchor"})
-    labels: int = field(default=4, metadata={"help": "U, labels of a training window; frames >= 2*labels-1"})
-    blocks: int = field(default=1, metadata={"help": "decoder blocks (1: the paper)"})
-    context: str = field(
-        default="hidden+token",
-        metadata={"help": "what a context state reads: hidden+token, or hidden (eq 9)"},
+    frames: int = option(8, "T, CTC output slots an anchor")
+    labels: int = option(4, "U, labels of a training window; frames >= 2*labels-1", least=1)
+    blocks: int = option(1, "decoder blocks (1: the paper)", least=1)
+    context: str = option(
+        "hidden+token", "what a context state reads; hidden: the paper's eq 9", choices=("hidden+token", "hidden")
     )
-    labels_cut: str = field(
-        default="agree", metadata={"help": "agree: a window ends where text and labels part; none: the paper"}
+    labels_cut: str = option(
+        "agree", "agree: a window ends where text and labels part; none: the paper", choices=("agree", "none")
     )
-    open_windows: bool = field(
-        default=False, metadata={"help": "score full windows too by what the collapse starts with"}
+    open_windows: bool = option(False, "score full windows too by what the collapse starts with")
+    frames_from: str = option(
+        "queries",
+        "queries: all frames in one pass; chain: one after another (the published code)",
+        choices=("queries", "chain"),
     )
-    frames_from: str = field(
-        default="queries",
-        metadata={"help": "queries: all frames in one pass; chain: one after another (the published code)"},
-    )
-    ctc_weight: float = field(default=1.0, metadata={"help": "weight of the CTC loss"})
-    regression_weight: float = field(
-        default=0.0, metadata={"help": "chain: weight of SmoothL1 between first frame and next hidden state"}
-    )
-    soft_weight: float = field(
-        default=0.0, metadata={"help": "chain: weight of cross entropy to the target's next distribution"}
-    )
+    ctc_weight: float = option(1.0, "weight of the CTC loss")
+    regression_weight: float = option(0.0, "chain: weight of SmoothL1 between first frame and next hidden state")
+    soft_weight: float = option(0.0, "chain: weight of cross entropy to the target's next distribution")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.labels < 1:
-            raise ValueError(f"--labels must be at least 1; got {self.labels}")
         if self.frames < 2 * self.labels - 1:
             raise ValueError(
                 f"--frames must be at least 2*labels-1 = {2 * self.labels - 1} so that repeated labels fit with a "
                 f"blank between them; got {self.frames}; raise --frames or lower --labels"
             )
-        if self.blocks < 1:
-            raise ValueError(f"--blocks must be at least 1; got {self.blocks}")
-        for name, valid in (
-            ("context", ("hidden+token", "hidden")),
-            ("labels_cut", ("agree", "none")),
-            ("frames_from", ("queries", "chain")),
-        ):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"--{name} must be one of {', '.join(valid)}; got {getattr(self, name)!r}")
         weights = (self.ctc_weight, self.regression_weight, self.soft_weight)
         if min(weights) < 0 or max(weights) == 0:
             raise ValueError(

@@ -12,13 +12,14 @@ Paper: "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import causal_attention
 from draft_heads.heads.base import HeadLoss, Rows, TargetView, at
@@ -35,19 +36,16 @@ class HydraConfig(MedusaConfig):
 
     kind: ClassVar[str] = "hydra"
 
-    prefix_attention: bool = field(
-        default=False, metadata={"help": "read the context through a decoder block of its own (Hydra++)"}
+    prefix_attention: bool = option(False, "read the context through a decoder block of its own (Hydra++)")
+    labels_from: str = option(
+        "tokens",
+        "tokens (the greedy ones) or distribution (the target's, Hydra++)",
+        choices=("tokens", "distribution"),
     )
-    labels_from: str = field(
-        default="tokens",
-        metadata={"help": "tokens (the greedy ones) or distribution (the target's, Hydra++)"},
-    )
-    dropout: float = field(default=0.0, metadata={"help": "dropout on what a head reads (Hydra++: 0.2)"})
+    dropout: float = option(0.0, "dropout on what a head reads (Hydra++: 0.2)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.labels_from not in ("tokens", "distribution"):
-            raise ValueError(f"--labels_from must be one of tokens, distribution; got {self.labels_from!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1; got {self.dropout:g}")
 

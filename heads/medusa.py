@@ -10,15 +10,17 @@ Paper: "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decodi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
-from draft_heads.heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, at
 from draft_heads.heads.block import ResidualLayer
+from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import linear_cross_entropy
 from draft_heads.heads.windows import Windows
@@ -28,12 +30,7 @@ from draft_heads.heads.windows import Windows
 class OffsetConfig(HeadConfig):
     """What heads share that draft K offsets, one small network each."""
 
-    heads: int = field(default=4, metadata={"help": "K, tokens drafted behind the base token"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.heads < 1:
-            raise ValueError(f"--heads must be at least 1; got {self.heads}")
+    heads: int = option(4, "K, tokens drafted behind the base token", least=1)
 
     @property
     def offsets(self) -> int:
@@ -47,13 +44,11 @@ class MedusaConfig(OffsetConfig):
     kind: ClassVar[str] = "medusa"
     reads_layers: ClassVar[bool] = True
 
-    layers: int = field(default=1, metadata={"help": "residual layers of a head"})
-    decay: float = field(default=0.8, metadata={"help": "the loss of head k is weighted decay^k"})
+    layers: int = option(1, "residual layers of a head", least=0)
+    decay: float = option(0.8, "the loss of head k is weighted decay^k")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers < 0:
-            raise ValueError(f"--layers must be 0 or more; got {self.layers}")
         if not 0 < self.decay <= 1:
             raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
 

@@ -20,8 +20,9 @@ from draft_heads.data.collate import DraftCollator, split_held_out
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.data.shards import DistilledDataset, load_distilled
 from draft_heads.data.token_counts import label_counts
-from draft_heads.heads.base import DraftHead, HeadConfig, Rows, TargetView, target_sizes
+from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.checkpoint import CONFIG, head_classes, save_head, write_text
+from draft_heads.heads.config import HeadConfig, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import HeadTrainingArguments, RunOptions, parse_options
