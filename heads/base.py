@@ -108,11 +108,6 @@ class Rows:
         return cls(hidden, input_ids, segment_ids, position_ids, aux_hidden)
 
 
-def at(rows: Tensor, index: Tensor) -> Tensor:
-    """[B, A, H], the states `rows [B, L, H]` at `index [B, A]`."""
-    return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[-1]))
-
-
 def root_mean_square(states: Tensor) -> Tensor:
     """[] float32, the size of a typical entry."""
     return states.float().pow(2).mean().sqrt()

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
-from draft_heads.heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
-from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
+from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import linear_cross_entropy
 from draft_heads.heads.medusa import OffsetConfig
-from draft_heads.heads.windows import Windows
+from draft_heads.heads.windows import Windows, at
 
 
 @dataclass
@@ -203,8 +203,7 @@ class ChimeraHead(DraftHead):
         grams = self.block.context_keys_values(encoded, rows.position_ids)
         offsets = torch.arange(1, heads + 1, device=anchors.device)
         index = (anchors[:, :, None] + offsets).clamp(max=length - 1).flatten(1)  # i = n+1+k
-        attention = flex_fusion_attention if encoded.is_cuda else dense_fusion_attention
-        attend = attention(past, grams, anchors, rows.segment_ids, heads)
+        attend = anchor_attention(fusion_mask(anchors, rows.segment_ids, heads), anchors, heads, past, grams)
         fused = self.fuse(at(encoded, index), rows.position_ids.gather(1, index), attend)
         return fused.unflatten(1, (anchors.shape[1], heads))
 
@@ -212,7 +211,7 @@ class ChimeraHead(DraftHead):
         """Σ_k (cross entropy of head k + squared error of f to h), over the windows that have a label at offset k."""
         config, valid, anchors = self.config, windows.valid, windows.anchors
         fused = self.train_outputs(rows, anchors, target)[valid]  # [N, K, H]
-        last = at(rows.hidden, anchors)[valid]
+        last = windows.gather(rows.hidden)
         labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
         loss = HeadLoss.zero(len(last), last.device)
         hits = []
@@ -220,8 +219,7 @@ class ChimeraHead(DraftHead):
             drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
             f, h, y = fused[drafted, k], last[drafted], labels[drafted, k]
             states, vocabulary, bias = self.read_out(k, h, f, target)
-            index = (anchors + 1 + k).clamp(max=rows.input_ids.shape[1] - 1)
-            aims = at(rows.hidden, index)[valid][drafted]  # h_{n+1+k}
+            aims = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}
             loss.add(f"ce_{k}", linear_cross_entropy(states, vocabulary, y, bias), config.ce_weight)
             loss.add(f"mse_{k}", F.mse_loss(f, aims, reduction="none").mean(-1).sum(), config.mse_weight)
             if not self.training:

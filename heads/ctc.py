@@ -25,20 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_heads.data.options import option
-from draft_heads.heads.attention import (
-    before_anchor,
-    causal_attention,
-    chain_attention,
-    dense_frame_attention,
-    flex_frame_attention,
-)
-from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
+from draft_heads.heads.attention import anchor_attention, before_anchor, causal_attention, chain_attention, frame_mask
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
 from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import cut_before_outside
 from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy
 from draft_heads.heads.prefix_scores import teacher_forced_hits
-from draft_heads.heads.windows import Windows
+from draft_heads.heads.windows import Windows, at
 
 
 @dataclass
@@ -210,12 +204,12 @@ class CTCHead(DraftHead):
             offsets = torch.arange(self.config.frames, device=anchors.device)
             index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1)
             return at(every, index.flatten(1)).unflatten(1, index.shape[1:])
-        attention = flex_frame_attention if context.is_cuda else dense_frame_attention
+        visible = frame_mask(anchors, rows.segment_ids, self.config.frames)
         attends = []
         for block in self.blocks:
             assert isinstance(block, DecoderBlock)
             keys_values = block.context_keys_values(context, rows.position_ids + 1)
-            attends.append(attention(keys_values, anchors, rows.segment_ids, self.config.frames))
+            attends.append(anchor_attention(visible, anchors, self.config.frames, keys_values))
         return self.draft_frames(at(context, anchors), rows.position_ids.gather(1, anchors) + 1, attends)
 
     def drafted_frames(self, rows: Rows, anchors: Tensor, target: TargetView, anchors_at_once: int = 64) -> Tensor:
@@ -264,7 +258,7 @@ class CTCHead(DraftHead):
         loss.add("ctc", ctc, config.ctc_weight)
         loss.parts["infeasible_count"] = infeasible.sum()
         if config.chained:
-            aims = at(rows.hidden, windows.anchors + 1)[windows.valid]  # h_{n+1}
+            aims = windows.gather(rows.hidden, ahead=1)  # h_{n+1}
             regression = F.smooth_l1_loss(kept[:, 0], aims, reduction="none").mean(-1).sum()
             soft = soft_cross_entropy(kept[:, 0], target.lm_head_weight, aims, target, target.lm_head_bias)
             loss.add("regression", regression, config.regression_weight)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import causal_attention
-from draft_heads.heads.base import HeadLoss, Rows, TargetView, at
+from draft_heads.heads.base import HeadLoss, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import linear_cross_entropy, soft_cross_entropy
@@ -100,13 +100,10 @@ class HydraHead(OffsetHeads):
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
-        valid, anchors = windows.valid, windows.anchors
-        states = at(self.row_states(rows), anchors)[valid]  # [N, H]
-        labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
-        offsets = torch.arange(1, self.config.heads + 1, device=anchors.device)
-        ahead = (anchors[:, :, None] + offsets).clamp(max=rows.input_ids.shape[1] - 1)  # n+1 … n+K
-        tokens = rows.input_ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, ahead)[valid]  # [N, K]
-        token_states = self.token_states(tokens, target)
+        states = windows.gather(self.row_states(rows))  # [N, H]
+        labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
+        tokens = torch.cat([windows.gather(rows.input_ids[..., None], k + 1) for k in range(self.config.heads)], dim=-1)
+        token_states = self.token_states(tokens, target)  # [N, K, H] of n+1 … n+K
         loss = HeadLoss.zero(len(states), states.device)
         hits = []
         for k, head in enumerate(self.each):
@@ -116,7 +113,7 @@ class HydraHead(OffsetHeads):
             if self.config.labels_from == "tokens":
                 loss.add(f"ce_{k}", linear_cross_entropy(x, weight, y), self.config.decay**k)
             else:
-                aims = at(rows.hidden, ahead[:, :, k])[valid][drafted]  # h_{n+1+k}, of which x_{n+2+k} is said
+                aims = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, of which x_{n+2+k} is said
                 loss.add(f"soft_{k}", soft_cross_entropy(x, weight, aims, target), self.config.decay**k)
             if not self.training:
                 hits.append(offset_hits(head.vocabulary, x, y))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
-from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, at
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView
 from draft_heads.heads.block import ResidualLayer
 from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import OUTSIDE
@@ -99,8 +99,8 @@ class MedusaHead(OffsetHeads):
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
-        aux_hidden = None if rows.aux_hidden is None else at(rows.aux_hidden, windows.anchors)[windows.valid]
-        states = self.target_states(at(rows.hidden, windows.anchors)[windows.valid], aux_hidden)  # [N, H]
+        aux_hidden = None if rows.aux_hidden is None else windows.gather(rows.aux_hidden)
+        states = self.target_states(windows.gather(rows.hidden), aux_hidden)  # [N, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(states), states.device)
         hits = []

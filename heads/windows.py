@@ -42,6 +42,15 @@ class Windows:
     lengths: Tensor
     closed: Tensor
 
+    def gather(self, rows: Tensor, ahead: int = 0) -> Tensor:
+        """[N, H], what `rows [B, L, H]` holds `ahead` indices behind the anchor of each valid window."""
+        return at(rows, (self.anchors + ahead).clamp(max=rows.shape[1] - 1))[self.valid]
+
+
+def at(rows: Tensor, index: Tensor) -> Tensor:
+    """[B, A, H], the states `rows [B, L, H]` at `index [B, A]`."""
+    return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[-1]))
+
 
 def label_windows(
     input_ids: Tensor,
