@@ -174,24 +174,15 @@ class ChimeraHead(DraftHead):
 
     def read_out(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the logits of head k are the product of, from h_n and f [..., H]: states, vocabulary matrix, bias."""
-        read = self._read(last, fused)
+        read = torch.cat([last, fused], dim=-1) if self.config.residual else fused
         if self.config.projection == "full":
             return read, self.each[k].weight, None
-        return self._shared_states(k, read, fused, target), target.lm_head_weight, target.lm_head_bias
+        states = (fused + self.each[k](read)).to(target.lm_head_weight.dtype)
+        return states, target.lm_head_weight, target.lm_head_bias
 
     def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
         """[..., V] of head k from h_n [..., H] and f [..., H]."""
-        read = self._read(last, fused)
-        if self.config.projection == "full":
-            logits: Tensor = self.each[k](read)
-            return logits
-        return target.logits(self._shared_states(k, read, fused, target))
-
-    def _read(self, last: Tensor, fused: Tensor) -> Tensor:
-        return torch.cat([last, fused], dim=-1) if self.config.residual else fused
-
-    def _shared_states(self, k: int, read: Tensor, fused: Tensor, target: TargetView) -> Tensor:
-        return (fused + self.each[k](read)).to(target.lm_head_weight.dtype)
+        return F.linear(*self.read_out(k, last, fused, target))
 
     # --- training ---------------------------------------------------------------------------------------------------
 

@@ -265,6 +265,6 @@ class CTCHead(DraftHead):
             loss.add("soft", soft, config.soft_weight)
         if not self.training:
             drafted = self.drafted_frames(rows, windows.anchors, target)[windows.valid] if config.chained else kept
-            hits, _ = teacher_forced_hits(drafted, labels, lengths, lambda some: self.frame_log_probs(some, target))
+            hits = teacher_forced_hits(drafted, labels, lengths, lambda some: self.frame_log_probs(some, target))
             loss.score(list(hits), counted)  # what lies behind a token that cannot be drafted is missed
         return loss

@@ -108,24 +108,17 @@ def teacher_forced_hits(
     lengths: Tensor,
     log_probs: Callable[[Tensor], Tensor],
     chunk_bytes: int = 64 * 2**20,
-) -> tuple[Tensor, Tensor]:
-    """How often the true next label is among the best children of the *true* prefix.
+) -> Tensor:
+    """[U, 5], how often the true next label is among the 1, 2, … 5 best children of the *true* prefix.
 
-    ([U, 5] hits among the 1, 2, … 5 best, [U] windows counted).
     frames [N, T, H]; labels [N, U]; lengths [N]; `log_probs` maps [n, T, H] to [n, T, V+1], the blank last.
     """
-    size = labels.shape[1]
-    hits = torch.zeros(size, TOP, device=frames.device)
-    counted = torch.stack([(lengths > offset).sum() for offset in range(size)]).float()
-    chunk = 1
-    start = 0
-    while start < len(frames):
-        probs = log_probs(frames[start : start + chunk]).exp()
-        rows = slice(start, start + len(probs))
-        start += len(probs)
-        chunk = max(1, chunk_bytes // (4 * probs[0].numel()))
-        hits += _hits(probs, labels[rows], lengths[rows])
-    return hits, counted
+    hits = torch.zeros(labels.shape[1], TOP, device=frames.device)
+    _, per_window, classes = log_probs(frames[:0]).shape
+    chunk = max(1, chunk_bytes // (4 * per_window * classes))
+    for some, their_labels, their_lengths in zip(frames.split(chunk), labels.split(chunk), lengths.split(chunk)):
+        hits += _hits(log_probs(some).exp(), their_labels, their_lengths)
+    return hits
 
 
 def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
