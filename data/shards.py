@@ -19,6 +19,8 @@ from typing import Any
 import datasets
 import pyarrow as pa
 
+from draft_heads.data.files import write_text
+
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
@@ -143,13 +145,7 @@ class ShardFolder:
         trained = totals.get("trained_tokens", 0)
         totals["agreement"] = round(totals.get("agreeing_tokens", 0) / trained, 6) if trained else None
         self.manifest["counts"] = totals
-        temporary = self.folder / f"{MANIFEST}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(self.manifest, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / MANIFEST)
-        _sync_folder(self.folder)
+        write_text(self.folder / MANIFEST, json.dumps(self.manifest, indent=1, ensure_ascii=False))
 
 
 def load_distilled(path: str) -> DistilledDataset:
@@ -225,14 +221,6 @@ def _batches(rows: Iterable[dict[str, Any]], size: int) -> Iterable[list[dict[st
 
 
 def _is_own_file(path: Path) -> bool:
-    return path.name in {MANIFEST, f"{MANIFEST}.tmp"} or (
+    return path.name in {MANIFEST, f".{MANIFEST}.partial"} or (
         path.name.startswith("shard-") and path.name.endswith((".arrow", ".arrow.tmp"))
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

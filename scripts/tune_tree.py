@@ -22,8 +22,9 @@ import torch
 from rich.progress import track
 
 from draft_heads.data.collate import DraftCollator
+from draft_heads.data.files import write_text
 from draft_heads.heads.base import DraftHead, Rows, TargetView
-from draft_heads.heads.checkpoint import load_head, write_text
+from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.config_file import parse_with_config
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
