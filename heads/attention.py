@@ -129,7 +129,7 @@ def flex_anchor_attention(
 
 
 def causal_attention(segment_ids: Tensor) -> Attend:
-    """Every state of rows with `segment_ids [B, L]` sees itself and what lies before it in its conversation."""
+    """Every state of rows with `segment_ids [B, L]` sees itself and the states before it in its conversation."""
     index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     mask = (index <= index[:, None]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
 
@@ -140,7 +140,7 @@ def causal_attention(segment_ids: Tensor) -> Attend:
 
 
 def before_anchor(anchors: Tensor, segment_ids: Tensor) -> Tensor:
-    """[B, A, L] bool, the contexts before each anchor `[B, A]`, without its own: that one opens the chain."""
+    """[B, A, L] bool, the contexts before each anchor `[B, A]`; the anchor's own is the first state of its chain."""
     index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     same = segment_ids[:, None, :] == segment_ids.gather(1, anchors)[:, :, None]
     return same & (index < anchors[:, :, None])
@@ -164,9 +164,9 @@ def chain_attention(context: KeysValues, visible: Tensor) -> Attend:
 
 
 class Memory(Protocol):
-    """Keys and values `[1, G, C, D]`, and how rows `[1, G, Q, D]` are put at `slots [Q]` of them.
+    """Keys and values `[1, G, C, D]` and a write of rows `[1, G, Q, D]` at `slots [Q]`.
 
-    Whoever keeps both in one buffer writes there: for a write through a view, a compiled program would copy all of it.
+    The memory writes its own buffer: a compiled program copies a whole buffer that it writes through a view.
     """
 
     @property

@@ -22,7 +22,7 @@ class TargetView:
     """The frozen target's embedding and LM head, lent to a head; never registered in it, saved or trained with it.
 
     `DraftHead.draft_view` leaves the rows of the head's draft vocabulary in the LM head; the embedding stays whole.
-    A plain object, not a module: a head that is handed one cannot pick up its parameters by accident.
+    A plain object, not a module, so that a head which stores one does not register its parameters.
     """
 
     embedding: nn.Module
@@ -68,7 +68,7 @@ class HeadLoss:
         self.parts[name] = value.detach()
 
     def score(self, hits: list[Tensor], lengths: Tensor) -> None:
-        """Take in the hits `[5]` of every offset, for windows of `lengths [N]`; none are given in training."""
+        """Store the hits `[5]` of every offset, for windows of `lengths [N]`; the list is empty in training."""
         if hits:
             self.correct = torch.stack(hits)
             self.counted = torch.stack([(lengths > offset).sum() for offset in range(len(hits))]).float()
@@ -185,8 +185,7 @@ class DraftHead(nn.Module, ABC):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads.
 
-        The base's: token states get the scale of hidden states. Embeddings are often tens of times smaller, and a
-        head that reads both side by side would be long in noticing them.
+        Here: `token_scale`, by which embeddings, often tens of times smaller than hidden states, get their scale.
         """
         tokens = target.embed(torch.arange(min(self.config.vocab_size, 4096), device=hidden.device))
         self.config.token_scale = float(root_mean_square(hidden) / root_mean_square(tokens))
@@ -232,21 +231,11 @@ class DraftHead(nn.Module, ABC):
         self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int = 0
     ) -> Windows:
         """The anchors this step trains on, with their labels; every one in evaluation mode."""
-        config = self.config
-        return select_windows(
-            input_ids,
-            greedy_ids,
-            mask,
-            segment_ids,
-            config.offsets,
-            config.end_token_ids,
-            config.windows_agree,
-            config.anchors if self.training else 0,
-            seed,
-            self.room(),
-        )
+        text, config = (input_ids, greedy_ids, mask, segment_ids), self.config
+        rule = config.offsets, config.end_token_ids, config.cut_at_disagreement
+        return select_windows(*text, *rule, config.anchors if self.training else 0, seed, self.tokens_after())
 
-    def room(self) -> int:
+    def tokens_after(self) -> int:
         """Tokens of the same conversation that must follow an anchor in training."""
         return 0
 

@@ -9,7 +9,7 @@ block's output `f_{n+1+k}`, which is regressed to h_{n+1+k}.
 
 Training runs every anchor and every head in one pass. Head k's query at index i = n+1+k sees `h_j` for j ≤ n = i−1−k
 and `g_j` for j ≤ i, is concatenated with h_n, has label y_{i+1} and regresses h_i. Worked example, n = 4, k = 1: the
-query is g_6; it sees h_1 … h_4 and g_1 … g_6; it predicts the token at 7; f's aim is h_6.
+query is g_6; it sees h_1 … h_4 and g_1 … g_6; it predicts the token at 7; f is regressed to h_6.
 
 Paper: "Chimera: A Lossless Decoding Method for Accelerating Large Language Models Inference by Fusing all Tokens"
 (2024), section 3.
@@ -67,7 +67,7 @@ class ChimeraConfig(OffsetConfig):
             )
 
     @property
-    def windows_agree(self) -> bool:
+    def cut_at_disagreement(self) -> bool:
         """Chimera reads the text it drafts behind, so each offset has its label whatever was said before."""
         return False
 
@@ -104,11 +104,11 @@ class ChimeraHead(DraftHead):
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         outputs = config.classes if config.projection == "full" else hidden
         self.heads = nn.ModuleList(nn.Linear(reads, outputs, bias=False) for _ in range(config.heads))
-        for head in self.each:
+        for head in self.offset_heads:
             nn.init.zeros_(head.weight)
 
     @property
-    def each(self) -> list[nn.Linear]:
+    def offset_heads(self) -> list[nn.Linear]:
         """The residual heads, in the order of their offsets."""
         return cast("list[nn.Linear]", list(self.heads))
 
@@ -136,7 +136,7 @@ class ChimeraHead(DraftHead):
         size = self.config.hidden_size
         self.norm.weight.fill_(root_mean_square(hidden))
         if self.config.projection == "full":
-            for head in self.each:
+            for head in self.offset_heads:
                 head.weight.zero_()
                 head.weight[:, -size:] = self.draft_view(target).lm_head_weight
         if isinstance(self.encoder, DecoderBlock):
@@ -176,8 +176,8 @@ class ChimeraHead(DraftHead):
         """What the logits of head k are the product of, from h_n and f [..., H]: states, vocabulary matrix, bias."""
         read = torch.cat([last, fused], dim=-1) if self.config.residual else fused
         if self.config.projection == "full":
-            return read, self.each[k].weight, None
-        states = (fused + self.each[k](read)).to(target.lm_head_weight.dtype)
+            return read, self.offset_heads[k].weight, None
+        states = (fused + self.offset_heads[k](read)).to(target.lm_head_weight.dtype)
         return states, target.lm_head_weight, target.lm_head_bias
 
     def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
@@ -210,9 +210,9 @@ class ChimeraHead(DraftHead):
             drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
             f, h, y = fused[drafted, k], last[drafted], labels[drafted, k]
             states, vocabulary, bias = self.read_out(k, h, f, target)
-            aims = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}
+            hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}
             loss.add(f"ce_{k}", linear_cross_entropy(states, vocabulary, y, bias), config.ce_weight)
-            loss.add(f"mse_{k}", F.mse_loss(f, aims, reduction="none").mean(-1).sum(), config.mse_weight)
+            loss.add(f"mse_{k}", F.mse_loss(f, hidden, reduction="none").mean(-1).sum(), config.mse_weight)
             if not self.training:
                 hits.append(offset_hits(functools.partial(F.linear, weight=vocabulary, bias=bias), states, y))
         loss.score(hits, lengths)

@@ -40,12 +40,12 @@ class HeadConfig(ABC):
 
     @property
     def classes(self) -> int:
-        """D, the tokens a head scores: those of its draft vocabulary, or all."""
+        """D, how many tokens a head scores: those of its draft vocabulary, or all."""
         return self.draft_vocab_size or self.vocab_size
 
     @property
-    def windows_agree(self) -> bool:
-        """A window of labels ends where text and labels part: for heads that do not read the text they draft."""
+    def cut_at_disagreement(self) -> bool:
+        """Whether a window of labels ends where text and labels differ: for heads that do not read drafted tokens."""
         return True
 
     def __post_init__(self) -> None:

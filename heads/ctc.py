@@ -18,7 +18,7 @@ Paper: "Speculative Decoding with CTC-based Draft Model for LLM Inference Accele
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,7 @@ class CTCConfig(HeadConfig):
         return self.labels
 
     @property
-    def windows_agree(self) -> bool:
+    def cut_at_disagreement(self) -> bool:
         return self.labels_cut == "agree"
 
     @property
@@ -120,6 +120,11 @@ class CTCHead(DraftHead):
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
         self.blank_bias = nn.Parameter(torch.zeros(1))  # DeepSpeed broadcasts no 0-dimensional parameters
 
+    @property
+    def decoder_blocks(self) -> list[DecoderBlock]:
+        """The blocks, in order."""
+        return cast("list[DecoderBlock]", list(self.blocks))
+
     def weights_read(self) -> int:
         """Every weight and the LM head once; chained frames read them once a frame."""
         once = super().weights_read() + self.config.classes * self.config.hidden_size
@@ -135,8 +140,7 @@ class CTCHead(DraftHead):
         """
         super().start_from(hidden, target)
         target = self.draft_view(target)
-        block = self.blocks[0]
-        assert isinstance(block, DecoderBlock)
+        block = self.decoder_blocks[0]
         if target.layers is not None and not block.differs_from(target.layers[-1]):
             block.copy_from(target.layers[-1])
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
@@ -167,7 +171,7 @@ class CTCHead(DraftHead):
         states = (anchor_states[:, :, None] + self.frame_queries).reshape(batch, count * frames, hidden)
         offsets = torch.arange(1, frames + 1, device=positions.device)
         at = (positions[:, :, None] + offsets).reshape(batch, count * frames)
-        for block, block_attend in zip(self.blocks, attend):
+        for block, block_attend in zip(self.decoder_blocks, attend):
             states = block(states, at, block_attend)
         return self.norm(states).view(batch, count, frames, hidden)
 
@@ -176,7 +180,7 @@ class CTCHead(DraftHead):
 
         anchor_states [B, A, H] are c_n; positions [B, A] that of the base token; `attend` is a `chain_attention`.
         """
-        block = self.blocks[0]
+        block = self.decoder_blocks[0]
         frames, state = [], anchor_states
         for step in range(self.config.frames):
             frames.append(self.norm(block(state, positions + step, attend)))
@@ -200,14 +204,13 @@ class CTCHead(DraftHead):
         context = self.row_context(rows, target)
         if self.config.chained:
             attend = causal_attention(rows.segment_ids)
-            every = self.norm(self.blocks[0](context, rows.position_ids + 1, attend))  # f_i at every index
+            every = self.norm(self.decoder_blocks[0](context, rows.position_ids + 1, attend))  # f_i at every index
             offsets = torch.arange(self.config.frames, device=anchors.device)
             index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1)
             return at(every, index.flatten(1)).unflatten(1, index.shape[1:])
         visible = frame_mask(anchors, rows.segment_ids, self.config.frames)
         attends = []
-        for block in self.blocks:
-            assert isinstance(block, DecoderBlock)
+        for block in self.decoder_blocks:
             keys_values = block.context_keys_values(context, rows.position_ids + 1)
             attends.append(anchor_attention(visible, anchors, self.config.frames, keys_values))
         return self.draft_frames(at(context, anchors), rows.position_ids.gather(1, anchors) + 1, attends)
@@ -217,8 +220,7 @@ class CTCHead(DraftHead):
         if not self.config.chained:
             return self.train_frames(rows, anchors, target)
         context = self.row_context(rows, target)
-        block = self.blocks[0]
-        assert isinstance(block, DecoderBlock)
+        block = self.decoder_blocks[0]
         keys_values = block.context_keys_values(context, rows.position_ids + 1)
         pieces = []
         for some in anchors.split(anchors_at_once, dim=1):
@@ -227,7 +229,7 @@ class CTCHead(DraftHead):
             pieces.append(self.chain_frames(at(context, some), positions, attend, target))
         return torch.cat(pieces, dim=1)
 
-    def room(self) -> int:
+    def tokens_after(self) -> int:
         """Chained frames read the text ahead under teacher forcing."""
         return self.config.frames if self.config.chained else 0
 
@@ -236,31 +238,24 @@ class CTCHead(DraftHead):
         config = self.config
         frames = self.train_frames(rows, windows.anchors, target)
         kept = frames[windows.valid]  # [N, T, H]
-        labels, lengths = windows.labels[windows.valid], windows.lengths[windows.valid]
-        closed = windows.closed[windows.valid]
+        labels, lengths, closed = (x[windows.valid] for x in (windows.labels, windows.lengths, windows.closed))
         if config.open_windows:
             last = labels.gather(1, lengths[:, None] - 1)[:, 0]
             closed = closed & torch.isin(last, torch.tensor(config.end_token_ids, device=labels.device))
         counted = lengths
         if self.draft_vocab is not None:
             labels, lengths, closed = cut_before_outside(self.draft_classes(labels), lengths, closed)
+        blank = self.blank_weight, self.blank_bias
         ctc, infeasible = ctc_loss_fused(
-            kept,
-            self.blank_weight,
-            self.blank_bias,
-            target.lm_head_weight,
-            labels,
-            lengths,
-            closed,
-            lm_bias=target.lm_head_bias,
+            kept, *blank, target.lm_head_weight, labels, lengths, closed, lm_bias=target.lm_head_bias
         )
         loss = HeadLoss.zero(len(kept), kept.device)
         loss.add("ctc", ctc, config.ctc_weight)
         loss.parts["infeasible_count"] = infeasible.sum()
         if config.chained:
-            aims = windows.gather(rows.hidden, ahead=1)  # h_{n+1}
-            regression = F.smooth_l1_loss(kept[:, 0], aims, reduction="none").mean(-1).sum()
-            soft = soft_cross_entropy(kept[:, 0], target.lm_head_weight, aims, target, target.lm_head_bias)
+            next_hidden = windows.gather(rows.hidden, ahead=1)  # h_{n+1}
+            regression = F.smooth_l1_loss(kept[:, 0], next_hidden, reduction="none").mean(-1).sum()
+            soft = soft_cross_entropy(kept[:, 0], target.lm_head_weight, next_hidden, target, target.lm_head_bias)
             loss.add("regression", regression, config.regression_weight)
             loss.add("soft", soft, config.soft_weight)
         if not self.training:

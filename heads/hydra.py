@@ -50,7 +50,7 @@ class HydraConfig(MedusaConfig):
             raise ValueError(f"--dropout must be at least 0 and below 1; got {self.dropout:g}")
 
     @property
-    def windows_agree(self) -> bool:
+    def cut_at_disagreement(self) -> bool:
         """Hydra heads read the text they draft behind, so each offset has its label whatever was said before."""
         return False
 
@@ -83,14 +83,14 @@ class HydraHead(OffsetHeads):
 
         state [..., H] is s_n; token_states [..., k+1, H] the embeddings of the base token and the drafts behind it.
         """
-        head = cast("TokenHead", self.each[k])
+        head = cast("TokenHead", self.offset_heads[k])
         read = torch.cat([state[..., None, :], token_states], dim=-2).flatten(-2)
         read = F.dropout(read, self.config.dropout, self.training)
         return head.layers(state + head.tokens(read))
 
     def next_log_probs(self, k: int, state: Tensor, token_states: Tensor) -> Tensor:
         """Log-probabilities [..., V] in float32 of what follows k+1 known tokens; arguments as `head_states`."""
-        return self.each[k].vocabulary(self.head_states(k, state, token_states)).float().log_softmax(-1)
+        return self.offset_heads[k].vocabulary(self.head_states(k, state, token_states)).float().log_softmax(-1)
 
     def row_states(self, rows: Rows) -> Tensor:
         """[B, L, H], s_n at every index of whole rows."""
@@ -106,15 +106,15 @@ class HydraHead(OffsetHeads):
         token_states = self.token_states(tokens, target)  # [N, K, H] of n+1 … n+K
         loss = HeadLoss.zero(len(states), states.device)
         hits = []
-        for k, head in enumerate(self.each):
+        for k, head in enumerate(self.offset_heads):
             drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
             x, y = self.head_states(k, states[drafted], token_states[drafted, : k + 1]), labels[drafted, k]
             weight = head.vocabulary.weight
             if self.config.labels_from == "tokens":
                 loss.add(f"ce_{k}", linear_cross_entropy(x, weight, y), self.config.decay**k)
             else:
-                aims = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, of which x_{n+2+k} is said
-                loss.add(f"soft_{k}", soft_cross_entropy(x, weight, aims, target), self.config.decay**k)
+                hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, of which x_{n+2+k} is said
+                loss.add(f"soft_{k}", soft_cross_entropy(x, weight, hidden, target), self.config.decay**k)
             if not self.training:
                 hits.append(offset_hits(head.vocabulary, x, y))
         loss.score(hits, lengths)

@@ -77,7 +77,7 @@ class OffsetHeads(DraftHead):
         return OffsetHead(self.config)
 
     @property
-    def each(self) -> list[OffsetHead]:
+    def offset_heads(self) -> list[OffsetHead]:
         """The networks, in the order of their offsets."""
         return cast("list[OffsetHead]", list(self.heads))
 
@@ -85,7 +85,7 @@ class OffsetHeads(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Every vocabulary matrix starts as the target's LM head."""
         super().start_from(hidden, target)
-        for head in self.each:
+        for head in self.offset_heads:
             head.vocabulary.weight.copy_(self.draft_view(target).lm_head_weight)
 
 
@@ -94,7 +94,7 @@ class MedusaHead(OffsetHeads):
 
     def draft_log_probs(self, hidden: Tensor, offsets: int | None = None) -> Tensor:
         """[..., H] h_n → [..., K, V] log-probabilities in float32, of the first `offsets` only where that is given."""
-        logits = [head.vocabulary(head.layers(hidden)) for head in self.each[:offsets]]
+        logits = [head.vocabulary(head.layers(hidden)) for head in self.offset_heads[:offsets]]
         return torch.stack(logits, dim=-2).float().log_softmax(-1)
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
@@ -104,7 +104,7 @@ class MedusaHead(OffsetHeads):
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(states), states.device)
         hits = []
-        for k, head in enumerate(self.each):
+        for k, head in enumerate(self.offset_heads):
             drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
             x, y = head.layers(states[drafted]), labels[drafted, k]
             loss.add(f"ce_{k}", linear_cross_entropy(x, head.vocabulary.weight, y), self.config.decay**k)
