@@ -7,7 +7,7 @@ up to numerical ties. Shapes: B rows, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,20 +40,14 @@ def answer_prompts(
 
     With `cut_loops` an answer is cut at its `loop_start`; `progress` is called with the number of new answers.
     """
-    answers: list[Answer | None] = [None] * len(prompts)
-    for batch in _batches_by_length(prompts, batch_size):
-        for i, answer in zip(
-            batch, _answer_batch(target, [prompts[i] for i in batch], [limits[i] for i in batch], cut_loops)
-        ):
-            answers[i] = answer
-        progress(len(batch))
-    return [answer for answer in answers if answer is not None]
-
-
-def _batches_by_length(rows: list[list[int]], batch_size: int) -> Iterator[list[int]]:
-    order = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+    answers: dict[int, Answer] = {}
     for start in range(0, len(order), batch_size):
-        yield order[start : start + batch_size]
+        batch = order[start : start + batch_size]
+        limits_B = [limits[i] for i in batch]
+        answers.update(zip(batch, _answer_batch(target, [prompts[i] for i in batch], limits_B, cut_loops)))
+        progress(len(batch))
+    return [answers[i] for i in range(len(prompts))]
 
 
 @torch.inference_mode()
@@ -119,7 +113,7 @@ class _InPlaceLayer(DynamicLayer):
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self._capacity = capacity
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self._buffers: tuple[Tensor, ...] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -127,24 +121,19 @@ class _InPlaceLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if self._buffers is None:
-            self._buffers = (self._buffer_like(key_states), self._buffer_like(value_states))
+            self._buffers = tuple(
+                x.new_empty((*x.shape[:2], self._capacity, x.shape[-1])) for x in (key_states, value_states)
+            )
         for buffer, new in zip(self._buffers, (key_states, value_states)):
             buffer[:, :, start:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
-    def _buffer_like(self, states: Tensor) -> Tensor:
-        batch, heads, _, size = states.shape
-        return states.new_empty((batch, heads, self._capacity, size))
-
     def batch_select_indices(self, indices: Tensor) -> None:
         if self._buffers is None:
             return
         length = self.get_seq_length()
-        kept = []
-        for buffer in self._buffers:
-            smaller = buffer.new_empty((len(indices), *buffer.shape[1:]))
-            smaller[:, :, :length] = buffer[indices, :, :length]
-            kept.append(smaller)
-        self._buffers = (kept[0], kept[1])
+        old, self._buffers = self._buffers, tuple(x.new_empty((len(indices), *x.shape[1:])) for x in self._buffers)
+        for buffer, larger in zip(self._buffers, old):
+            buffer[:, :, :length] = larger[indices, :, :length]
         self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)

@@ -26,19 +26,18 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     """The tokenizer in a folder or behind a hub id; `chat_template` (a name or a file) replaces its own."""
     template = None if chat_template is None else read_chat_template(chat_template)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    if template is not None:
-        tokenizer.chat_template = template
+    tokenizer.chat_template = template or tokenizer.chat_template
     return tokenizer
 
 
 def load_chat_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """As `load_tokenizer`, for --tokenizer: one without a chat template gets Vicuna's; ValueError if there is none."""
-    template = None if chat_template is None else read_chat_template(chat_template)
+    template = read_chat_template(chat_template or "vicuna")
     try:
         tokenizer = load_tokenizer(path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--tokenizer {path} is no tokenizer's folder or hub id ({reason}); check the path") from None
-    if template is not None or not tokenizer.chat_template:
-        tokenizer.chat_template = template or read_chat_template("vicuna")
+    if chat_template or not tokenizer.chat_template:
+        tokenizer.chat_template = template
     return tokenizer

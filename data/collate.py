@@ -101,27 +101,13 @@ class DraftCollator:
         return batch
 
 
-def split_held_out(
-    dataset: datasets.Dataset, rows: int | None = None, fraction: float | None = None, seed: int = 0
-) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """(train, held-out): the `rows`, or the `fraction`, of rows whose hash of (seed, id) is lowest.
-
-    The side of a row does not depend on the order of the dataset nor, with `fraction`, on the other rows.
-    """
-    if (rows is None) == (fraction is None):
-        raise ValueError("give rows or fraction, one of them")
+def split_held_out(dataset: datasets.Dataset, rows: int, seed: int = 0) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """(train, held-out): the `rows` whose hash of (seed, id) is lowest, whatever the order of the dataset."""
+    if not 0 <= rows < len(dataset):
+        raise ValueError(f"{rows} held-out rows of {len(dataset)} leave nothing to train on; lower the number")
     hashes = [unit_hash(f"{seed}:{row_id}") for row_id in dataset["id"]]
-    if fraction is not None:
-        if not 0 <= fraction < 1:
-            raise ValueError(f"the held-out fraction must be in [0, 1), received {fraction}")
-        held = [i for i, value in enumerate(hashes) if value < fraction]
-    else:
-        assert rows is not None
-        if not 0 <= rows < len(dataset):
-            raise ValueError(f"{rows} held-out rows of {len(dataset)} leave nothing to train on; lower the number")
-        held = sorted(sorted(range(len(hashes)), key=lambda i: (hashes[i], i))[:rows])
-    chosen = set(held)
-    return dataset.select([i for i in range(len(hashes)) if i not in chosen]), dataset.select(held)
+    ranked = sorted(range(len(hashes)), key=lambda i: (hashes[i], i))
+    return dataset.select(sorted(ranked[rows:])), dataset.select(sorted(ranked[:rows]))
 
 
 def unit_hash(text: str) -> float:

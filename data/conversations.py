@@ -10,7 +10,6 @@ turns messages into token ids.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,27 +39,16 @@ FEATURES = datasets.Features(
 )
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used: `row` counts from 0, `where` names file, line and row."""
-
-    row: int
-    where: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.reason}"
-
-
 @dataclass
 class Conversations:
     """What a source holds: `dataset` with columns `id` and `messages`, and the rows that could not be used.
 
+    bad_rows: "FILE, line N, row K: reason" of each
     repeated: rows left out because an earlier one has the same user turns (only when answers are generated).
     """
 
     dataset: datasets.Dataset
-    bad_rows: list[BadRow] = field(default_factory=list)
+    bad_rows: list[str] = field(default_factory=list)
     repeated: int = 0
 
 
@@ -71,16 +59,17 @@ def load_conversations(source: str, split: str = "train", skip_bad_rows: bool = 
 
 def read_conversations(source: str, split: str = "train", skip_bad_rows: bool = False) -> Conversations:
     """Read `source`; ConversationError at the first bad row, or every bad row listed with `skip_bad_rows`."""
-    bad_rows: list[BadRow] = []
+    bad_rows: list[str] = []
     ids: list[str] = []
     rows: list[list[dict[str, str]]] = []
-    for row, (where, record) in enumerate(_records(source, split)):
+    records = read_json_rows(Path(source)) if Path(source).is_file() else hub_rows(source, split)
+    for row, (where, record) in enumerate(records):
         try:
             if isinstance(record, MalformedJson):
                 raise ConversationError(str(record))
             row_id, messages = parse_record(record)
         except ConversationError as error:
-            bad = BadRow(row, where, str(error))
+            bad = f"{where}: {error}"
             if not skip_bad_rows:
                 raise ConversationError(f"{bad}; repair the row or pass --skip_bad_rows to list it") from None
             logger.warning("skipped %s", bad)
@@ -121,37 +110,27 @@ def parse_record(record: Any) -> tuple[str | None, list[dict[str, str]]]:
         if not isinstance(text, str):
             raise ConversationError(f"turn {number} ({role}): text is a string, received {type(text).__name__}")
         messages.append({"role": ROLES[role], "content": text})
-    check_messages(messages)
+    _check_roles(messages)
     row_id = record.get("id")
     return (str(row_id) if row_id is not None else None), messages
 
 
-def check_messages(messages: list[dict[str, str]]) -> None:
+def _check_roles(messages: list[dict[str, str]]) -> None:
     """ConversationError unless the roles are [system], user, assistant, user, … with at least one assistant turn."""
     if not messages:
         raise ConversationError("the conversation is empty")
-    dialogue = messages[1:] if messages[0]["role"] == "system" else messages
-    for number, (turn, expected) in enumerate(zip(dialogue, _alternating()), len(messages) - len(dialogue)):
-        role = turn["role"]
-        if role == expected:
+    roles = [message["role"] for message in messages]
+    first = int(roles[0] == "system")
+    for number, role in enumerate(roles[first:], start=first):
+        if role == ("user", "assistant")[(number - first) % 2]:
             continue
         if role == "system":
             raise ConversationError(f"turn {number} is a system turn; only the first turn may be")
-        if number == len(messages) - len(dialogue):
+        if number == first:
             raise ConversationError("the conversation starts with the assistant; the first turn is the user's")
         raise ConversationError(f"turns {number - 1} and {number} are both of the {role}; roles must alternate")
-    if all(turn["role"] != "assistant" for turn in messages):
+    if "assistant" not in roles:
         raise ConversationError("the conversation has no assistant turn")
-    for number, turn in enumerate(messages):
-        if turn["role"] == "assistant" and not turn["content"].strip():
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and not message["content"].strip():
             raise ConversationError(f"turn {number} (assistant) is blank")
-
-
-def _alternating() -> Iterator[str]:
-    while True:
-        yield "user"
-        yield "assistant"
-
-
-def _records(source: str, split: str) -> Iterator[tuple[str, Any]]:
-    return read_json_rows(Path(source)) if Path(source).is_file() else hub_rows(source, split)

@@ -139,7 +139,7 @@ def _header(source: str, distiller: Distiller, loaded: Conversations) -> dict[st
             "rows": len(loaded.dataset),
             "repeated": loaded.repeated,
             "fingerprint": _data_fingerprint(loaded.dataset),
-            "bad_rows": [str(bad) for bad in loaded.bad_rows],
+            "bad_rows": loaded.bad_rows,
         },
         "end_token_ids": list(target.end_token_ids),
     }

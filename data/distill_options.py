@@ -2,58 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from draft_heads.data.dtypes import DTYPES
+from draft_heads.data.options import check_options, option
 
 
 @dataclass
 class DistillOptions:
-    """Everything but the target, the source and the output; those marked * change the rows and must stay on resume.
+    """Everything but the target, the source and the output. Those below the line may change when a run is resumed."""
 
-    labels          * argmax (recorded text) or generate (the target's own answers)
-    split           * split of a hub dataset
-    limit           * only the first N conversations, None for all
-    shuffle_seed    * shuffle the conversations before `limit`, None for file order
-    max_length      * longest row in tokens, None for the target's positions or 2048, whichever is less
-    max_new_tokens  * longest generated answer
-    answer_prefix   * let the target continue the first 0 to N tokens (by row) of the recorded answer
-    cut_loops       * end a generated answer where it begins to loop (`data.loops`)
-    hidden_states   * cache the target's hidden states: None, `target` (its own type) or the name of a type
-    target_layers   * with hidden_states: also cache the outputs of these layers of the target, for heads that read them
-    shard_rows      * conversations per shard
-    skip_bad_rows   * list unusable rows instead of stopping
-    engine          * what generates: local, or openai (a /v1/completions server that returns token ids)
-    batch_size        rows that are generated or labelled together
-    base_url          the server of `engine="openai"`
-    model_name        the model's name there, None for the first it lists
-    """
-
-    labels: str = "argmax"
-    split: str = "train"
-    limit: int | None = None
-    shuffle_seed: int | None = None
-    max_length: int | None = None
-    max_new_tokens: int = 512
-    answer_prefix: int = 0
-    cut_loops: bool = False
-    hidden_states: str | None = None
-    target_layers: list[int] = field(default_factory=list)
-    shard_rows: int = 1024
-    skip_bad_rows: bool = False
-    engine: str = "local"
-    batch_size: int = 32
-    base_url: str | None = None
-    model_name: str | None = None
+    labels: str = option("argmax", "recorded answers, or the target's own (argmax)", choices=("argmax", "generate"))
+    split: str = option("train", "split of a hub dataset (train)")
+    limit: int | None = option(None, "only the first N conversations", least=1)
+    shuffle_seed: int | None = option(None, "shuffle the conversations before --limit")
+    max_length: int | None = option(None, "longest row in tokens (the target's positions, at most 2048)", least=1)
+    max_new_tokens: int = option(512, "longest generated answer (512)", least=1)
+    answer_prefix: int = option(
+        0, "let the target continue the first 0 to N tokens (by row) of recorded answers (0: answer from the start)"
+    )
+    cut_loops: bool = option(False, "end a generated answer where it begins to loop")
+    hidden_states: str | None = option(
+        None, f"cache the target's hidden states: the target's own type, or one of {', '.join(DTYPES)}", const="target"
+    )
+    target_layers: list[int] = option([], "with --hidden_states: also cache the outputs of these layers")
+    shard_rows: int = option(1024, "conversations per shard (1024)", least=1)
+    skip_bad_rows: bool = option(False, "list unusable rows instead of stopping")
+    engine: str = option(
+        "local", "what generates: local, or a server that returns token ids (local)", choices=("local", "openai")
+    )
+    # --- free on resume ---------------------------------------------------------------------------------------------
+    batch_size: int = option(32, "rows generated and labelled together (32)", least=1)
+    base_url: str | None = option(None, "URL of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
+    model_name: str | None = option(None, "name of the model on that server (the first it lists)")
 
     def __post_init__(self) -> None:
-        for name, valid in (("labels", ("argmax", "generate")), ("engine", ("local", "openai"))):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"--{name} {getattr(self, name)} is unknown; pass one of {', '.join(valid)}")
-        for name in ("limit", "max_length", "max_new_tokens", "shard_rows", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, received {value}")
+        check_options(self)
         if self.answer_prefix < 0 or (self.answer_prefix and self.labels != "generate"):
             raise ValueError(
                 "--answer_prefix must be 0 or more, and goes with --labels generate; received "

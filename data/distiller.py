@@ -89,12 +89,7 @@ class Distiller:
             texts, layers = [rows[i].ids for i in batch], self.options.target_layers
             for i, (greedy, *states) in zip(batch, self.target.label(texts, keep, layers)):
                 row = rows[i]
-                record = {
-                    "id": row.id,
-                    "input_ids": row.ids,
-                    "assistant_mask": row.mask,
-                    "greedy_ids": greedy,
-                }
+                record = dict(id=row.id, input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
                 if keep:
                     columns = zip(STATE_COLUMNS[: 1 + bool(layers)], states)
                     yield record | {name: hidden_bytes(x.to(self.hidden_dtype)) for name, x in columns if x is not None}

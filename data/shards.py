@@ -9,8 +9,10 @@ one atomically. So every shard in the manifest is whole, and a new run starts af
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+
+from draft_heads.data.files import write_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -84,14 +88,8 @@ class ShardFolder:
             return cls(folder, manifest)
         if foreign := sorted(path.name for path in folder.iterdir() if not _is_own_file(path)):
             raise ValueError(f"--output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            **header,
-            "shards": [],
-            "counts": {},
-            "complete": False,
-        }
-        return cls(folder, manifest)
+        fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
+        return cls(folder, fresh)
 
     def begin(self) -> None:
         """Remove shards that the manifest does not list, and temporary files."""
@@ -119,7 +117,8 @@ class ShardFolder:
         written = 0
         with temporary.open("wb") as file:
             with pa.ipc.new_stream(file, schema) as stream:
-                for batch in _batches(rows, 1 if states else 256):
+                rows, size = iter(rows), 1 if states else 256
+                while batch := list(itertools.islice(rows, size)):
                     columns = {key: [row[key] for row in batch] for key in schema.names}
                     stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
                     written += len(batch)
@@ -136,20 +135,13 @@ class ShardFolder:
         self._save()
 
     def _save(self) -> None:
-        totals: dict[str, Any] = {}
+        totals: Counter[str] = Counter()
         for shard in self.manifest["shards"]:
-            for key, count in shard["counts"].items():
-                totals[key] = totals.get(key, 0) + count
-        trained = totals.get("trained_tokens", 0)
-        totals["agreement"] = round(totals.get("agreeing_tokens", 0) / trained, 6) if trained else None
-        self.manifest["counts"] = totals
-        temporary = self.folder / f"{MANIFEST}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(self.manifest, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / MANIFEST)
-        _sync_folder(self.folder)
+            totals.update(shard["counts"])
+        trained = totals["trained_tokens"]
+        agreement = round(totals["agreeing_tokens"] / trained, 6) if trained else None
+        self.manifest["counts"] = {**totals, "agreement": agreement}
+        write_text(self.folder / MANIFEST, json.dumps(self.manifest, indent=1, ensure_ascii=False))
 
 
 def load_distilled(path: str) -> DistilledDataset:
@@ -213,26 +205,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _batches(rows: Iterable[dict[str, Any]], size: int) -> Iterable[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
 def _is_own_file(path: Path) -> bool:
-    return path.name in {MANIFEST, f"{MANIFEST}.tmp"} or (
+    return path.name in {MANIFEST, f".{MANIFEST}.partial"} or (
         path.name.startswith("shard-") and path.name.endswith((".arrow", ".arrow.tmp"))
     )
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -15,6 +15,7 @@ the keys up to the last of them only, which gives the same numbers at a fraction
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -63,113 +64,64 @@ def dense_mask(visible: Mask, batch: int, queries: Tensor, keys: Tensor) -> Tens
     return visible(b, torch.zeros_like(b), query, key)
 
 
-def dense_frame_attention(
-    context: KeysValues, anchors: Tensor, segment_ids: Tensor, frames: int, anchors_per_chunk: int = 16
+def anchor_attention(
+    visible: Mask, anchors: Tensor, per_anchor: int, left: KeysValues, right: KeysValues | None = None
 ) -> Attend:
-    """SDPA for CTC frames; `context` keys and values [B, G, L, D]."""
-    visible = frame_mask(anchors, segment_ids, frames)
+    """Attention of the queries of anchors `[B, A]`, `per_anchor` each, under a mask: flex on GPU, dense on CPU.
 
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        def seen(upto: int, own: slice) -> list[tuple[int, KeysValues]]:
-            return [(0, _first(context, upto)), (own.start, (keys[:, :, own], values[:, :, own]))]
-
-        return _in_chunks(queries, visible, segment_ids.shape[1], anchors, frames, anchors_per_chunk, seen)
-
-    return attend
+    left, right: the two halves of the keys and values, `[B, G, ·, D]`; without a right half, the queries' own.
+    """
+    return (flex_anchor_attention if anchors.is_cuda else dense_anchor_attention)(
+        visible, anchors, per_anchor, left, right
+    )
 
 
-def dense_fusion_attention(
-    past: KeysValues,
-    grams: KeysValues,
-    anchors: Tensor,
-    segment_ids: Tensor,
-    heads: int,
-    anchors_per_chunk: int = 16,
-) -> Attend:
-    """SDPA for Chimera's queries; keys and values of h and of g, [B, G, L, D] each, hold the queries' own as well."""
-    visible = fusion_mask(anchors, segment_ids, heads)
-
-    def seen(upto: int, own: slice) -> list[tuple[int, KeysValues]]:
-        return [(0, _first(past, upto)), (0, _first(grams, upto + heads))]
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return _in_chunks(queries, visible, segment_ids.shape[1], anchors, heads, anchors_per_chunk, seen)
-
-    return attend
-
-
-def _first(states: KeysValues, upto: int) -> KeysValues:
-    return states[0][:, :, :upto], states[1][:, :, :upto]
-
-
-def _in_chunks(
-    queries: Tensor,
+def dense_anchor_attention(
     visible: Mask,
-    length: int,
     anchors: Tensor,
     per_anchor: int,
-    size: int,
-    seen: Callable[[int, slice], list[tuple[int, KeysValues]]],
-) -> Tensor:
-    """`size` neighbouring anchors at a time, each with the keys up to its last anchor.
-
-    `seen(upto, own queries)` gives the two halves of the keys, each from the index in its half at which it starts; the
-    second half's indices in the mask begin at `length`.
-    """
-    pieces = []
-    for start in range(0, anchors.shape[1], size):
-        end = min(start + size, anchors.shape[1])
-        own = slice(start * per_anchor, end * per_anchor)
-        (begin, left), (other, right) = seen(int(anchors[:, start:end].max()) + 1, own)
-        index = torch.cat(
-            [
-                torch.arange(begin, begin + left[0].shape[2], device=anchors.device),
-                torch.arange(length + other, length + other + right[0].shape[2], device=anchors.device),
-            ]
-        )
-        mask = dense_mask(visible, len(anchors), torch.arange(own.start, own.stop, device=anchors.device), index)
-        keys, values = (torch.cat([left[i], right[i]], dim=2) for i in (0, 1))
-        pieces.append(grouped_attention(queries[:, :, own], keys, values, mask[:, None]))
-    return torch.cat(pieces, dim=2)
-
-
-def flex_frame_attention(context: KeysValues, anchors: Tensor, segment_ids: Tensor, frames: int) -> Attend:
-    """FlexAttention for CTC frames, from the same mask function."""
-    keys_count = segment_ids.shape[1] + anchors.shape[1] * frames
-    flex = _flex_attention(frame_mask(anchors, segment_ids, frames), anchors, frames, keys_count)
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return flex(queries, torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2))
-
-    return attend
-
-
-def flex_fusion_attention(
-    past: KeysValues, grams: KeysValues, anchors: Tensor, segment_ids: Tensor, heads: int
+    left: KeysValues,
+    right: KeysValues | None = None,
+    anchors_per_chunk: int = 16,
 ) -> Attend:
-    """FlexAttention for Chimera's queries, from the same mask function."""
-    flex = _flex_attention(fusion_mask(anchors, segment_ids, heads), anchors, heads, 2 * segment_ids.shape[1])
-    all_keys, all_values = torch.cat([past[0], grams[0]], dim=2), torch.cat([past[1], grams[1]], dim=2)
+    """`anchor_attention` by SDPA, neighbouring anchors at a time, each chunk with the keys up to its last anchor."""
+    length, count = left[0].shape[2], anchors.shape[1]
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return flex(queries, all_keys, all_values)
+        pieces = []
+        for start in range(0, count, anchors_per_chunk):
+            own = slice(start * per_anchor, min(start + anchors_per_chunk, count) * per_anchor)
+            upto = int(anchors[:, start : start + anchors_per_chunk].max()) + 1
+            first = slice(0, upto)
+            second = own if right is None else slice(0, min(upto + per_anchor, length))
+            halves = zip(left, (keys, values) if right is None else right)
+            seen_keys, seen_values = (torch.cat([a[:, :, first], b[:, :, second]], dim=2) for a, b in halves)
+            index = torch.cat([torch.arange(upto), torch.arange(length + second.start, length + second.stop)])
+            rows = torch.arange(own.start, own.stop, device=anchors.device)
+            mask = dense_mask(visible, len(anchors), rows, index.to(anchors.device))
+            pieces.append(grouped_attention(queries[:, :, own], seen_keys, seen_values, mask[:, None]))
+        return torch.cat(pieces, dim=2)
 
     return attend
 
 
-_compiled_flex: Callable[..., Tensor] | None = None
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=True)
 
 
-def _flex_attention(visible: Mask, anchors: Tensor, per_anchor: int, keys: int) -> Attend:
-    """FlexAttention under a mask: compiled once on GPU (uncompiled it builds every score), as is on CPU."""
-    global _compiled_flex
-    device = anchors.device.type
-    block_mask = create_block_mask(visible, len(anchors), None, anchors.shape[1] * per_anchor, keys, device=device)
-    if device == "cuda" and _compiled_flex is None:
-        _compiled_flex = torch.compile(flex_attention, dynamic=True)
-    flex: Any = _compiled_flex if device == "cuda" else flex_attention
+def flex_anchor_attention(
+    visible: Mask, anchors: Tensor, per_anchor: int, left: KeysValues, right: KeysValues | None = None
+) -> Attend:
+    """`anchor_attention` by FlexAttention: compiled once on GPU (uncompiled it builds every score), as is on CPU."""
+    count = anchors.shape[1] * per_anchor
+    keys_count = left[0].shape[2] + (count if right is None else right[0].shape[2])
+    block_mask = create_block_mask(visible, len(anchors), None, count, keys_count, device=anchors.device.type)
+    flex: Any = _compiled_flex() if anchors.is_cuda else flex_attention
 
-    def attend(queries: Tensor, all_keys: Tensor, all_values: Tensor) -> Tensor:
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        halves = zip(left, (keys, values) if right is None else right)
+        all_keys, all_values = (torch.cat(both, dim=2) for both in halves)
         grouped = queries.shape[1] != all_keys.shape[1]
         return flex(queries, all_keys, all_values, block_mask=block_mask, enable_gqa=grouped)
 
@@ -177,7 +129,7 @@ def _flex_attention(visible: Mask, anchors: Tensor, per_anchor: int, keys: int) 
 
 
 def causal_attention(segment_ids: Tensor) -> Attend:
-    """Every state of rows with `segment_ids [B, L]` sees itself and what lies before it in its conversation."""
+    """Every state of rows with `segment_ids [B, L]` sees itself and the states before it in its conversation."""
     index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     mask = (index <= index[:, None]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
 
@@ -188,7 +140,7 @@ def causal_attention(segment_ids: Tensor) -> Attend:
 
 
 def before_anchor(anchors: Tensor, segment_ids: Tensor) -> Tensor:
-    """[B, A, L] bool, the contexts before each anchor `[B, A]`, without its own: that one opens the chain."""
+    """[B, A, L] bool, the contexts before each anchor `[B, A]`; the anchor's own is the first state of its chain."""
     index = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     same = segment_ids[:, None, :] == segment_ids.gather(1, anchors)[:, :, None]
     return same & (index < anchors[:, :, None])
@@ -212,9 +164,9 @@ def chain_attention(context: KeysValues, visible: Tensor) -> Attend:
 
 
 class Memory(Protocol):
-    """Keys and values `[1, G, C, D]`, and how rows `[1, G, Q, D]` are put at `slots [Q]` of them.
+    """Keys and values `[1, G, C, D]` and a write of rows `[1, G, Q, D]` at `slots [Q]`.
 
-    Whoever keeps both in one buffer writes there: for a write through a view, a compiled program would copy all of it.
+    The memory writes its own buffer: a compiled program copies a whole buffer that it writes through a view.
     """
 
     @property

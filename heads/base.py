@@ -1,18 +1,18 @@
-"""What every draft head shares: its configuration, the view of the frozen target it is lent, its training result.
+"""What every draft head shares: the text it reads, the frozen target it is lent, its training result.
 
 Shapes: B batch, L length, H hidden, V vocabulary, N windows, U label offsets.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of
 from draft_heads.heads.windows import Windows, select_windows
 
@@ -22,7 +22,7 @@ class TargetView:
     """The frozen target's embedding and LM head, lent to a head; never registered in it, saved or trained with it.
 
     `DraftHead.draft_view` leaves the rows of the head's draft vocabulary in the LM head; the embedding stays whole.
-    A plain object, not a module: a head that is handed one cannot pick up its parameters by accident.
+    A plain object, not a module, so that a head which stores one does not register its parameters.
     """
 
     embedding: nn.Module
@@ -68,109 +68,10 @@ class HeadLoss:
         self.parts[name] = value.detach()
 
     def score(self, hits: list[Tensor], lengths: Tensor) -> None:
-        """Take in the hits `[5]` of every offset, for windows of `lengths [N]`; none are given in training."""
+        """Store the hits `[5]` of every offset, for windows of `lengths [N]`; the list is empty in training."""
         if hits:
             self.correct = torch.stack(hits)
             self.counted = torch.stack([(lengths > offset).sum() for offset in range(len(hits))]).float()
-
-
-@dataclass
-class HeadConfig(ABC):
-    """Sizes a head takes from its target, and which target that was. Subclasses add what the method needs."""
-
-    kind: ClassVar[str] = ""
-    reads_layers: ClassVar[bool] = False  # whether heads of this kind can have `target_layers`
-    hidden_size: int = 0
-    vocab_size: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    intermediate_size: int = 0
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    end_token_ids: list[int] = field(default_factory=list)
-    target: str = ""
-    target_fingerprint: dict[str, Any] = field(default_factory=dict)
-    token_scale: float = 1.0  # what heads multiply the target's embeddings by; `DraftHead.start_from` sets it
-    tree_temperature: float = 1.0  # divides the log-probabilities a draft tree is built from; scripts/tune_tree.py
-    target_layers: list[int] = field(
-        default_factory=list,
-        metadata={"help": "layers of the target that are read beside its last hidden state, e.g. 2 16 29"},
-    )
-    anchors: int = field(default=0, metadata={"help": "anchors sampled per row and step; 0 trains on every one"})
-    draft_vocab_size: int = field(
-        default=0, metadata={"help": "draft from this many most frequent answer tokens; 0: from the whole vocabulary"}
-    )
-
-    @property
-    @abstractmethod
-    def offsets(self) -> int:
-        """U, how many labels behind the base token a head drafts."""
-
-    @property
-    def classes(self) -> int:
-        """D, the tokens a head scores: those of its draft vocabulary, or all."""
-        return self.draft_vocab_size or self.vocab_size
-
-    @property
-    def windows_agree(self) -> bool:
-        """A window of labels ends where text and labels part: for heads that do not read the text they draft."""
-        return True
-
-    def __post_init__(self) -> None:
-        if self.target_layers and not self.reads_layers:
-            raise ValueError(
-                f"--target_layers is for heads that read several layers; a {self.kind} head reads the last hidden "
-                f"state only; got {' '.join(map(str, self.target_layers))}; leave it out"
-            )
-        if self.anchors < 0:
-            raise ValueError(f"--anchors must be 0 (all) or more; got {self.anchors}")
-        if not self.tree_temperature > 0:
-            raise ValueError(f"tree_temperature must be above 0; got {self.tree_temperature}; 1 leaves drafts alone")
-        least, most = max(1, len(set(self.end_token_ids))), self.vocab_size
-        size = self.draft_vocab_size
-        if size < 0 or (most and size and not least <= size <= most):  # the target's sizes are read after the options
-            raise ValueError(
-                "--draft_vocab_size must be 0 (the whole vocabulary) or a number of tokens"
-                f"{f' from {least} to {most}' if most else ''}, the end tokens among them; got {size}; leave it out or "
-                "pick one in that range"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
-
-    def to_json_string(self, use_diff: bool = True) -> str:
-        """JSON text; the signature is the one transformers' logging callbacks call."""
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}
-        given = {key: value for key, value in values.items() if key != "kind"}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise ValueError(
-                f"unknown {cls.kind} head setting {', '.join(unknown)}; valid are {', '.join(sorted(known))}"
-            )
-        return cls(**given)
-
-
-def target_sizes(config: Any) -> dict[str, Any]:
-    """The sizes of `HeadConfig` read from a transformers decoder config; missing ones get the usual defaults."""
-    heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "full_attention" in rope:  # one set of parameters per layer type
-        rope = rope["full_attention"]
-    return {
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
-        "rope_theta": float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
-    }
 
 
 @dataclass(frozen=True)
@@ -205,11 +106,6 @@ class Rows:
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         return cls(hidden, input_ids, segment_ids, position_ids, aux_hidden)
-
-
-def at(rows: Tensor, index: Tensor) -> Tensor:
-    """[B, A, H], the states `rows [B, L, H]` at `index [B, A]`."""
-    return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[-1]))
 
 
 def root_mean_square(states: Tensor) -> Tensor:
@@ -289,8 +185,7 @@ class DraftHead(nn.Module, ABC):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads.
 
-        The base's: token states get the scale of hidden states. Embeddings are often tens of times smaller, and a
-        head that reads both side by side would be long in noticing them.
+        Here: `token_scale`, by which embeddings, often tens of times smaller than hidden states, get their scale.
         """
         tokens = target.embed(torch.arange(min(self.config.vocab_size, 4096), device=hidden.device))
         self.config.token_scale = float(root_mean_square(hidden) / root_mean_square(tokens))
@@ -336,21 +231,11 @@ class DraftHead(nn.Module, ABC):
         self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int = 0
     ) -> Windows:
         """The anchors this step trains on, with their labels; every one in evaluation mode."""
-        config = self.config
-        return select_windows(
-            input_ids,
-            greedy_ids,
-            mask,
-            segment_ids,
-            config.offsets,
-            config.end_token_ids,
-            config.windows_agree,
-            config.anchors if self.training else 0,
-            seed,
-            self.room(),
-        )
+        text, config = (input_ids, greedy_ids, mask, segment_ids), self.config
+        rule = config.offsets, config.end_token_ids, config.cut_at_disagreement
+        return select_windows(*text, *rule, config.anchors if self.training else 0, seed, self.tokens_after())
 
-    def room(self) -> int:
+    def tokens_after(self) -> int:
         """Tokens of the same conversation that must follow an anchor in training."""
         return 0
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_heads.heads.base import HeadConfig
+from draft_heads.heads.config import HeadConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries [B, N, Q, D], their own keys [B, G, Q, D], values [B, G, Q, D]) → [B, N, Q, D]; the caller knows the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import check_fingerprint
-from draft_heads.heads.base import DraftHead, HeadConfig
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.config import HeadConfig
 
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 
@@ -48,16 +49,6 @@ def save_head(head: DraftHead, folder: str | Path, provenance: dict[str, Any] | 
     write_text(folder / PROVENANCE, json.dumps(provenance or {}, indent=2, sort_keys=True) + "\n")
     if card:
         write_text(folder / CARD, card)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def locate(source: str | Path) -> Path:

@@ -9,7 +9,7 @@ block's output `f_{n+1+k}`, which is regressed to h_{n+1+k}.
 
 Training runs every anchor and every head in one pass. Head k's query at index i = n+1+k sees `h_j` for j ≤ n = i−1−k
 and `g_j` for j ≤ i, is concatenated with h_n, has label y_{i+1} and regresses h_i. Worked example, n = 4, k = 1: the
-query is g_6; it sees h_1 … h_4 and g_1 … g_6; it predicts the token at 7; f's aim is h_6.
+query is g_6; it sees h_1 … h_4 and g_1 … g_6; it predicts the token at 7; f is regressed to h_6.
 
 Paper: "Chimera: A Lossless Decoding Method for Accelerating Large Language Models Inference by Fusing all Tokens"
 (2024), section 3.
@@ -18,24 +18,22 @@ Paper: "Chimera: A Lossless Decoding Method for Accelerating Large Language Mode
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
-from draft_heads.heads.attention import causal_attention, dense_fusion_attention, flex_fusion_attention
-from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, at, root_mean_square
+from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import linear_cross_entropy
 from draft_heads.heads.medusa import OffsetConfig
-from draft_heads.heads.windows import Windows
-
-ENCODERS = ("kgram", "target_layer0_frozen", "target_layer0_finetuned")
-PROJECTIONS = ("full", "shared")
+from draft_heads.heads.windows import Windows, at
 
 
 @dataclass
@@ -44,33 +42,32 @@ class ChimeraConfig(OffsetConfig):
 
     kind: ClassVar[str] = "chimera"
 
-    encoder: str = field(
-        default="kgram",
-        metadata={"help": "kgram, target_layer0_frozen or target_layer0_finetuned (Table 7)"},
+    encoder: str = option(
+        "kgram",
+        "what encodes tokens; target_layer0: the target's own first layer (Table 7)",
+        choices=("kgram", "target_layer0_frozen", "target_layer0_finetuned"),
     )
-    order: int = field(default=3, metadata={"help": "tokens of a k-gram, 1 to 5 (3: the paper's trigram)"})
-    projection: str = field(
-        default="full",
-        metadata={"help": "full (the paper: a 2H x V matrix a head) or shared (the LM head behind a 2H x H matrix)"},
+    order: int = option(3, "tokens of a k-gram, 1 to 5 (3: the paper's trigram)")
+    projection: str = option(
+        "full",
+        "full (the paper: a 2H x V matrix a head) or shared (the LM head behind a 2H x H matrix)",
+        choices=("full", "shared"),
     )
-    residual: bool = field(default=True, metadata={"help": "heads read h_n beside the block's output (Fig. 6)"})
-    ce_weight: float = field(default=1.0, metadata={"help": "weight of the cross entropy, every head alike"})
-    mse_weight: float = field(default=1.0, metadata={"help": "weight of the squared error to the target's states"})
+    residual: bool = option(True, "heads read h_n beside the block's output (Fig. 6)")
+    ce_weight: float = option(1.0, "weight of the cross entropy, every head alike")
+    mse_weight: float = option(1.0, "weight of the squared error to the target's states")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.order <= 5:
             raise ValueError(f"--order must be from 1 to 5; got {self.order}")
-        for name, valid in (("encoder", ENCODERS), ("projection", PROJECTIONS)):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"--{name} must be one of {', '.join(valid)}; got {getattr(self, name)!r}")
         if min(self.ce_weight, self.mse_weight) < 0 or self.ce_weight == 0:
             raise ValueError(
                 f"--ce_weight must be above 0 and --mse_weight 0 or more; got {self.ce_weight:g}, {self.mse_weight:g}"
             )
 
     @property
-    def windows_agree(self) -> bool:
+    def cut_at_disagreement(self) -> bool:
         """Chimera reads the text it drafts behind, so each offset has its label whatever was said before."""
         return False
 
@@ -107,11 +104,11 @@ class ChimeraHead(DraftHead):
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         outputs = config.classes if config.projection == "full" else hidden
         self.heads = nn.ModuleList(nn.Linear(reads, outputs, bias=False) for _ in range(config.heads))
-        for head in self.each:
+        for head in self.offset_heads:
             nn.init.zeros_(head.weight)
 
     @property
-    def each(self) -> list[nn.Linear]:
+    def offset_heads(self) -> list[nn.Linear]:
         """The residual heads, in the order of their offsets."""
         return cast("list[nn.Linear]", list(self.heads))
 
@@ -139,7 +136,7 @@ class ChimeraHead(DraftHead):
         size = self.config.hidden_size
         self.norm.weight.fill_(root_mean_square(hidden))
         if self.config.projection == "full":
-            for head in self.each:
+            for head in self.offset_heads:
                 head.weight.zero_()
                 head.weight[:, -size:] = self.draft_view(target).lm_head_weight
         if isinstance(self.encoder, DecoderBlock):
@@ -177,24 +174,15 @@ class ChimeraHead(DraftHead):
 
     def read_out(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the logits of head k are the product of, from h_n and f [..., H]: states, vocabulary matrix, bias."""
-        read = self._read(last, fused)
+        read = torch.cat([last, fused], dim=-1) if self.config.residual else fused
         if self.config.projection == "full":
-            return read, self.each[k].weight, None
-        return self._shared_states(k, read, fused, target), target.lm_head_weight, target.lm_head_bias
+            return read, self.offset_heads[k].weight, None
+        states = (fused + self.offset_heads[k](read)).to(target.lm_head_weight.dtype)
+        return states, target.lm_head_weight, target.lm_head_bias
 
     def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
         """[..., V] of head k from h_n [..., H] and f [..., H]."""
-        read = self._read(last, fused)
-        if self.config.projection == "full":
-            logits: Tensor = self.each[k](read)
-            return logits
-        return target.logits(self._shared_states(k, read, fused, target))
-
-    def _read(self, last: Tensor, fused: Tensor) -> Tensor:
-        return torch.cat([last, fused], dim=-1) if self.config.residual else fused
-
-    def _shared_states(self, k: int, read: Tensor, fused: Tensor, target: TargetView) -> Tensor:
-        return (fused + self.each[k](read)).to(target.lm_head_weight.dtype)
+        return F.linear(*self.read_out(k, last, fused, target))
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -206,8 +194,7 @@ class ChimeraHead(DraftHead):
         grams = self.block.context_keys_values(encoded, rows.position_ids)
         offsets = torch.arange(1, heads + 1, device=anchors.device)
         index = (anchors[:, :, None] + offsets).clamp(max=length - 1).flatten(1)  # i = n+1+k
-        attention = flex_fusion_attention if encoded.is_cuda else dense_fusion_attention
-        attend = attention(past, grams, anchors, rows.segment_ids, heads)
+        attend = anchor_attention(fusion_mask(anchors, rows.segment_ids, heads), anchors, heads, past, grams)
         fused = self.fuse(at(encoded, index), rows.position_ids.gather(1, index), attend)
         return fused.unflatten(1, (anchors.shape[1], heads))
 
@@ -215,7 +202,7 @@ class ChimeraHead(DraftHead):
         """Σ_k (cross entropy of head k + squared error of f to h), over the windows that have a label at offset k."""
         config, valid, anchors = self.config, windows.valid, windows.anchors
         fused = self.train_outputs(rows, anchors, target)[valid]  # [N, K, H]
-        last = at(rows.hidden, anchors)[valid]
+        last = windows.gather(rows.hidden)
         labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
         loss = HeadLoss.zero(len(last), last.device)
         hits = []
@@ -223,10 +210,9 @@ class ChimeraHead(DraftHead):
             drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
             f, h, y = fused[drafted, k], last[drafted], labels[drafted, k]
             states, vocabulary, bias = self.read_out(k, h, f, target)
-            index = (anchors + 1 + k).clamp(max=rows.input_ids.shape[1] - 1)
-            aims = at(rows.hidden, index)[valid][drafted]  # h_{n+1+k}
+            hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}
             loss.add(f"ce_{k}", linear_cross_entropy(states, vocabulary, y, bias), config.ce_weight)
-            loss.add(f"mse_{k}", F.mse_loss(f, aims, reduction="none").mean(-1).sum(), config.mse_weight)
+            loss.add(f"mse_{k}", F.mse_loss(f, hidden, reduction="none").mean(-1).sum(), config.mse_weight)
             if not self.training:
                 hits.append(offset_hits(functools.partial(F.linear, weight=vocabulary, bias=bias), states, y))
         loss.score(hits, lengths)

@@ -17,26 +17,22 @@ Paper: "Speculative Decoding with CTC-based Draft Model for LLM Inference Accele
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_heads.heads.attention import (
-    before_anchor,
-    causal_attention,
-    chain_attention,
-    dense_frame_attention,
-    flex_frame_attention,
-)
-from draft_heads.heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at, root_mean_square
+from draft_heads.data.options import option
+from draft_heads.heads.attention import anchor_attention, before_anchor, causal_attention, chain_attention, frame_mask
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
+from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import cut_before_outside
 from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy
 from draft_heads.heads.prefix_scores import teacher_forced_hits
-from draft_heads.heads.windows import Windows
+from draft_heads.heads.windows import Windows, at
 
 
 @dataclass
@@ -45,49 +41,32 @@ class CTCConfig(HeadConfig):
 
     kind: ClassVar[str] = "ctc"
 
-    frames: int = field(default=8, metadata={"help": "T, CTC output slots an anchor"})
-    labels: int = field(default=4, metadata={"help": "U, labels of a training window; frames >= 2*labels-1"})
-    blocks: int = field(default=1, metadata={"help": "decoder blocks (1: the paper)"})
-    context: str = field(
-        default="hidden+token",
-        metadata={"help": "what a context state reads: hidden+token, or hidden (eq 9)"},
+    frames: int = option(8, "T, CTC output slots an anchor")
+    labels: int = option(4, "U, labels of a training window; frames >= 2*labels-1", least=1)
+    blocks: int = option(1, "decoder blocks (1: the paper)", least=1)
+    context: str = option(
+        "hidden+token", "what a context state reads; hidden: the paper's eq 9", choices=("hidden+token", "hidden")
     )
-    labels_cut: str = field(
-        default="agree", metadata={"help": "agree: a window ends where text and labels part; none: the paper"}
+    labels_cut: str = option(
+        "agree", "agree: a window ends where text and labels part; none: the paper", choices=("agree", "none")
     )
-    open_windows: bool = field(
-        default=False, metadata={"help": "score full windows too by what the collapse starts with"}
+    open_windows: bool = option(False, "score full windows too by what the collapse starts with")
+    frames_from: str = option(
+        "queries",
+        "queries: all frames in one pass; chain: one after another (the published code)",
+        choices=("queries", "chain"),
     )
-    frames_from: str = field(
-        default="queries",
-        metadata={"help": "queries: all frames in one pass; chain: one after another (the published code)"},
-    )
-    ctc_weight: float = field(default=1.0, metadata={"help": "weight of the CTC loss"})
-    regression_weight: float = field(
-        default=0.0, metadata={"help": "chain: weight of SmoothL1 between first frame and next hidden state"}
-    )
-    soft_weight: float = field(
-        default=0.0, metadata={"help": "chain: weight of cross entropy to the target's next distribution"}
-    )
+    ctc_weight: float = option(1.0, "weight of the CTC loss")
+    regression_weight: float = option(0.0, "chain: weight of SmoothL1 between first frame and next hidden state")
+    soft_weight: float = option(0.0, "chain: weight of cross entropy to the target's next distribution")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.labels < 1:
-            raise ValueError(f"--labels must be at least 1; got {self.labels}")
         if self.frames < 2 * self.labels - 1:
             raise ValueError(
                 f"--frames must be at least 2*labels-1 = {2 * self.labels - 1} so that repeated labels fit with a "
                 f"blank between them; got {self.frames}; raise --frames or lower --labels"
             )
-        if self.blocks < 1:
-            raise ValueError(f"--blocks must be at least 1; got {self.blocks}")
-        for name, valid in (
-            ("context", ("hidden+token", "hidden")),
-            ("labels_cut", ("agree", "none")),
-            ("frames_from", ("queries", "chain")),
-        ):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"--{name} must be one of {', '.join(valid)}; got {getattr(self, name)!r}")
         weights = (self.ctc_weight, self.regression_weight, self.soft_weight)
         if min(weights) < 0 or max(weights) == 0:
             raise ValueError(
@@ -111,7 +90,7 @@ class CTCConfig(HeadConfig):
         return self.labels
 
     @property
-    def windows_agree(self) -> bool:
+    def cut_at_disagreement(self) -> bool:
         return self.labels_cut == "agree"
 
     @property
@@ -141,6 +120,11 @@ class CTCHead(DraftHead):
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
         self.blank_bias = nn.Parameter(torch.zeros(1))  # DeepSpeed broadcasts no 0-dimensional parameters
 
+    @property
+    def decoder_blocks(self) -> list[DecoderBlock]:
+        """The blocks, in order."""
+        return cast("list[DecoderBlock]", list(self.blocks))
+
     def weights_read(self) -> int:
         """Every weight and the LM head once; chained frames read them once a frame."""
         once = super().weights_read() + self.config.classes * self.config.hidden_size
@@ -156,8 +140,7 @@ class CTCHead(DraftHead):
         """
         super().start_from(hidden, target)
         target = self.draft_view(target)
-        block = self.blocks[0]
-        assert isinstance(block, DecoderBlock)
+        block = self.decoder_blocks[0]
         if target.layers is not None and not block.differs_from(target.layers[-1]):
             block.copy_from(target.layers[-1])
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
@@ -188,7 +171,7 @@ class CTCHead(DraftHead):
         states = (anchor_states[:, :, None] + self.frame_queries).reshape(batch, count * frames, hidden)
         offsets = torch.arange(1, frames + 1, device=positions.device)
         at = (positions[:, :, None] + offsets).reshape(batch, count * frames)
-        for block, block_attend in zip(self.blocks, attend):
+        for block, block_attend in zip(self.decoder_blocks, attend):
             states = block(states, at, block_attend)
         return self.norm(states).view(batch, count, frames, hidden)
 
@@ -197,7 +180,7 @@ class CTCHead(DraftHead):
 
         anchor_states [B, A, H] are c_n; positions [B, A] that of the base token; `attend` is a `chain_attention`.
         """
-        block = self.blocks[0]
+        block = self.decoder_blocks[0]
         frames, state = [], anchor_states
         for step in range(self.config.frames):
             frames.append(self.norm(block(state, positions + step, attend)))
@@ -221,16 +204,15 @@ class CTCHead(DraftHead):
         context = self.row_context(rows, target)
         if self.config.chained:
             attend = causal_attention(rows.segment_ids)
-            every = self.norm(self.blocks[0](context, rows.position_ids + 1, attend))  # f_i at every index
+            every = self.norm(self.decoder_blocks[0](context, rows.position_ids + 1, attend))  # f_i at every index
             offsets = torch.arange(self.config.frames, device=anchors.device)
             index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1)
             return at(every, index.flatten(1)).unflatten(1, index.shape[1:])
-        attention = flex_frame_attention if context.is_cuda else dense_frame_attention
+        visible = frame_mask(anchors, rows.segment_ids, self.config.frames)
         attends = []
-        for block in self.blocks:
-            assert isinstance(block, DecoderBlock)
+        for block in self.decoder_blocks:
             keys_values = block.context_keys_values(context, rows.position_ids + 1)
-            attends.append(attention(keys_values, anchors, rows.segment_ids, self.config.frames))
+            attends.append(anchor_attention(visible, anchors, self.config.frames, keys_values))
         return self.draft_frames(at(context, anchors), rows.position_ids.gather(1, anchors) + 1, attends)
 
     def drafted_frames(self, rows: Rows, anchors: Tensor, target: TargetView, anchors_at_once: int = 64) -> Tensor:
@@ -238,8 +220,7 @@ class CTCHead(DraftHead):
         if not self.config.chained:
             return self.train_frames(rows, anchors, target)
         context = self.row_context(rows, target)
-        block = self.blocks[0]
-        assert isinstance(block, DecoderBlock)
+        block = self.decoder_blocks[0]
         keys_values = block.context_keys_values(context, rows.position_ids + 1)
         pieces = []
         for some in anchors.split(anchors_at_once, dim=1):
@@ -248,7 +229,7 @@ class CTCHead(DraftHead):
             pieces.append(self.chain_frames(at(context, some), positions, attend, target))
         return torch.cat(pieces, dim=1)
 
-    def room(self) -> int:
+    def tokens_after(self) -> int:
         """Chained frames read the text ahead under teacher forcing."""
         return self.config.frames if self.config.chained else 0
 
@@ -257,35 +238,28 @@ class CTCHead(DraftHead):
         config = self.config
         frames = self.train_frames(rows, windows.anchors, target)
         kept = frames[windows.valid]  # [N, T, H]
-        labels, lengths = windows.labels[windows.valid], windows.lengths[windows.valid]
-        closed = windows.closed[windows.valid]
+        labels, lengths, closed = (x[windows.valid] for x in (windows.labels, windows.lengths, windows.closed))
         if config.open_windows:
             last = labels.gather(1, lengths[:, None] - 1)[:, 0]
             closed = closed & torch.isin(last, torch.tensor(config.end_token_ids, device=labels.device))
         counted = lengths
         if self.draft_vocab is not None:
             labels, lengths, closed = cut_before_outside(self.draft_classes(labels), lengths, closed)
+        blank = self.blank_weight, self.blank_bias
         ctc, infeasible = ctc_loss_fused(
-            kept,
-            self.blank_weight,
-            self.blank_bias,
-            target.lm_head_weight,
-            labels,
-            lengths,
-            closed,
-            lm_bias=target.lm_head_bias,
+            kept, *blank, target.lm_head_weight, labels, lengths, closed, lm_bias=target.lm_head_bias
         )
         loss = HeadLoss.zero(len(kept), kept.device)
         loss.add("ctc", ctc, config.ctc_weight)
         loss.parts["infeasible_count"] = infeasible.sum()
         if config.chained:
-            aims = at(rows.hidden, windows.anchors + 1)[windows.valid]  # h_{n+1}
-            regression = F.smooth_l1_loss(kept[:, 0], aims, reduction="none").mean(-1).sum()
-            soft = soft_cross_entropy(kept[:, 0], target.lm_head_weight, aims, target, target.lm_head_bias)
+            next_hidden = windows.gather(rows.hidden, ahead=1)  # h_{n+1}
+            regression = F.smooth_l1_loss(kept[:, 0], next_hidden, reduction="none").mean(-1).sum()
+            soft = soft_cross_entropy(kept[:, 0], target.lm_head_weight, next_hidden, target, target.lm_head_bias)
             loss.add("regression", regression, config.regression_weight)
             loss.add("soft", soft, config.soft_weight)
         if not self.training:
             drafted = self.drafted_frames(rows, windows.anchors, target)[windows.valid] if config.chained else kept
-            hits, _ = teacher_forced_hits(drafted, labels, lengths, lambda some: self.frame_log_probs(some, target))
+            hits = teacher_forced_hits(drafted, labels, lengths, lambda some: self.frame_log_probs(some, target))
             loss.score(list(hits), counted)  # what lies behind a token that cannot be drafted is missed
         return loss

@@ -2,8 +2,8 @@
 
 Shapes: V the target's vocabulary, D the draft vocabulary, U label offsets.
 
-A head scores D *classes*, class c standing for the token `vocabulary[c]`; the ids ascend, so that the way back is a
-search. Verification is not concerned: it reads the whole vocabulary, and a token left out is merely never drafted.
+A head scores D *classes*, class c standing for the token `vocabulary[c]`; the ids ascend, so tokens are mapped to
+classes by binary search. Verification reads the whole vocabulary: a token left out is merely never drafted.
 Worked example, used throughout: vocabulary (2, 5, 7) has the classes 0, 1, 2.
 """
 
@@ -53,9 +53,8 @@ def classes_of(tokens: Tensor, vocabulary: Tensor) -> Tensor:
 def cut_before_outside(classes: Tensor, lengths: Tensor, closed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Windows `[N, U]` of classes that end before the first `OUTSIDE`: classes (0 beyond), lengths and closed [N].
 
-    Such a window is open, as other cuts are: the text goes on, and what its collapse starts with is all that is asked.
-    One whose first label is outside has no loss. (Closed windows, by which the head would learn to fall silent there,
-    had no better drafts in four of four trials on the embedded target.)
+    Such a window is open, as other cuts are: its loss is that of a collapse which *starts with* the labels. A window
+    whose first label is outside has no loss.
     Worked example: labels 5 2 6 7 of length 4 are the classes 1 0 −1 2, become 1 0 0 0 of length 2, open.
     """
     inside = ((classes != OUTSIDE).long().cumprod(-1)).sum(-1).minimum(lengths)

@@ -12,16 +12,17 @@ Paper: "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import causal_attention
-from draft_heads.heads.base import HeadLoss, Rows, TargetView, at
+from draft_heads.heads.base import HeadLoss, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import linear_cross_entropy, soft_cross_entropy
@@ -35,24 +36,21 @@ class HydraConfig(MedusaConfig):
 
     kind: ClassVar[str] = "hydra"
 
-    prefix_attention: bool = field(
-        default=False, metadata={"help": "read the context through a decoder block of its own (Hydra++)"}
+    prefix_attention: bool = option(False, "read the context through a decoder block of its own (Hydra++)")
+    labels_from: str = option(
+        "tokens",
+        "tokens (the greedy ones) or distribution (the target's, Hydra++)",
+        choices=("tokens", "distribution"),
     )
-    labels_from: str = field(
-        default="tokens",
-        metadata={"help": "tokens (the greedy ones) or distribution (the target's, Hydra++)"},
-    )
-    dropout: float = field(default=0.0, metadata={"help": "dropout on what a head reads (Hydra++: 0.2)"})
+    dropout: float = option(0.0, "dropout on what a head reads (Hydra++: 0.2)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.labels_from not in ("tokens", "distribution"):
-            raise ValueError(f"--labels_from must be one of tokens, distribution; got {self.labels_from!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout must be at least 0 and below 1; got {self.dropout:g}")
 
     @property
-    def windows_agree(self) -> bool:
+    def cut_at_disagreement(self) -> bool:
         """Hydra heads read the text they draft behind, so each offset has its label whatever was said before."""
         return False
 
@@ -85,14 +83,14 @@ class HydraHead(OffsetHeads):
 
         state [..., H] is s_n; token_states [..., k+1, H] the embeddings of the base token and the drafts behind it.
         """
-        head = cast("TokenHead", self.each[k])
+        head = cast("TokenHead", self.offset_heads[k])
         read = torch.cat([state[..., None, :], token_states], dim=-2).flatten(-2)
         read = F.dropout(read, self.config.dropout, self.training)
         return head.layers(state + head.tokens(read))
 
     def next_log_probs(self, k: int, state: Tensor, token_states: Tensor) -> Tensor:
         """Log-probabilities [..., V] in float32 of what follows k+1 known tokens; arguments as `head_states`."""
-        return self.each[k].vocabulary(self.head_states(k, state, token_states)).float().log_softmax(-1)
+        return self.offset_heads[k].vocabulary(self.head_states(k, state, token_states)).float().log_softmax(-1)
 
     def row_states(self, rows: Rows) -> Tensor:
         """[B, L, H], s_n at every index of whole rows."""
@@ -102,24 +100,21 @@ class HydraHead(OffsetHeads):
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
-        valid, anchors = windows.valid, windows.anchors
-        states = at(self.row_states(rows), anchors)[valid]  # [N, H]
-        labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
-        offsets = torch.arange(1, self.config.heads + 1, device=anchors.device)
-        ahead = (anchors[:, :, None] + offsets).clamp(max=rows.input_ids.shape[1] - 1)  # n+1 … n+K
-        tokens = rows.input_ids[:, None].expand(-1, anchors.shape[1], -1).gather(2, ahead)[valid]  # [N, K]
-        token_states = self.token_states(tokens, target)
+        states = windows.gather(self.row_states(rows))  # [N, H]
+        labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
+        tokens = torch.cat([windows.gather(rows.input_ids[..., None], k + 1) for k in range(self.config.heads)], dim=-1)
+        token_states = self.token_states(tokens, target)  # [N, K, H] of n+1 … n+K
         loss = HeadLoss.zero(len(states), states.device)
         hits = []
-        for k, head in enumerate(self.each):
+        for k, head in enumerate(self.offset_heads):
             drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
             x, y = self.head_states(k, states[drafted], token_states[drafted, : k + 1]), labels[drafted, k]
             weight = head.vocabulary.weight
             if self.config.labels_from == "tokens":
                 loss.add(f"ce_{k}", linear_cross_entropy(x, weight, y), self.config.decay**k)
             else:
-                aims = at(rows.hidden, ahead[:, :, k])[valid][drafted]  # h_{n+1+k}, of which x_{n+2+k} is said
-                loss.add(f"soft_{k}", soft_cross_entropy(x, weight, aims, target), self.config.decay**k)
+                hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, of which x_{n+2+k} is said
+                loss.add(f"soft_{k}", soft_cross_entropy(x, weight, hidden, target), self.config.decay**k)
             if not self.training:
                 hits.append(offset_hits(head.vocabulary, x, y))
         loss.score(hits, lengths)

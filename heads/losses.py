@@ -218,22 +218,22 @@ def linear_cross_entropy(
 def soft_cross_entropy(
     states: Tensor,
     weight: Tensor,
-    aims: Tensor,
+    hidden: Tensor,
     target: TargetView,
     bias: Tensor | None = None,
     chunk_bytes: int = 32 * 2**20,
 ) -> Tensor:
-    """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(aim)) with the target's LM head, q from states and weight.
+    """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(hidden)) of the target, q from states and weight.
 
-    states [N, H], weight [V, H], aims [N, H] hidden states of the target. In chunks, as `linear_cross_entropy`.
+    states [N, H], weight [V, H], hidden [N, H] of the target. In chunks, as `linear_cross_entropy`.
     """
 
-    def of_chunk(some: Tensor, their_aims: Tensor) -> Tensor:
+    def of_chunk(some: Tensor, their_hidden: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = target.logits(their_aims).float().softmax(-1)
+            wanted = target.logits(their_hidden).float().softmax(-1)
         return F.cross_entropy(F.linear(some, weight, bias).float(), wanted, reduction="sum")
 
-    return _in_chunks(of_chunk, states, aims.to(target.lm_head_weight.dtype), chunk_bytes // (4 * weight.shape[0]))
+    return _in_chunks(of_chunk, states, hidden.to(target.lm_head_weight.dtype), chunk_bytes // (4 * weight.shape[0]))
 
 
 def _in_chunks(of_chunk: Callable[[Tensor, Tensor], Tensor], rows: Tensor, other: Tensor, size: int) -> Tensor:

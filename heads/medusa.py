@@ -10,15 +10,17 @@ Paper: "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decodi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
-from draft_heads.heads.base import DraftHead, HeadConfig, HeadLoss, Rows, TargetView, at
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView
 from draft_heads.heads.block import ResidualLayer
+from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import linear_cross_entropy
 from draft_heads.heads.windows import Windows
@@ -28,12 +30,7 @@ from draft_heads.heads.windows import Windows
 class OffsetConfig(HeadConfig):
     """What heads share that draft K offsets, one small network each."""
 
-    heads: int = field(default=4, metadata={"help": "K, tokens drafted behind the base token"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.heads < 1:
-            raise ValueError(f"--heads must be at least 1; got {self.heads}")
+    heads: int = option(4, "K, tokens drafted behind the base token", least=1)
 
     @property
     def offsets(self) -> int:
@@ -47,13 +44,11 @@ class MedusaConfig(OffsetConfig):
     kind: ClassVar[str] = "medusa"
     reads_layers: ClassVar[bool] = True
 
-    layers: int = field(default=1, metadata={"help": "residual layers of a head"})
-    decay: float = field(default=0.8, metadata={"help": "the loss of head k is weighted decay^k"})
+    layers: int = option(1, "residual layers of a head", least=0)
+    decay: float = option(0.8, "the loss of head k is weighted decay^k")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers < 0:
-            raise ValueError(f"--layers must be 0 or more; got {self.layers}")
         if not 0 < self.decay <= 1:
             raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
 
@@ -82,7 +77,7 @@ class OffsetHeads(DraftHead):
         return OffsetHead(self.config)
 
     @property
-    def each(self) -> list[OffsetHead]:
+    def offset_heads(self) -> list[OffsetHead]:
         """The networks, in the order of their offsets."""
         return cast("list[OffsetHead]", list(self.heads))
 
@@ -90,7 +85,7 @@ class OffsetHeads(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Every vocabulary matrix starts as the target's LM head."""
         super().start_from(hidden, target)
-        for head in self.each:
+        for head in self.offset_heads:
             head.vocabulary.weight.copy_(self.draft_view(target).lm_head_weight)
 
 
@@ -99,17 +94,17 @@ class MedusaHead(OffsetHeads):
 
     def draft_log_probs(self, hidden: Tensor, offsets: int | None = None) -> Tensor:
         """[..., H] h_n → [..., K, V] log-probabilities in float32, of the first `offsets` only where that is given."""
-        logits = [head.vocabulary(head.layers(hidden)) for head in self.each[:offsets]]
+        logits = [head.vocabulary(head.layers(hidden)) for head in self.offset_heads[:offsets]]
         return torch.stack(logits, dim=-2).float().log_softmax(-1)
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
-        aux_hidden = None if rows.aux_hidden is None else at(rows.aux_hidden, windows.anchors)[windows.valid]
-        states = self.target_states(at(rows.hidden, windows.anchors)[windows.valid], aux_hidden)  # [N, H]
+        aux_hidden = None if rows.aux_hidden is None else windows.gather(rows.aux_hidden)
+        states = self.target_states(windows.gather(rows.hidden), aux_hidden)  # [N, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(states), states.device)
         hits = []
-        for k, head in enumerate(self.each):
+        for k, head in enumerate(self.offset_heads):
             drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
             x, y = head.layers(states[drafted]), labels[drafted, k]
             loss.add(f"ce_{k}", linear_cross_entropy(x, head.vocabulary.weight, y), self.config.decay**k)

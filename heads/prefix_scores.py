@@ -69,36 +69,36 @@ def runs(probs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Spells:
-    """What becomes of a label that begins at frame s, for L labels.
+class LabelRuns:
+    """How a label that begins at frame s goes on, for L labels.
 
-    in_label  [..., T, T] at (s, j): the probability that all frames behind s and before j say the label
-    in_blank  [..., T, T] at (s, j): that they say it a while and are blank from then on, at frame j−1 at least
+    in_label  [..., T, T] at (s, j): the probability that every frame between s and j emits the label
+    in_blank  [..., T, T] at (s, j): that they emit it for some frames, then blank up to frame j−1, once or more
     """
 
     in_label: Tensor
     in_blank: Tensor
 
     @classmethod
-    def of(cls, label_runs: Tensor, blank_runs: Tensor) -> Spells:
+    def of(cls, label_runs: Tensor, blank_runs: Tensor) -> LabelRuns:
         """From the `runs` of every label `[..., T, T]` and of the blank, `[T, T]` or of each label's own frames."""
         in_label = torch.nn.functional.pad(label_runs[..., 1:, :], (0, 0, 0, 1))
         return cls(in_label, in_label @ blank_runs.triu(1))
 
-    def __getitem__(self, chosen: Tensor) -> Spells:
-        return Spells(self.in_label[chosen], self.in_blank[chosen])
+    def __getitem__(self, chosen: Tensor) -> LabelRuns:
+        return LabelRuns(self.in_label[chosen], self.in_blank[chosen])
 
 
-def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, spells: Spells) -> PrefixState:
+def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, following: LabelRuns) -> PrefixState:
     """The state of prefixes p·c: parent [M'] indexes `state`, label [M'] is c, label_probs [M', T] is p_t(c).
 
-    spells: of these labels, `[M', T, T]`. The recursions over frames are written out as sums over the frame s at which
-    c begins: γⁿ_j = Σ_{s<j} gain_s·in_label_sj and γᵇ_j = Σ_{s<j} gain_s·in_blank_sj, gain_s = φ_s(p, c)·p_s(c).
+    following: of these labels, `[M', T, T]`. The recursions over frames are written out as sums over the frame s at
+    which c begins: γⁿ_j = Σ_{s<j} gain_s·in_label_sj, γᵇ_j = Σ_{s<j} gain_s·in_blank_sj, gain_s = φ_s(p, c)·p_s(c).
     """
     same = (label == state.last[parent])[:, None]
     gain = (state.in_blank[parent] + torch.where(same, 0.0, state.in_label[parent])) * label_probs
-    in_label = (gain[..., None] * spells.in_label).sum(-2)
-    in_blank = (gain[..., None] * spells.in_blank).sum(-2)
+    in_label = (gain[..., None] * following.in_label).sum(-2)
+    in_blank = (gain[..., None] * following.in_blank).sum(-2)
     return PrefixState(in_label, in_blank, label, (in_label * label_probs).sum(-1))
 
 
@@ -108,24 +108,17 @@ def teacher_forced_hits(
     lengths: Tensor,
     log_probs: Callable[[Tensor], Tensor],
     chunk_bytes: int = 64 * 2**20,
-) -> tuple[Tensor, Tensor]:
-    """How often the true next label is among the best children of the *true* prefix.
+) -> Tensor:
+    """[U, 5], how often the true next label is among the 1, 2, … 5 best children of the *true* prefix.
 
-    ([U, 5] hits among the 1, 2, … 5 best, [U] windows counted).
     frames [N, T, H]; labels [N, U]; lengths [N]; `log_probs` maps [n, T, H] to [n, T, V+1], the blank last.
     """
-    size = labels.shape[1]
-    hits = torch.zeros(size, TOP, device=frames.device)
-    counted = torch.stack([(lengths > offset).sum() for offset in range(size)]).float()
-    chunk = 1
-    start = 0
-    while start < len(frames):
-        probs = log_probs(frames[start : start + chunk]).exp()
-        rows = slice(start, start + len(probs))
-        start += len(probs)
-        chunk = max(1, chunk_bytes // (4 * probs[0].numel()))
-        hits += _hits(probs, labels[rows], lengths[rows])
-    return hits, counted
+    hits = torch.zeros(labels.shape[1], TOP, device=frames.device)
+    _, per_window, classes = log_probs(frames[:0]).shape
+    chunk = max(1, chunk_bytes // (4 * per_window * classes))
+    for some, their_labels, their_lengths in zip(frames.split(chunk), labels.split(chunk), lengths.split(chunk)):
+        hits += _hits(log_probs(some).exp(), their_labels, their_lengths)
+    return hits
 
 
 def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
@@ -141,5 +134,5 @@ def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
         label = labels[:, offset]
         hits.append(top_hits(child_scores(state, probs[:, :, :-1], vocabulary), label, lengths > offset))
         own = probs.gather(2, label[:, None, None].expand(-1, frames, 1))[:, :, 0]
-        state = extend(state, everyone, label, own, Spells.of(runs(own), blank_runs))
+        state = extend(state, everyone, label, own, LabelRuns.of(runs(own), blank_runs))
     return torch.stack(hits)

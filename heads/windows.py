@@ -42,6 +42,15 @@ class Windows:
     lengths: Tensor
     closed: Tensor
 
+    def gather(self, rows: Tensor, ahead: int = 0) -> Tensor:
+        """[N, H], what `rows [B, L, H]` holds `ahead` indices behind the anchor of each valid window."""
+        return at(rows, (self.anchors + ahead).clamp(max=rows.shape[1] - 1))[self.valid]
+
+
+def at(rows: Tensor, index: Tensor) -> Tensor:
+    """[B, A, H], the states `rows [B, L, H]` at `index [B, A]`."""
+    return rows.gather(1, index[:, :, None].expand(-1, -1, rows.shape[-1]))
+
 
 def label_windows(
     input_ids: Tensor,
@@ -51,11 +60,11 @@ def label_windows(
     size: int,
     end_token_ids: list[int],
     agree: bool = True,
-    room: int = 0,
+    tokens_after: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Labels `[B, L, U]`, lengths `[B, L]`, closed `[B, L]` and valid `[B, L]` of the window at *every* position.
 
-    room: tokens of the same conversation that must follow the anchor (chained frames read the text ahead).
+    tokens_after: how many tokens of the same conversation must follow the anchor (chained frames read that text).
 
     A window stops before the first position that is not the assistant's, belongs to another conversation or has no
     greedy label; after an end-of-turn label; and, with `agree`, after the first label the text does not share.
@@ -73,16 +82,11 @@ def label_windows(
     lengths = input_ids.new_zeros(batch, length)
     closed = torch.zeros_like(mask)
     alive = (segment_ids > 0) & ahead(mask, 1, False) & (ahead(segment_ids, 1, 0) == segment_ids)
-    alive = alive & (ahead(segment_ids, room, 0) == segment_ids)
+    alive = alive & (ahead(segment_ids, tokens_after, 0) == segment_ids)
     for offset in range(size):
         label = ahead(greedy_ids, offset + 2, IGNORED)
-        alive = (
-            alive
-            & ~closed
-            & ahead(mask, offset + 2, False)
-            & (ahead(segment_ids, offset + 2, 0) == segment_ids)
-            & (label != IGNORED)
-        )
+        alive = alive & ~closed & ahead(mask, offset + 2, False) & (label != IGNORED)
+        alive = alive & (ahead(segment_ids, offset + 2, 0) == segment_ids)
         labels[:, :, offset] = torch.where(alive, label, 0)
         lengths = lengths + alive
         closed = closed | (alive & torch.isin(label, ends))
@@ -118,11 +122,11 @@ def select_windows(
     agree: bool = True,
     anchors_per_row: int = 0,
     seed: int = 0,
-    room: int = 0,
+    tokens_after: int = 0,
 ) -> Windows:
     """The windows of at most `anchors_per_row` anchors of each row (0: every valid anchor)."""
     labels, lengths, closed, valid = label_windows(
-        input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree, room
+        input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree, tokens_after
     )
     per_row = int(valid.sum(-1).max())
     take = min(per_row, anchors_per_row) if anchors_per_row else per_row

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from draft_heads.data.config_file import read_config
 from draft_heads.data.distill import distill
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.dtypes import DTYPES
+from draft_heads.data.options import add_flags, option_names
 from draft_heads.data.preview import preview
 from draft_heads.inference.target.target import Target
 
@@ -37,39 +37,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--output", help="folder to write")
     p.add_argument("--overwrite", action="store_true", help="replace what is in --output")
     p.add_argument("--preview", type=int, metavar="N", help="print N conversations, trained tokens coloured")
-    p.add_argument("--labels", choices=("argmax", "generate"), help="recorded answers, or the target's own")
-    p.add_argument("--split", help="split of a hub dataset (train)")
-    p.add_argument("--limit", type=int, help="only the first N conversations")
-    p.add_argument("--shuffle_seed", type=int, help="shuffle the conversations before --limit")
-    p.add_argument("--max_length", type=int, help="longest row in tokens (the target's positions, at most 2048)")
-    p.add_argument("--max_new_tokens", type=int, help="longest generated answer (512)")
-    p.add_argument(
-        "--answer_prefix",
-        type=int,
-        metavar="N",
-        help="let the target continue the first 0 to N tokens (by row) of recorded answers (0: answer from the start)",
-    )
-    p.add_argument("--cut_loops", action="store_true", help="end a generated answer where it begins to loop")
-    p.add_argument(
-        "--hidden_states",
-        nargs="?",
-        const="target",
-        help=f"cache the target's hidden states: the target's own type, or one of {', '.join(DTYPES)}",
-    )
-    p.add_argument(
-        "--target_layers", type=int, nargs="+", metavar="K", help="with --hidden_states: also cache these layers"
-    )
-    p.add_argument("--shard_rows", type=int, help="conversations per shard (1024)")
-    p.add_argument("--batch_size", type=int, help="rows generated and labelled together (32)")
-    p.add_argument("--skip_bad_rows", action="store_true", help="list unusable rows instead of stopping")
+    add_flags(p, DistillOptions)
     p.add_argument("--dtype", help=f"{', '.join(DTYPES)} (float32 on CPU, the checkpoint's on GPU)")
     p.add_argument("--device", help="cpu, cuda, …; auto spreads the layers over all devices (a GPU where there is one)")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--target_adapter", metavar="DIR", help="PEFT adapter merged into the target")
-    p.add_argument("--engine", choices=("local", "openai"), help="what generates the answers (local)")
-    p.add_argument("--base_url", help="URL of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
-    p.add_argument("--model_name", help="name of the model on that server (the first it lists)")
-    p.set_defaults(**asdict(DistillOptions()))
     return p
 
 
@@ -90,7 +62,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         args = vars(parse(argv))
-        options = DistillOptions(**{field.name: args[field.name] for field in fields(DistillOptions)})
+        options = DistillOptions(**{name: args[name] for name in option_names(DistillOptions)})
         target = Target.from_pretrained(
             args["target"], args["dtype"], args["device"], args["target_adapter"], args["chat_template"]
         )

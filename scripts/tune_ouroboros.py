@@ -22,8 +22,8 @@ from rich.progress import track
 
 from draft_heads.data.benchmarks import load_benchmark
 from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.data.files import write_text
 from draft_heads.data.rendering import render_prompt
-from draft_heads.heads.checkpoint import write_text
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter

@@ -23,8 +23,9 @@ from rich.progress import track
 
 from draft_heads.data.collate import DraftCollator
 from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.data.files import write_text
 from draft_heads.heads.base import DraftHead, Rows, TargetView
-from draft_heads.heads.checkpoint import load_head, write_text
+from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine

@@ -7,7 +7,7 @@ taken.
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.config_file import read_config
 from draft_heads.data.dtypes import dtype_named
-from draft_heads.heads.base import HeadConfig
+from draft_heads.data.options import add_flags, option, option_names
+from draft_heads.heads.config import HeadConfig
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 _SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf"), "vicuna-33b"))
@@ -28,26 +29,17 @@ _SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf
 class RunOptions:
     """What to train on."""
 
-    target: str = field(default="", metadata={"help": "the frozen target: a folder or a hub id"})
-    dataset: list[str] = field(
-        default_factory=list, metadata={"help": "what scripts/distill.py wrote with this target; one folder or several"}
-    )
-    target_adapter: str | None = field(default=None, metadata={"help": "PEFT adapter merged into the target"})
-    chat_template: str | None = field(default=None, metadata={"help": CHAT_TEMPLATE_HELP})
-    target_dtype: str = field(
-        default="auto",
-        metadata={"help": "auto (float32 on CPU, the checkpoint's on GPU), float32, bfloat16, …"},
-    )
-    max_length: int = field(
-        default=0, metadata={"help": "tokens of a row; longer ones are cut; 0: the dataset's longest"}
-    )
-    packing: bool = field(default=False, metadata={"help": "put several conversations into one row"})
-    held_out: int = field(default=64, metadata={"help": "rows kept for evaluation, never trained on"})
-    simulate_rows: int = field(
-        default=32, metadata={"help": "held-out rows that simulated beta walks along; 0 turns it off"}
-    )
-    simulate_nodes: int = field(default=32, metadata={"help": "node budget of simulated beta"})
-    threads: int = field(default=0, metadata={"help": "torch threads per process; 0 leaves them alone"})
+    target: str = option("", "the frozen target: a folder or a hub id")
+    dataset: list[str] = option([], "what scripts/distill.py wrote with this target; one folder or several")
+    target_adapter: str | None = option(None, "PEFT adapter merged into the target")
+    chat_template: str | None = option(None, CHAT_TEMPLATE_HELP)
+    target_dtype: str = option("auto", "auto (float32 on CPU, the checkpoint's on GPU), float32, bfloat16, …")
+    max_length: int = option(0, "tokens of a row; longer ones are cut; 0: the dataset's longest")
+    packing: bool = option(False, "put several conversations into one row")
+    held_out: int = option(64, "rows kept for evaluation, never trained on")
+    simulate_rows: int = option(32, "held-out rows that simulated beta walks along; 0 turns it off")
+    simulate_nodes: int = option(32, "node budget of simulated beta")
+    threads: int = option(0, "torch threads per process; 0 leaves them alone")
 
     def __post_init__(self) -> None:
         if self.held_out < 1:
@@ -63,16 +55,14 @@ class RunOptions:
 class HeadTrainingArguments(TrainingArguments):
     """transformers' TrainingArguments with the few things a head's training adds."""
 
-    max_minutes: float = field(
-        default=0.0,
-        metadata={"help": "wall minutes at which the schedule ends, learning rate included; 0: by epochs or steps"},
+    max_minutes: float = option(
+        0.0, "wall minutes at which the schedule ends, learning rate included; 0: by epochs or steps"
     )
-    clip: str = field(default="norm", metadata={"help": "norm (max_grad_norm bounds the norm) or value (every entry)"})
-    head_optimizer: str = field(
-        default="adamw",
-        metadata={"help": "adamw (--optim of transformers) or muon (for weight matrices; not with --deepspeed)"},
+    clip: str = option("norm", "norm (max_grad_norm bounds the norm) or value (every entry)")
+    head_optimizer: str = option(
+        "adamw", "adamw (--optim of transformers) or muon (for weight matrices; not with --deepspeed)"
     )
-    overwrite: bool = field(default=False, metadata={"help": "delete what an earlier run left in --output_dir"})
+    overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 
     def __post_init__(self) -> None:
         if self.clip not in ("norm", "value"):
@@ -115,13 +105,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     """
     parser = HfArgumentParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
     group = parser.add_argument_group(f"{head_config.kind} head")
-    settings = head_settings(head_config)
-    for option in settings:
-        group.add_argument(
-            f"--{option.name}",
-            **_value_type(option),
-            help=option.metadata.get("help"),
-        )
+    add_flags(group, head_config)
     parser.add_argument("--config", default=None, help="recipe of defaults; without it the one that fits the target")
     try:
         known, _ = parser.parse_known_args(arguments)
@@ -132,23 +116,11 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if not run.dataset:
             raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
-        head = {option.name: getattr(rest, option.name) for option in settings}
+        head = {name: getattr(rest, name) for name in option_names(head_config)}
         head_config(**head)  # validated here, before anything is loaded
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     return run, head, training
-
-
-def _value_type(option: Any) -> dict[str, Any]:
-    """How argparse reads a field: as a value of its default's type, or a list of whole numbers."""
-    if option.default is MISSING:
-        return {"type": int, "nargs": "+", "default": option.default_factory()}
-    return {"type": _switch if isinstance(option.default, bool) else type(option.default), "default": option.default}
-
-
-def head_settings(head_config: type[HeadConfig]) -> list[Any]:
-    """The fields of a head's configuration that are options: those with a help text; others come from the target."""
-    return [option for option in fields(head_config) if "help" in option.metadata]
 
 
 def recipe_for(kind: str, target: str) -> Path:
@@ -178,10 +150,3 @@ def estimated_parameters(config: Any) -> float:
     config = config.get_text_config(decoder=True)
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return 2 * config.vocab_size * hidden + config.num_hidden_layers * (4 * hidden**2 + 3 * hidden * inner)
-
-
-def _switch(text: str) -> bool:
-    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() not in words:
-        raise ValueError(f"must be true or false; got {text!r}")
-    return words[text.lower()]

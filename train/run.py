@@ -1,10 +1,8 @@
-"""What every training run does around its head: options, folder, data, target, trainer, resume, export."""
+"""What every training run does around its head: options, data, target, trainer, export."""
 
 from __future__ import annotations
 
-import json
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,19 +18,15 @@ from draft_heads.data.collate import DraftCollator, split_held_out
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.data.shards import DistilledDataset, load_distilled
 from draft_heads.data.token_counts import label_counts
-from draft_heads.heads.base import DraftHead, HeadConfig, Rows, TargetView, target_sizes
-from draft_heads.heads.checkpoint import CONFIG, head_classes, save_head, write_text
+from draft_heads.heads.base import DraftHead, Rows, TargetView
+from draft_heads.heads.checkpoint import head_classes, save_head
+from draft_heads.heads.config import HeadConfig, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.target.target import Target
-from draft_heads.train.options import HeadTrainingArguments, RunOptions, parse_options
+from draft_heads.train.options import RunOptions, parse_options
+from draft_heads.train.run_folder import prepare_folder, run_settings
 from draft_heads.train.simulate import ProposeAt
 from draft_heads.train.trainer import DraftHeadTrainer
-from draft_heads.train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
-
-SETTINGS = "run.json"
-# May differ between a run and its resumption: they change where and how often, not what is learned.
-_FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
-
 
 ProposeFrom = Callable[[Any, Rows, TargetView, int], ProposeAt]
 """(head, one row of text, the target's view, node budget) → how the head's drafter drafts at each anchor of the row."""
@@ -43,9 +37,13 @@ def train_head(kind: str, propose_from: ProposeFrom) -> None:
     head_type, config_type = head_classes(kind)
     run, settings, args = parse_options(config_type)
     try:
-        begin(run, args)
-        resume = prepare_folder(run, settings, args)
-        target = load_target(run, args)
+        if run.threads:
+            torch.set_num_threads(run.threads)
+        set_seed(args.seed)
+        resume = prepare_folder(args, run_settings(run, settings, args))
+        target = Target.from_pretrained(
+            run.target, run.target_dtype, args.device, run.target_adapter, run.chat_template
+        )
         target.check_layers(settings["target_layers"])
         training, held_out, data, collator = load_data(run, target, settings["target_layers"])
         config = head_config(config_type, settings, run, target, data)
@@ -54,9 +52,9 @@ def train_head(kind: str, propose_from: ProposeFrom) -> None:
 
     head = head_type(config)
     if config.draft_vocab_size:
-        told = choose_draft_vocab(head, training, collator.max_length)
+        coverage = choose_draft_vocab(head, training, collator.max_length)
         if args.process_index == 0:
-            print(told, flush=True)
+            print(coverage, flush=True)
     trainer = DraftHeadTrainer(
         head,
         target,
@@ -72,65 +70,6 @@ def train_head(kind: str, propose_from: ProposeFrom) -> None:
     print(f"head: {export(trainer, run, settings, data)}", flush=True)
 
 
-def prepare_folder(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> Path | None:
-    """Check RUN against these settings; returns the checkpoint to resume from, None for a fresh start.
-
-    Raises ValueError, naming `--overwrite`, for a finished run, other settings, or a folder of something else.
-    """
-    folder = Path(args.output_dir or "")
-    settings = run_settings(run, head, args)
-    with args.main_process_first(desc="preparing the run's folder"):
-        if args.process_index == 0:
-            _prepare(folder, settings, args.overwrite)
-    return newest_complete_checkpoint(folder)
-
-
-def _prepare(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    if overwrite and folder.exists():
-        shutil.rmtree(folder)
-    if (folder / "head" / CONFIG).is_file():
-        raise ValueError(
-            f"--output_dir {folder} holds a finished run (its head is in {folder / 'head'}); pick another folder or "
-            "add --overwrite to delete it"
-        )
-    if (folder / SETTINGS).is_file():
-        before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
-        if changed:
-            told = "; ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
-            raise ValueError(
-                f"--output_dir {folder} was begun with other settings ({told}); repeat those, pick another folder or "
-                "add --overwrite to delete it"
-            )
-        for cut_short in incomplete_checkpoints(folder):
-            print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
-            shutil.rmtree(cut_short)
-        return
-    if folder.exists() and any(path.name != "runs" for path in folder.iterdir()):
-        raise ValueError(
-            f"--output_dir {folder} is not empty and holds no run of this program; pick another folder or add "
-            "--overwrite to delete it"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-
-
-def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:
-    """Everything that decides what is learned, as JSON values."""
-    training = {
-        key: value
-        for key, value in args.to_sanitized_dict().items()
-        if isinstance(value, (int, float, str, bool, type(None)))
-    }
-    settings = {**vars(run), **head, **training}
-    return {key: value for key, value in settings.items() if key not in _FREE}
-
-
-def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
-    """The frozen target on this process's device."""
-    return Target.from_pretrained(run.target, run.target_dtype, args.device, run.target_adapter, run.chat_template)
-
-
 def load_data(
     run: RunOptions, target: Target, target_layers: Sequence[int] = ()
 ) -> tuple[Any, Any, list[DistilledDataset], DraftCollator]:
@@ -141,10 +80,10 @@ def load_data(
     parts = [_load_labelled(folder, run, target) for folder in run.dataset]
     cached = {part.hidden_dtype for part in parts}
     if len(cached) > 1:
-        told = ", ".join(f"{folder}: {part.hidden_dtype or 'none'}" for folder, part in zip(run.dataset, parts))
+        found = ", ".join(f"{folder}: {part.hidden_dtype or 'none'}" for folder, part in zip(run.dataset, parts))
         raise ValueError(
-            f"datasets trained on together must all have cached hidden states of one type, or none; got {told}; distil "
-            "them alike"
+            f"datasets trained on together must all have cached hidden states of one type, or none; got {found}; "
+            "distil them alike"
         )
     for folder, part in zip(run.dataset, parts):
         if target_layers and part.hidden_dtype and part.target_layers != list(target_layers):
@@ -206,13 +145,6 @@ def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
         f"draft vocabulary: {len(chosen)} of {config.vocab_size} tokens, {covered:.2%} of the {int(counts.sum())} "
         "training answer tokens"
     )
-
-
-def begin(run: RunOptions, args: HeadTrainingArguments) -> None:
-    """Seeds and threads, before anything random is made."""
-    if run.threads:
-        torch.set_num_threads(run.threads)
-    set_seed(args.seed)
 
 
 def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:

@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, get_scheduler
 
+from draft_heads.data.files import write_text
+
 MARKER = "complete.json"
 _RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
 
@@ -60,9 +62,7 @@ class WallClock(TrainerCallback):
         minutes = self._before + (time.monotonic() - self._start) / 60
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            partial = folder / f".{MARKER}"
-            partial.write_text(json.dumps({"minutes": minutes, "step": state.global_step}))
-            partial.replace(folder / MARKER)
+            write_text(folder / MARKER, json.dumps({"minutes": minutes, "step": state.global_step}))
 
 
 class MinutesBar(ProgressCallback):

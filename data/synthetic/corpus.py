@@ -10,16 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from draft_heads.data.synthetic.code import draw_code
-from draft_heads.data.synthetic.forms import CATEGORIES, FIRST, FOLLOW_UPS, KEYS
-from draft_heads.data.synthetic.parts import CLOSERS, DAYS, HE, MINUTES, OPENERS, PLACES, ROLES, SHE, SYSTEM_PROMPTS
 from draft_heads.data.synthetic.problems import draw_drill, draw_problem
-from draft_heads.data.synthetic.topics import TOPICS, Topic
+from draft_heads.data.synthetic.texts import Topic, read_texts, topics
 
 SPLITS = ("train", "heldout")
 HELDOUT_PERCENT = 15
 # Shares of the conversations that open with a word problem, bare sums or a program; the rest is dialogue.
 PROBLEM_SHARE, DRILL_SHARE, CODE_SHARE = 0.36, 0.12, 0.07
-PROBLEM_INTROS = ("", "", "", "Can you solve this? ", "Please work this out. ", "Here is a small problem. ")
+CATEGORIES = {"problem": "math", "drill": "math", "code": "coding"}  # as in MT-bench; dialogues.yaml names its own
 
 
 def split_of(content: tuple) -> str:
@@ -30,25 +28,30 @@ def split_of(content: tuple) -> str:
 
 def draw_dialogue(rng: random.Random, kind: str) -> tuple[tuple, str, str, list[tuple[str, str]]]:
     """A random dialogue of a kind as (content, question, answer, follow-up turns)."""
-    index, other = rng.sample(range(len(TOPICS)), 2)
-    role, day = rng.randrange(len(ROLES)), rng.randrange(7)
+    words, forms = read_texts("words"), read_texts("dialogues")
+    first = forms["first"][kind]
+    index, other = rng.sample(range(len(topics())), 2)
+    role, day = rng.randrange(len(words["roles"])), rng.randrange(7)
     slots: dict[str, Any] = {
-        "topic": TOPICS[index].name,
-        "role": ROLES[role],
-        "name": rng.choice(SHE + HE),
-        "place": rng.choice(PLACES),
-        "day": DAYS[day],
-        "next_day": DAYS[(day + rng.randint(2, 5)) % 7],
-        "minutes": rng.choice(MINUTES),
-        "opener": OPENERS[role % len(OPENERS)],
-        "closer": CLOSERS[index % len(CLOSERS)],
-        "sign": TOPICS[index].sign,
-        "other": TOPICS[other].name,
+        "topic": topics()[index].name,
+        "role": words["roles"][role],
+        "name": rng.choice(words["she"] + words["he"]),
+        "place": rng.choice(words["places"]),
+        "day": words["days"][day],
+        "next_day": words["days"][(day + rng.randint(2, 5)) % 7],
+        "minutes": rng.choice(words["minutes"]),
+        "opener": words["openers"][role % len(words["openers"])],
+        "closer": words["closers"][index % len(words["closers"])],
+        "sign": topics()[index].sign,
+        "other": topics()[other].name,
     }
-    slots |= _phrases(TOPICS[index], "") | _phrases(TOPICS[other], "o")
-    question, answer = (_sentence(text.format(**slots)) for text in rng.choice(FIRST[kind]))
-    follow_ups = [(q, _sentence(a.format(**slots))) for q, a in rng.sample(FOLLOW_UPS, 2)]
-    return (kind, *(slots[key] for key in KEYS[kind])), question, answer, follow_ups
+    slots |= _phrases(topics()[index], "") | _phrases(topics()[other], "o")
+    form = rng.choice(first["forms"])
+    question, answer = (_sentence(form[part].format(**slots)) for part in ("question", "answer"))
+    follow_ups = [
+        (turn["question"], _sentence(turn["answer"].format(**slots))) for turn in rng.sample(forms["follow_ups"], 2)
+    ]
+    return (kind, *(slots[key] for key in first["keys"])), question, answer, follow_ups
 
 
 def _phrases(topic: Topic, prefix: str) -> dict[str, str]:
@@ -81,9 +84,9 @@ def _draw(rng: random.Random) -> tuple[str, tuple, str, str, list[tuple[str, str
         second_content, second, second_answer = draw_problem(rng)
         while split_of(second_content) != split_of(content):
             second_content, second, second_answer = draw_problem(rng)
-        intro = rng.choice(PROBLEM_INTROS) if kind == "problem" else ""
+        intro = rng.choice(read_texts("problems")["intros"]) if kind == "problem" else ""
         return kind, content, intro + question, answer, [(second, second_answer)]
-    kind = rng.choice(list(FIRST))
+    kind = rng.choice(list(read_texts("dialogues")["first"]))
     return kind, *draw_dialogue(rng, kind)
 
 
@@ -110,7 +113,11 @@ def conversations(count: int, seed: int, split: str) -> list[dict]:
     def draw(rng: random.Random) -> tuple[tuple, str, dict]:
         _, content, question, answer, follow_ups = _draw(rng)
         turns = [(question, answer)] + follow_ups[: rng.choice((0, 0, 0, 1, 1, 2))]
-        messages = [{"from": "system", "value": rng.choice(SYSTEM_PROMPTS)}] if rng.random() < 0.1 else []
+        messages = (
+            [{"from": "system", "value": rng.choice(read_texts("words")["system_prompts"])}]
+            if rng.random() < 0.1
+            else []
+        )
         for asked, answered in turns:
             messages += [{"from": "human", "value": asked}, {"from": "gpt", "value": answered}]
         return content, question, {"conversations": messages}
@@ -149,7 +156,9 @@ def questions(count: int, seed: int, split: str) -> list[dict]:
 
     def draw(rng: random.Random) -> tuple[tuple, str, dict]:
         kind, content, question, _, follow_ups = _draw(rng)
-        return content, question, {"category": CATEGORIES[kind], "turns": [question, follow_ups[0][0]]}
+        forms = read_texts("dialogues")["first"]
+        category = forms[kind]["category"] if kind in forms else CATEGORIES[kind]
+        return content, question, {"category": category, "turns": [question, follow_ups[0][0]]}
 
     rows = _collect(count, seed, split, draw)
     return [{"question_id": i + 1, **row} for i, row in enumerate(rows)]

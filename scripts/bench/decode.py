@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
-from draft_heads.heads.base import target_sizes
 from draft_heads.heads.checkpoint import head_classes
+from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, LlamaConfig
 
-from draft_heads.heads.base import target_sizes
 from draft_heads.heads.checkpoint import head_classes
+from draft_heads.heads.config import target_sizes
 from draft_heads.train.options import SHAPES, estimated_parameters
 
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [

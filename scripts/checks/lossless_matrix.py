@@ -38,8 +38,9 @@ from transformers import (
 
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
-from draft_heads.heads.base import DraftHead, target_sizes
+from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import head_classes
+from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine

@@ -89,15 +89,6 @@ def test_held_out_rows_do_not_depend_on_order():
     assert set(ids_of(held)) != set(ids_of(split_held_out(dataset, rows=10, seed=4)[1]))
 
 
-def test_held_out_fraction_is_a_property_of_the_row():
-    dataset = datasets.Dataset.from_dict({"id": [f"c{i}" for i in range(1000)]})
-    _, held = split_held_out(dataset, fraction=0.1)
-    _, of_half = split_held_out(dataset.select(range(500)), fraction=0.1)
-    assert 70 < len(held) < 130
-    assert set(ids_of(of_half)) == {i for i in ids_of(held) if int(i[1:]) < 500}
-
-
-@pytest.mark.parametrize("wrong", [{}, {"rows": 1, "fraction": 0.1}, {"rows": 3}, {"fraction": 1.0}])
-def test_held_out_split_that_leaves_nothing_is_refused(wrong):
-    with pytest.raises(ValueError):
-        split_held_out(datasets.Dataset.from_dict({"id": ["a", "b", "c"]}), **wrong)
+def test_a_held_out_split_that_leaves_nothing_is_refused():
+    with pytest.raises(ValueError, match="3 held-out rows of 3 leave nothing to train on"):
+        split_held_out(datasets.Dataset.from_dict({"id": ["a", "b", "c"]}), rows=3)

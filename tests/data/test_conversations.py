@@ -75,7 +75,7 @@ def test_skipped_bad_rows_are_counted_and_listed(tmp_path, caplog):
     file = write_lines(tmp_path / "rows.jsonl", [row for row, _ in BAD] + [GOOD])
     loaded = read_conversations(file, skip_bad_rows=True)
     assert loaded.dataset["id"] == ["a"]
-    assert [bad.row for bad in loaded.bad_rows] == list(range(len(BAD)))
+    assert [int(bad.split(": ")[0].rpartition(" ")[2]) for bad in loaded.bad_rows] == list(range(len(BAD)))
     assert len(caplog.messages) == len(BAD)
     assert f"{file}, line 8, row 7" in caplog.text
 

@@ -7,9 +7,8 @@ import pytest
 
 from draft_heads.data.conversations import parse_record
 from draft_heads.data.synthetic.corpus import _collect, conversations, questions, split_of, word_problems
-from draft_heads.data.synthetic.forms import FIRST, KEYS
-from draft_heads.data.synthetic.problems import MAX_OPERAND, SCENARIOS, draw_drill, draw_problem, operands, working
-from draft_heads.data.synthetic.topics import TOPICS
+from draft_heads.data.synthetic.problems import MAX_OPERAND, draw_drill, draw_problem, operands, working
+from draft_heads.data.synthetic.texts import Scenario, Topic, read_texts, scenarios, topics
 
 EQUATION = re.compile(r"\d+(?: [+\-*] \d+)?(?: = \d+(?: [+\-*] \d+)?)+")
 
@@ -53,7 +52,7 @@ def test_problems_are_solved_from_the_numbers_in_their_question():
     for _ in range(2000):
         (_, index, *numbers), question, answer = draw_problem(rng)
         expression = str(numbers[0])
-        for operation, number in zip(SCENARIOS[index].operations, numbers[1:]):
+        for operation, number in zip(scenarios()[index].operations, numbers[1:]):
             expression = f"({expression} {operation} {number})"
         assert int(answer.rpartition("#### ")[2]) == eval(expression)
         assert sorted(map(int, re.findall(r"\d+", question))) == sorted(numbers)
@@ -92,9 +91,9 @@ def test_split_depends_on_content_and_not_on_wording_or_names():
 
 
 def test_every_question_form_names_the_slots_that_decide_its_split():
-    for kind, forms in FIRST.items():
-        for question, _ in forms:
-            assert all(f"{{{key}}}" in question for key in KEYS[kind]), question
+    for kind in read_texts("dialogues")["first"].values():
+        for form in kind["forms"]:
+            assert all(f"{{{key}}}" in form["question"] for key in kind["keys"]), form
 
 
 def test_same_seed_gives_the_same_rows_and_another_seed_others():
@@ -128,7 +127,7 @@ def test_steps_selects_one_step_or_two_step_problems():
 
 
 def test_topic_phrases_are_all_different():
-    phrases = [p for t in TOPICS for p in (t.name, *t.tools, *t.steps, *t.gains, *t.slips, t.sign)]
+    phrases = [p for t in topics() for p in (t.name, *t.tools, *t.steps, *t.gains, *t.slips, t.sign)]
     assert len(phrases) == len(set(phrases))
 
 
@@ -140,3 +139,10 @@ def test_unknown_split_is_refused_with_the_valid_ones():
 def test_count_beyond_the_different_questions_is_refused():
     with pytest.raises(ValueError, match="found 1 of 2, lower it"):
         _collect(2, 0, "train", lambda rng: ((1,), "the only question", {}))
+
+
+def test_texts_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"napping has \(1, 4, 2, 2\)"):
+        Topic("napping", ["a bed"], ["a"] * 4, ["b"] * 2, ["c"] * 2, "you sleep")
+    with pytest.raises(ValueError, match=r"one step for each of \+ - \*"):
+        Scenario("+-", ["a"] * 3, ["add"], "{n}")

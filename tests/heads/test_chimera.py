@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_heads.heads.attention import dense_fusion_attention, dense_mask, flex_fusion_attention, fusion_mask
+from draft_heads.heads.attention import dense_anchor_attention, dense_mask, flex_anchor_attention, fusion_mask
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.block import grouped_attention
 from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
@@ -52,10 +52,11 @@ def test_both_attention_paths_equal_one_call_with_the_whole_mask(chunk):
         torch.cat([past[1], grams[1]], 2),
         whole_mask(anchors, segments, heads)[:, None],
     )
-    attend = dense_fusion_attention(past, grams, anchors, segments, heads, anchors_per_chunk=chunk)
+    drafting = fusion_mask(anchors, segments, heads), anchors, heads, past, grams
+    attend = dense_anchor_attention(*drafting, anchors_per_chunk=chunk)
     assert torch.allclose(attend(queries, queries, queries), expected, atol=1e-6)
     with torch.no_grad():  # FlexAttention has no backward on CPU
-        flex = flex_fusion_attention(past, grams, anchors, segments, heads)(queries, queries, queries)
+        flex = flex_anchor_attention(*drafting)(queries, queries, queries)
     assert torch.allclose(flex, expected, atol=1e-5)
 
 

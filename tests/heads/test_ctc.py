@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from draft_heads.heads.attention import dense_frame_attention, dense_mask, flex_frame_attention, frame_mask
+from draft_heads.heads.attention import dense_anchor_attention, dense_mask, flex_anchor_attention, frame_mask
 from draft_heads.heads.base import Rows
 from draft_heads.heads.block import grouped_attention
 from draft_heads.heads.checkpoint import load_head, save_head
@@ -98,12 +98,11 @@ def test_both_attention_paths_equal_one_call_with_the_whole_mask(chunk):
         torch.cat([context[1], values], 2),
         dense_frame_mask(anchors, segments, frames)[:, None],
     )
-    dense = dense_frame_attention(tuple(context), anchors, segments, frames, anchors_per_chunk=chunk)(
-        queries, keys, values
-    )
+    drafting = frame_mask(anchors, segments, frames), anchors, frames, tuple(context)
+    dense = dense_anchor_attention(*drafting, anchors_per_chunk=chunk)(queries, keys, values)
     assert torch.allclose(dense, expected, atol=1e-6)
     with torch.no_grad():  # FlexAttention has no backward on CPU
-        flex = flex_frame_attention(tuple(context), anchors, segments, frames)(queries, keys, values)
+        flex = flex_anchor_attention(*drafting)(queries, keys, values)
     assert torch.allclose(flex, expected, atol=1e-5)
 
 

@@ -68,7 +68,7 @@ def test_nothing_leaks_from_the_future(head, view):
     reach = 4 + 1 + (head.config.frames if hasattr(head.config, "frames") and head.config.chained else 0)
     assert rows.hidden.grad[0, :5].abs().sum() > 0
     assert rows.hidden.grad[0, reach:].abs().max() == 0
-    ids[0, 5 + head.config.offsets + head.room() :] = 7  # text behind the labels
+    ids[0, 5 + head.config.offsets + head.tokens_after() :] = 7  # text behind the labels
     changed = Rows(rows.hidden, ids, rows.segment_ids, rows.position_ids)
     assert torch.equal(reference, draft_of(head, changed, first, view))
 
@@ -141,7 +141,7 @@ def test_evaluation_counts_the_five_best_of_every_offset(head, view):
 
 
 def test_more_offsets_than_the_text_is_long_still_train(head, view):
-    rows = text(rows=1, length=2 + head.room())
+    rows = text(rows=1, length=2 + head.tokens_after())
     loss = loss_of(head, rows, view)
     if int(loss.windows):
         loss.total.backward()

@@ -125,7 +125,7 @@ def test_the_view_is_cut_once_bias_and_all_and_the_embedding_stays_whole():
 def test_vocabulary_matrices_have_the_cut_size_and_start_as_rows_of_the_lm_head(name):
     head, view = cut(name), lent_target()
     head.start_from(torch.randn(20, 32), view)
-    for each in head.each:
+    for each in head.offset_heads:
         matrix = each.weight if name == "chimera" else each.vocabulary.weight
         assert torch.equal(matrix[:, -32:], view.lm_head_weight[ODD])
 

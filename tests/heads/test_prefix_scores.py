@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draft_heads.heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
+from draft_heads.heads.prefix_scores import LabelRuns, child_scores, empty_prefix, extend, runs
 
 
 def test_the_worked_example_of_runs():
@@ -16,7 +16,7 @@ def test_the_worked_example_of_the_prefix_scores():
     empty = empty_prefix(runs(blank))
     assert child_scores(empty, probs, torch.tensor([0, 1])).tolist()[0] == pytest.approx([0.8, 0.2])
     own = probs[None, :, 0]
-    state = extend(empty, torch.tensor([0]), torch.tensor([0]), own, Spells.of(runs(own), runs(blank)))
+    state = extend(empty, torch.tensor([0]), torch.tensor([0]), own, LabelRuns.of(runs(own), runs(blank)))
     assert child_scores(state, probs, torch.tensor([0, 1])).tolist()[0] == pytest.approx([0.0, 0.3])
 
 
@@ -37,6 +37,6 @@ def test_extending_equals_the_recursion_frame_by_frame(zeros):
             in_blank.append((in_blank[-1] + in_label[-1]) * blank[t])
             in_label.append((in_label[-1] + enter) * probs[t, label])
         own = probs[None, :, label]
-        state = extend(state, torch.tensor([0]), torch.tensor([label]), own, Spells.of(runs(own), runs(blank)))
+        state = extend(state, torch.tensor([0]), torch.tensor([label]), own, LabelRuns.of(runs(own), runs(blank)))
         assert torch.allclose(state.in_label[0], torch.stack(in_label))
         assert torch.allclose(state.in_blank[0], torch.stack(in_blank))

@@ -3,8 +3,8 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_heads.heads.base import target_sizes
 from draft_heads.heads.checkpoint import head_classes
+from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine

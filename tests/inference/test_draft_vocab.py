@@ -54,7 +54,7 @@ def never_saying(head, target, ids):
         head_logits = head.head_logits
         head.head_logits = lambda *given: head_logits(*given) + never
     elif hasattr(head, "heads") and head.config.kind != "chimera":
-        for each in head.each:
+        for each in head.offset_heads:
             each.vocabulary.bias = nn.Parameter(never)
     else:
         target.lm_head.bias = nn.Parameter(never)

@@ -80,7 +80,7 @@ def test_preview_colours_exactly_the_trained_tokens():
     ("flags", "reason"),
     [
         (["--max_length", "999"], "--max_length 999 exceeds the target's 256 positions"),
-        (["--batch_size", "0"], "--batch_size must be at least 1, received 0"),
+        (["--batch_size", "0"], "--batch_size must be at least 1; got 0"),
         (["--engine", "openai"], "--engine openai and --base_url URL go together"),
         (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
         (["--hidden_states", "int8"], "--hidden_states int8 is unknown; pass target or one of"),

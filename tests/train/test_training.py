@@ -248,7 +248,7 @@ def test_a_draft_vocabulary_is_counted_saved_and_resumed_with(dataset, tmp_path)
     rare = int(counts[head.draft_vocab[~torch.isin(head.draft_vocab, torch.tensor(head.config.end_token_ids))]].min())
     left_out = torch.ones(1024, dtype=torch.bool).index_fill(0, head.draft_vocab, False)
     assert len(head.draft_vocab) == 300 and int(counts[left_out].max()) <= rare
-    assert all(each.weight.shape[0] == 300 for each in head.each)
+    assert all(each.weight.shape[0] == 300 for each in head.offset_heads)
     shutil.rmtree(tmp_path / "run" / "head")
     shutil.rmtree(tmp_path / "run" / "checkpoint-6")
     expected = load_file(tmp_path / "run" / "checkpoint-4" / "model.safetensors")["draft_vocab"]

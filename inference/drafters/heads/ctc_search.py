@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draft_heads.heads.prefix_scores import Spells, child_scores, empty_prefix, extend, runs
+from draft_heads.heads.prefix_scores import LabelRuns, child_scores, empty_prefix, extend, runs
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.host_sync import host_sync_allowed
 from draft_heads.inference.native import library
@@ -86,7 +86,7 @@ def prefix_tree(
 
     by_label = torch.cat([probs, blank], dim=1).T  # [C + 1, T]
     every_run = runs(by_label)
-    state, spells = empty_prefix(every_run[-1]), Spells.of(every_run[:-1], every_run[-1])
+    state, label_runs = empty_prefix(every_run[-1]), LabelRuns.of(every_run[:-1], every_run[-1])
     beam_index = torch.full((1,), -1, dtype=torch.long, device=probs.device)  # node number of each beam entry
     scores: list[Tensor] = []
     tokens: list[Tensor] = []
@@ -109,7 +109,7 @@ def prefix_tree(
         parents.append(beam_index[parent])
         if depth + 1 == deepest:
             break
-        state = extend(state, parent, labels[column], by_label[column], spells[column])
+        state = extend(state, parent, labels[column], by_label[column], label_runs[column])
         beam_index = torch.arange(offset, offset + width, device=probs.device)
         offset += width
 

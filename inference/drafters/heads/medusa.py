@@ -29,7 +29,7 @@ def draft_tree(head: MedusaHead, last: Tensor, paths: RankPaths) -> DraftTree:
 def rank_paths(head: MedusaHead, max_nodes: int, heads: int = 0) -> RankPaths:
     """The list that trees of the first `heads` heads are chosen from; 0: of all."""
     levels = min(heads or head.config.heads, max_nodes)
-    return RankPaths(levels, max_nodes, head.config.classes, head.each[0].vocabulary.weight.device)
+    return RankPaths(levels, max_nodes, head.config.classes, head.offset_heads[0].vocabulary.weight.device)
 
 
 class MedusaDrafter(HeadDrafter):

@@ -1,0 +1,60 @@
+"""Options declared as dataclass fields: default, help text and valid values in one place, from which flags are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, field, fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+def option(default: Any, help: str, choices: Sequence[str] = (), least: int | None = None, const: Any = None) -> Any:
+    """A dataclass field that is a flag; `choices` and `least` are checked by `check_options`.
+
+    const: the value of the flag when it is given without one
+    """
+    limits = {"choices": choices or None, "least": least, "const": const}
+    metadata = {"help": help, **{name: value for name, value in limits.items() if value is not None}}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_options(options: Any) -> None:
+    """ValueError for the first option of a dataclass whose value is not one of its choices, or too small."""
+    for f in fields(options):
+        value, choices, least = getattr(options, f.name), f.metadata.get("choices"), f.metadata.get("least")
+        if choices and value not in choices:
+            raise ValueError(f"--{f.name} must be one of {', '.join(choices)}; got {value!r}")
+        if least is not None and value is not None and value < least:
+            raise ValueError(f"--{f.name} must be at least {least}; got {value}")
+
+
+def option_names(options: type) -> list[str]:
+    """The fields of a dataclass that are flags: those with a help text."""
+    return [f.name for f in fields(options) if "help" in f.metadata]
+
+
+def add_flags(group: Any, options: type) -> None:
+    """One flag for each option of a dataclass, to an argparse parser or group."""
+    hints = get_type_hints(options)
+    for f in fields(options):
+        if "help" not in f.metadata:
+            continue
+        kind = (get_args(hints[f.name]) or (hints[f.name],))[0]  # int for int, int | None and list[int]
+        settings: dict[str, Any] = {"type": true_or_false if kind is bool else kind, "help": f.metadata["help"]}
+        settings["default"] = f.default if f.default_factory is MISSING else f.default_factory()
+        if get_origin(hints[f.name]) is list:
+            settings["nargs"] = "+"
+        elif kind is bool or "const" in f.metadata:
+            settings |= {"nargs": "?", "const": f.metadata.get("const", True)}
+        if "choices" in f.metadata:
+            settings["metavar"] = f"{{{','.join(f.metadata['choices'])}}}"
+        group.add_argument(f"--{f.name}", **settings)
+
+
+def true_or_false(text: str) -> bool:
+    """`true`, `yes`, `1`, `false`, `no` or `0` as a boolean, for argparse."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError(f"must be true or false; got {text!r}")
+    return words[text.lower()]

@@ -1,0 +1,59 @@
+"""The texts of the generated corpus, read from the YAML files of this folder."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@functools.cache
+def read_texts(name: str) -> Any:
+    """What `name`.yaml holds; its first lines say what the entries mean. Not to be changed by the caller."""
+    return yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Topic:
+    """One thing people ask about, with the phrases that answers are built from."""
+
+    name: str
+    tools: list[str]
+    steps: list[str]
+    gains: list[str]
+    slips: list[str]
+    sign: str
+
+    def __post_init__(self) -> None:
+        sizes = tuple(map(len, (self.tools, self.steps, self.gains, self.slips)))
+        if sizes != (3, 4, 2, 2):
+            raise ValueError(f"a topic has 3 tools, 4 steps, 2 gains and 2 slips; {self.name} has {sizes}; repair it")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The story of a word problem with one arithmetic operation, `+`, `-` or `*`, for each step."""
+
+    operations: str
+    questions: list[str]
+    steps: list[str]
+    final: str
+
+    def __post_init__(self) -> None:
+        if len(self.questions) != 3 or len(self.steps) != len(self.operations) or set(self.operations) - set("+-*"):
+            raise ValueError(f"a scenario has 3 questions and one step for each of + - *; got {self}; repair it")
+
+
+@functools.cache
+def topics() -> tuple[Topic, ...]:
+    """The topics of topics.yaml."""
+    return tuple(Topic(**entry) for entry in read_texts("topics"))
+
+
+@functools.cache
+def scenarios() -> tuple[Scenario, ...]:
+    """The scenarios of problems.yaml."""
+    return tuple(Scenario(**entry) for entry in read_texts("problems")["scenarios"])

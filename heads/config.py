@@ -1,0 +1,103 @@
+"""What is saved of a head beside its weights: the sizes it takes from its target, and its settings."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Self
+
+from draft_heads.data.options import check_options, option
+
+
+@dataclass
+class HeadConfig(ABC):
+    """Sizes a head takes from its target, and which target that was. Subclasses add what the method needs."""
+
+    kind: ClassVar[str] = ""
+    reads_layers: ClassVar[bool] = False  # whether heads of this kind can have `target_layers`
+    hidden_size: int = 0
+    vocab_size: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    end_token_ids: list[int] = field(default_factory=list)
+    target: str = ""
+    target_fingerprint: dict[str, Any] = field(default_factory=dict)
+    token_scale: float = 1.0  # what heads multiply the target's embeddings by; `DraftHead.start_from` sets it
+    tree_temperature: float = 1.0  # divides the log-probabilities a draft tree is built from; scripts/tune_tree.py
+    target_layers: list[int] = option([], "layers of the target read beside its last hidden state, e.g. 2 16 29")
+    anchors: int = option(0, "anchors sampled per row and step; 0 trains on every one", least=0)
+    draft_vocab_size: int = option(0, "draft from this many most frequent answer tokens; 0: from all")
+
+    @property
+    @abstractmethod
+    def offsets(self) -> int:
+        """U, how many labels behind the base token a head drafts."""
+
+    @property
+    def classes(self) -> int:
+        """D, how many tokens a head scores: those of its draft vocabulary, or all."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def cut_at_disagreement(self) -> bool:
+        """Whether a window of labels ends where text and labels differ: for heads that do not read drafted tokens."""
+        return True
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.target_layers and not self.reads_layers:
+            raise ValueError(
+                f"--target_layers is for heads that read several layers; a {self.kind} head reads the last hidden "
+                f"state only; got {' '.join(map(str, self.target_layers))}; leave it out"
+            )
+        if not self.tree_temperature > 0:
+            raise ValueError(f"tree_temperature must be above 0; got {self.tree_temperature}; 1 leaves drafts alone")
+        least, most = max(1, len(set(self.end_token_ids))), self.vocab_size
+        size = self.draft_vocab_size
+        if size < 0 or (most and size and not least <= size <= most):  # the target's sizes are read after the options
+            raise ValueError(
+                "--draft_vocab_size must be 0 (the whole vocabulary) or a number of tokens"
+                f"{f' from {least} to {most}' if most else ''}, the end tokens among them; got {size}; leave it out or "
+                "pick one in that range"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, **asdict(self)}
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """JSON text; the signature is the one transformers' logging callbacks call."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}
+        given = {key: value for key, value in values.items() if key != "kind"}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise ValueError(
+                f"unknown {cls.kind} head setting {', '.join(unknown)}; valid are {', '.join(sorted(known))}"
+            )
+        return cls(**given)
+
+
+def target_sizes(config: Any) -> dict[str, Any]:
+    """The sizes of `HeadConfig` read from a transformers decoder config; missing ones get the usual defaults."""
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in rope:  # one set of parameters per layer type
+        rope = rope["full_attention"]
+    return {
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-5),
+        "rope_theta": float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0),
+    }

@@ -1,0 +1,70 @@
+"""The folder of a training run: whether it may be used, what it was begun with (run.json), where it resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from draft_heads.data.files import write_text
+from draft_heads.heads.checkpoint import CONFIG
+from draft_heads.train.options import HeadTrainingArguments, RunOptions
+from draft_heads.train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
+
+SETTINGS = "run.json"
+# May differ between a run and its resumption: they change where and how often, not what is learned.
+_FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
+
+
+def prepare_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
+    """Check --output_dir against these settings; returns the checkpoint to resume from, None for a fresh start.
+
+    Raises ValueError, naming `--overwrite`, for a finished run, other settings, or a folder of something else.
+    """
+    folder = Path(args.output_dir or "")
+    with args.main_process_first(desc="preparing the run's folder"):
+        if args.process_index == 0:
+            _prepare(folder, settings, args.overwrite)
+    return newest_complete_checkpoint(folder)
+
+
+def _prepare(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
+    if overwrite and folder.exists():
+        shutil.rmtree(folder)
+    if (folder / "head" / CONFIG).is_file():
+        raise ValueError(
+            f"--output_dir {folder} holds a finished run (its head is in {folder / 'head'}); pick another folder or "
+            "add --overwrite to delete it"
+        )
+    if (folder / SETTINGS).is_file():
+        before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
+        if changed:
+            differences = "; ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
+            raise ValueError(
+                f"--output_dir {folder} was begun with other settings ({differences}); repeat those, pick "
+                "another folder or add --overwrite to delete it"
+            )
+        for cut_short in incomplete_checkpoints(folder):
+            print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
+            shutil.rmtree(cut_short)
+        return
+    if folder.exists() and any(path.name != "runs" for path in folder.iterdir()):
+        raise ValueError(
+            f"--output_dir {folder} is not empty and holds no run of this program; pick another folder or add "
+            "--overwrite to delete it"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:
+    """Everything that decides what is learned, as JSON values."""
+    training = {
+        key: value
+        for key, value in args.to_sanitized_dict().items()
+        if isinstance(value, (int, float, str, bool, type(None)))
+    }
+    settings = {**vars(run), **head, **training}
+    return {key: value for key, value in settings.items() if key not in _FREE}
