@@ -159,6 +159,7 @@ def test_a_step_that_runs_ahead_asks_the_host_nothing(kind, settings, ids):
     assert len(asked) > 5 and not any(asked), asked
 
 
+@pytest.mark.slow
 def test_compiled_programs_draft_from_it_too():
     target = load_target("qwen3", torch.float32)
     prompts = [list(range(3, 40)), [7] * 90]

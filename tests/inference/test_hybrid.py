@@ -273,6 +273,7 @@ def test_a_window_rides_along_behind_the_merged_nodes(llama, llama_prompts):
     assert torch.equal(depth[riding], own_depth[cells])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "ctc"])
 def test_a_compiled_target_drafts_its_heads_through_programs(kind):
     torch.set_num_threads(1)
