@@ -262,7 +262,12 @@ def test_a_cpu_may_be_asked_unless_it_may_not():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    [("medusa", {"layers": 1}), ("hydra", {"heads": 2, "prefix_attention": True}), ("chimera", {"heads": 2}), ("ctc", {})],
+    [
+        ("medusa", {"layers": 1}),
+        ("hydra", {"heads": 2, "prefix_attention": True}),
+        ("chimera", {"heads": 2}),
+        ("ctc", {}),
+    ],
 )
 def test_compiled_programs_give_the_same_answers_at_every_length_without_compiling_again(kind, settings):
     target = load_target("qwen3", torch.float32)
