@@ -116,7 +116,7 @@ def test_answers_are_the_targets_and_simulated_steps_those_of_decoding(kind, set
     head = trained_head(target, texts, steps=60, kind=kind, **settings, draft_vocab_size=150)
     said = {token for _, answer in texts for token in answer}
     assert said & set(range(150)) and said - set(range(150))
-    propose_from = importlib.import_module(f"train.{kind}").propose_from
+    propose_from = importlib.import_module(f"draft_heads.train.{kind}").propose_from
     for ahead in (False, True):
         engine = DecodingEngine(target, drafter_for(head, target, 12), ahead=ahead)
         results = [engine.generate(prompt, RULES) for prompt, _ in texts]
