@@ -29,12 +29,12 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	$(BIN)/python scripts/quickstart.py --output runs/quickstart
 
-# Two processes of one thread each. Tests marked as one xdist_group share a process and what it prepared.
+# Two processes of one thread each: small tests first; of the slow ones, whoever is done takes from the other.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist load
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .
