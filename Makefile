@@ -6,14 +6,15 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TARGET := data/tiny_target
 
-.PHONY: help install quickstart test lint lossless clean
+.PHONY: help install quickstart test test-slow lint lossless clean
 
 help:
 	@echo "make quickstart   distil, train a CTC head, decode, report: the whole job on the embedded target"
-	@echo "make test         the tests"
+	@echo "make test         the tests, but for the slow ones"
+	@echo "make test-slow    compiled programs, the small losslessness matrix, launched trainings"
 	@echo "make lint         ruff and mypy"
 	@echo "make lossless     the full losslessness matrix (hours on two cores)"
-	@echo "make clean        remove runs/ and caches; .venv stays"
+	@echo "make clean        remove runs/, build/ and caches; .venv stays"
 
 install: $(READY)
 
@@ -28,9 +29,12 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	$(BIN)/python scripts/quickstart.py --output runs/quickstart
 
-# Two processes of one thread each; a file's tests share one process and what it prepared.
+# Two processes of one thread each: small tests first; of the slow ones, whoever is done takes from the other.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist load
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -41,9 +45,9 @@ lint: $(READY)
 
 # TARGETS adds folders of real targets to the matrix: make lossless TARGETS="path/to/model"
 lossless: $(READY)
-	$(BIN)/python -m draft_heads.scripts.checks.lossless_trees
+	$(BIN)/python scripts/checks/lossless_trees.py
 	$(BIN)/python scripts/checks/lossless_matrix.py --prompts 200 --targets $(TARGET) $(TARGETS) --output runs/lossless
 
 clean:
-	rm -rf runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""One thread per test process: the models here are tiny and other processes may share the cores."""
+"""One thread per test process, small tests first: the models are tiny and other processes may share the cores."""
 
 import os
 
@@ -9,3 +9,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 torch.set_num_threads(1)
+
+LONGEST = ("test_ahead", "test_batch", "test_lossless_matrix", "test_lossless_trees", "test_ouroboros", "test_training")
+
+
+def pytest_collection_modifyitems(items):
+    """The files that decode or train the most come last."""
+    items.sort(key=lambda item: item.path.stem in LONGEST)

@@ -59,7 +59,7 @@ def kills(defect: Defect) -> bool:
         environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
         command = [
             sys.executable,
-            *["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"],
+            *["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", ""],  # the slow tests too
             *defect.tests.split(maxsplit=9),
         ]
         done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)

@@ -121,6 +121,7 @@ def test_the_cache_after_any_continuation_is_that_of_a_fresh_forward(target, inn
         assert torch.allclose(loop.cache.store[..., : len(cached), :], fresh.store[..., : len(cached), :], atol=1e-12)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_compiled_drafts_are_the_same_at_every_length_without_compiling_again():
     texts = [list(range(3, 40)), [5], [7] * 90, [9] * 180, [5, 6], [5, 6, 7]]

@@ -116,7 +116,7 @@ def test_answers_are_the_targets_and_simulated_steps_those_of_decoding(kind, set
     head = trained_head(target, texts, steps=60, kind=kind, **settings, draft_vocab_size=150)
     said = {token for _, answer in texts for token in answer}
     assert said & set(range(150)) and said - set(range(150))
-    propose_from = importlib.import_module(f"train.{kind}").propose_from
+    propose_from = importlib.import_module(f"draft_heads.train.{kind}").propose_from
     for ahead in (False, True):
         engine = DecodingEngine(target, drafter_for(head, target, 12), ahead=ahead)
         results = [engine.generate(prompt, RULES) for prompt, _ in texts]
@@ -159,6 +159,7 @@ def test_a_step_that_runs_ahead_asks_the_host_nothing(kind, settings, ids):
     assert len(asked) > 5 and not any(asked), asked
 
 
+@pytest.mark.slow
 def test_compiled_programs_draft_from_it_too():
     target = load_target("qwen3", torch.float32)
     prompts = [list(range(3, 40)), [7] * 90]

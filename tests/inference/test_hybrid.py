@@ -273,12 +273,12 @@ def test_a_window_rides_along_behind_the_merged_nodes(llama, llama_prompts):
     assert torch.equal(depth[riding], own_depth[cells])
 
 
-@pytest.mark.parametrize("kind", ["medusa", "ctc"])
-def test_a_compiled_target_drafts_its_heads_through_programs(kind):
+@pytest.mark.slow
+def test_a_compiled_target_drafts_its_heads_through_programs():
     torch.set_num_threads(1)
     llama, plain = load_target("llama", torch.float32), load_target("llama", torch.float32)
     llama.compile()
-    hybrid = DecodingEngine(llama, HybridDrafter(parts_of(llama, f"{kind}+ngram"), llama, 6))
+    hybrid = DecodingEngine(llama, HybridDrafter(parts_of(llama, "medusa+ctc+ngram"), llama, 6))
     for prompt in make_prompts(llama, 2):
         settings = GenerationSettings(70)
         assert hybrid.generate(prompt, settings).tokens == vanilla_tokens(plain, prompt, settings)

@@ -4,6 +4,7 @@ import gc
 import resource
 import sys
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +22,7 @@ def megabytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_ten_thousand_tokens():
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -90,6 +90,7 @@ def test_shapes_are_known_before(frames, vocabulary, max_nodes):
     torch.library.opcheck(torch.ops.draft_heads.skinny_matmul, (torch.randn(3, 10), blocks, 20))
 
 
+@pytest.mark.slow
 def test_a_compiled_search_is_the_same_search():
     class Searching:
         def tree(self, log_probs):

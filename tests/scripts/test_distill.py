@@ -1,8 +1,6 @@
 """The command line of scripts/distill.py."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,6 @@ from draft_heads.data.preview import coloured
 from draft_heads.data.shards import load_distilled
 from draft_heads.scripts import distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, write_sharegpt
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +19,12 @@ def given(tmp_path_factory):
     return ["--target", save_target(folder / "target"), "--dataset", source]
 
 
-def test_command_writes_the_dataset_and_ends_with_a_summary(given, tmp_path):
+def test_command_writes_the_dataset_and_ends_with_a_summary(given, tmp_path, capsys):
     out = str(tmp_path / "out")
-    command = [sys.executable, "scripts/distill.py", *given, "--output", out, "--limit", "5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"writes {out}/shard-*.arrow and {out}/manifest.json" in done.stdout
-    assert "text and label agree" in done.stdout
+    assert distill.main([*given, "--output", out, "--limit", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert f"writes {out}/shard-*.arrow and {out}/manifest.json" in printed
+    assert "text and label agree" in printed
     assert len(load_distilled(out).dataset) == 5
 
 
