@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.conversations import load_conversations
 from draft_heads.data.datastore import DEPTH, FORMAT_VERSION, MANIFEST, unsigned
+from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.rendering import Messages
 from draft_heads.data.suffix_array import suffix_array
 
 Progress = Callable[[str, int, int], None]  # stage, done, of
@@ -42,10 +42,16 @@ def build_datastore(
         raise ValueError(f"--dataset {dataset} holds no conversation; pass a file with at least one")
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     digest = hashlib.sha256()
-    parts = []
-    for messages in _batches(rows["messages"], len(rows), progress):
-        digest.update(json.dumps(messages).encode())
-        parts += [np.array([*ids, vocabulary], unsigned(vocabulary)) for ids in _token_ids(tokenizer, messages)]
+    parts: list[NDArray[Any]] = []
+    conversations = rows["messages"]
+    for first in range(0, len(rows), _BATCH):
+        progress("conversations", first, len(rows))
+        batch = conversations[first : first + _BATCH]
+        digest.update(json.dumps(batch).encode())
+        texts: Any = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in batch]
+        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+            parts.append(np.array([*ids, vocabulary], unsigned(vocabulary)))
+    progress("conversations", len(rows), len(rows))
     tokens = np.concatenate(parts)
     del parts
     suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
@@ -60,29 +66,9 @@ def build_datastore(
         "dataset": {"name": Path(dataset).name, "limit": limit, "fingerprint": digest.hexdigest()[:16]},
     }
     arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
-    _write(folder, arrays, manifest)
-    return manifest
-
-
-def _write(folder: Path, arrays: dict[str, NDArray[Any]], manifest: dict[str, Any]) -> None:
-    """Write the files of the folder, the manifest last: a folder without one is not a datastore."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _batches(rows: Sequence[Messages], count: int, progress: Progress) -> Iterator[Sequence[Messages]]:
-    """The rows, `_BATCH` at a time."""
-    for first in range(0, count, _BATCH):
-        progress("conversations", first, count)
-        yield rows[first : first + _BATCH]
-    progress("conversations", count, count)
-
-
-def _token_ids(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Messages]) -> list[list[int]]:
-    """Each conversation rendered by the chat template and tokenised."""
-    texts: Any = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations]
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    return manifest

@@ -1,4 +1,4 @@
-"""Conversations → what the frozen target says at every position, in resumable Arrow shards.
+"""Conversations → the frozen target's greedy token at every position, in resumable Arrow shards.
 
 A row: `id`; `input_ids` [L]; `assistant_mask` [L], true on the tokens heads are trained on; `greedy_ids` [L], the
 target's own token at each position given the text before it (-100 at position 0); when cached, `hidden` [L, H] and

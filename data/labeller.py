@@ -1,4 +1,4 @@
-"""What distillation asks of a target; `inference.target.Target` fulfils it."""
+"""The interface of a target that labels text; `inference.target.Target` implements it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 
 class Labelled(NamedTuple):
-    """What a target says about one text.
+    """A target's labels and hidden states of one text.
 
-    greedy_ids  [L], `greedy_ids[i] = argmax LM(h_{i-1})`, what it says at position i given the text before it; -100 at
+    greedy_ids  [L], `greedy_ids[i] = argmax LM(h_{i-1})`, its token for position i given the text before it; -100 at
                 position 0. Example: ids [5, 7, 9] give [-100, argmax LM(h_0), argmax LM(h_1)].
     hidden      [L, H] on the CPU, or None where it was not asked for
     aux_hidden  [L, k·H], the outputs of k layers side by side, like `hidden`
@@ -25,7 +25,7 @@ class Labelled(NamedTuple):
 
 
 class Labeller(Protocol):
-    """A frozen causal LM that answers prompts and says what it would write at every position of a text.
+    """A frozen causal LM that answers prompts and gives its greedy token at every position of a text.
 
     name            folder or hub id it was loaded from
     adapter         PEFT adapter that was merged into it, or None

@@ -1,4 +1,4 @@
-"""What every draft head shares: the text it reads, the frozen target it is lent, its training result.
+"""What every draft head shares: the text it reads, its view of the frozen target, its training result.
 
 Shapes: B batch, L length, H hidden, V vocabulary, N windows, U label offsets.
 """
@@ -19,7 +19,7 @@ from draft_heads.heads.windows import Windows, select_windows
 
 @dataclass(frozen=True)
 class TargetView:
-    """The frozen target's embedding and LM head, lent to a head; never registered in it, saved or trained with it.
+    """The frozen target's embedding and LM head as heads use them; never registered, saved or trained with a head.
 
     `DraftHead.draft_view` leaves the rows of the head's draft vocabulary in the LM head; the embedding stays whole.
     A plain object, not a module, so that a head which stores one does not register its parameters.
@@ -116,10 +116,9 @@ def root_mean_square(states: Tensor) -> Tensor:
 class DraftHead(nn.Module, ABC):
     """A module that drafts what follows the base token, from the target's hidden states.
 
-    A head says how it starts (`start_from`), which anchors it can use (`windows`) and what a batch of windows costs
-    (`window_loss`); how it drafts is its drafter's affair. It scores `config.classes` tokens: `draft_classes` and
-    `draft_tokens` translate, and what reads the target's LM head reads it through `draft_view`. `config.hidden_size`
-    exists because DeepSpeed's `auto` values read it.
+    Subclasses define start values (`start_from`) and the loss (`window_loss`); drafters call their other methods. A
+    head scores `config.classes` tokens: `draft_classes` and `draft_tokens` translate, `draft_view` selects their rows
+    of the target's LM head. DeepSpeed's `auto` values read `config.hidden_size`.
     """
 
     config: HeadConfig
@@ -178,7 +177,7 @@ class DraftHead(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     def weights_read(self) -> int:
-        """Weights one draft of full depth reads, the lent LM head included: what a draft costs where memory is slow."""
+        """Weights that one draft of full depth reads from memory, the target's LM head included."""
         return sum(p.numel() for p in self.parameters())
 
     @torch.no_grad()

@@ -68,7 +68,7 @@ class ChimeraConfig(OffsetConfig):
 
     @property
     def cut_at_disagreement(self) -> bool:
-        """Chimera reads the text it drafts behind, so each offset has its label whatever was said before."""
+        """Chimera reads the tokens before each offset in the text, so a label behind a disagreement is valid."""
         return False
 
 

@@ -51,7 +51,7 @@ class HydraConfig(MedusaConfig):
 
     @property
     def cut_at_disagreement(self) -> bool:
-        """Hydra heads read the text they draft behind, so each offset has its label whatever was said before."""
+        """Hydra heads read the tokens before each offset in the text, so a label behind a disagreement is valid."""
         return False
 
 
@@ -113,7 +113,7 @@ class HydraHead(OffsetHeads):
             if self.config.labels_from == "tokens":
                 loss.add(f"ce_{k}", linear_cross_entropy(x, weight, y), self.config.decay**k)
             else:
-                hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, of which x_{n+2+k} is said
+                hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, which predicts x_{n+2+k}
                 loss.add(f"soft_{k}", soft_cross_entropy(x, weight, hidden, target), self.config.decay**k)
             if not self.training:
                 hits.append(offset_hits(head.vocabulary, x, y))

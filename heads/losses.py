@@ -7,7 +7,7 @@ Two losses on a window of labels Y:
 
 * closed  `−log Σ_{A: collapse(A) = Y} Π_t p_t(A_t)`  the collapse *is* Y                (Graves et al. 2006)
 * open    `−log Ψ(Y)`, Ψ(Y) = the probability that the collapse *starts with* Y; used where a cut left fewer labels
-          although the text goes on. In the lattice the last label's state keeps its mass whatever the later frames say.
+          although the text goes on. In the lattice the last label's state keeps its mass through all later frames.
 """
 
 from __future__ import annotations

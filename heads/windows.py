@@ -10,7 +10,7 @@ where `y[i] = argmax LM(h[i-1])`. Worked example (0-based, everything the assist
     greedy y    -  a  b  c  q  E
 
     anchor 0: base a, labels b c q      q is the label at 4; the text has d there, so nothing may follow q
-    anchor 1: base b, labels c q        cut after q (`agree`): y[5] = E was said after d, not after q
+    anchor 1: base b, labels c q        cut after q (`agree`): y[5] = E follows d, not q
     anchor 2: base c, labels q          the same cut
     anchor 3: base d, labels E          the turn ended: a closed window of one label
 """

@@ -132,7 +132,7 @@ def head_config(
 
 
 def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
-    """The head drafts from the most frequent labels of the rows it is trained on; says how many of them it covers.
+    """Make the head draft from the most frequent labels of its training rows; returns a line with their coverage.
 
     Every process counts the same rows, so all choose alike.
     """
