@@ -1,4 +1,4 @@
-"""The CTC head: who sees whom in training, one pass against anchors alone, packed rows, start values, checkpoints."""
+"""The CTC head: who sees whom in training, one pass against anchors alone, start values, broken checkpoints."""
 
 import json
 
@@ -75,16 +75,6 @@ def test_nothing_leaks_from_the_future_or_from_other_anchors(view, blocks):
     assert (reached[10:] == 0).all() and (reached[:10] > 0).all()
 
 
-def test_packed_conversations_do_not_see_each_other(view):
-    head, values = make_head(), batch(rows=2, length=12)
-    packed = {name: value.reshape(1, -1, *value.shape[2:]) for name, value in values.items()}
-    packed["segment_ids"] = torch.tensor([[1] * 12 + [2] * 12])
-    anchors = torch.tensor([[2, 8, 14, 20]])
-    together = frames_of(head, packed, anchors, view)[0]
-    apart = frames_of(head, values, torch.tensor([[2, 8], [2, 8]]), view).reshape(4, 8, 32)
-    assert torch.allclose(together, apart, atol=1e-5)
-
-
 @pytest.mark.parametrize("chunk", [1, 3, 16])
 def test_both_attention_paths_equal_one_call_with_the_whole_mask(chunk):
     torch.manual_seed(0)
@@ -138,23 +128,6 @@ def test_the_lent_target_is_no_part_of_the_head(view):
     assert all(parameter.grad is not None for parameter in head.parameters())
 
 
-def test_windows_are_counted_as_the_forward_uses_them(view):
-    head, values = make_head(anchors=4), batch()
-    extra = {"greedy_ids": values["input_ids"], "mask": torch.ones(2, 20).bool()}
-    counted = head.count_windows(
-        values["input_ids"], **extra, segment_ids=values["segment_ids"], position_ids=values["position_ids"], seed=7
-    )
-    assert int(counted) == int(head(**values, **extra, target=view, seed=7).windows) == 8
-
-
-def test_a_batch_without_a_single_window_has_no_loss_and_zero_gradients(view):
-    head, values = make_head(), batch()
-    loss = head(**values, greedy_ids=values["input_ids"], mask=torch.zeros(2, 20).bool(), target=view)
-    loss.total.backward()
-    assert int(loss.windows) == 0 and float(loss.total) == 0
-    assert all(float(parameter.grad.abs().max()) == 0 for parameter in head.parameters())
-
-
 def test_evaluation_counts_the_hits_of_every_offset(view):
     head, values = make_head(labels=3), batch()
     loss = head.eval()(**values, greedy_ids=values["input_ids"], mask=torch.ones(2, 20).bool(), target=view)
@@ -179,21 +152,6 @@ def test_evaluation_counts_the_hits_of_every_offset(view):
 def test_settings_that_cannot_work_are_refused(settings, told):
     with pytest.raises(ValueError, match=told):
         CTCConfig(**SIZES, **settings)
-
-
-def test_a_saved_head_comes_back_equal(tmp_path, view):
-    head, values = make_head(blocks=2, labels=3), batch()
-    save_head(head, tmp_path / "head", {"steps": 1}, "# card")
-    again = load_head(tmp_path / "head", FINGERPRINT)
-    anchors = torch.tensor([[5], [6]])
-    assert torch.equal(frames_of(head.eval(), values, anchors, view), frames_of(again, values, anchors, view))
-    assert again.config == head.config
-    assert sorted(path.name for path in (tmp_path / "head").iterdir()) == [
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "provenance.json",
-    ]
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "tokenizer_hash", "chat_template_hash"])
