@@ -89,7 +89,7 @@ class DecodingEngine:
                 pending.append(PendingReadback(packed))
             new, sources = pending.popleft().read()
             committed += len(new)
-            cache.settle(committed + len(pending) * (self.drafter.max_depth + 1))
+            cache.bound = committed + len(pending) * (self.drafter.max_depth + 1)
             clock.lap("accept")
             kept = stopper.extend(result, new, sources)
             result.seconds = clock.seconds()

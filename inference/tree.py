@@ -13,7 +13,7 @@ Worked example, used throughout the tests. The base token `b` has children `x` a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -119,6 +119,31 @@ class DraftTree:
             torch.cat([self.source, padding]),
             torch.cat([self.candidate, padding.bool()]),
         )
+
+
+class TokenTrie:
+    """A trie of token paths as lists of tokens and parents, with at most `most` nodes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, path: Iterable[int], parent: int = -1) -> list[int]:
+        """Insert a path below a node (−1: the base token); returns its nodes, fewer than tokens if the trie is full."""
+        nodes = []
+        for token in path:
+            node = self._children.get((parent, token))
+            if node is None:
+                if len(self.tokens) == self.most:
+                    break
+                node = self._children[parent, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(parent)
+            nodes.append(node)
+            parent = node
+        return nodes
 
 
 @cache

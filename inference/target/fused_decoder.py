@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
-from draft_heads.inference.target.masks import behind_text, masks_by_layer_type
-from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention, behind_text, masks_by_layer_type
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 

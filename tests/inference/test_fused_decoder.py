@@ -33,7 +33,7 @@ def decode(target, prompt=21):
     rows = torch.randint(0, 211, (len(sees),), generator=generator)
     pieces.append(target.forward_tree(rows[None], depths(sees)[None], sees[None], cache)[0][0])
     cache.commit(torch.tensor([[0, 1, 3, 5, 5]]), torch.tensor([4]))
-    cache.settle(prompt + 4)
+    cache.bound = prompt + 4
     pieces.append(
         target.forward_tree(rows[:1, None], torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, 1).bool(), cache)[0][
             0

@@ -16,6 +16,7 @@ Names: d the draft, v the target's choices (v_i in place of d_i, v_1 after the b
 
 from __future__ import annotations
 
+from itertools import groupby, takewhile
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -24,10 +25,10 @@ from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, target_choices
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
-from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool, TokenTrie
+from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
-from draft_heads.inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree, TokenTrie
 
 
 class OuroborosDrafter(TextDrafter):
@@ -163,12 +164,7 @@ class OuroborosDrafter(TextDrafter):
 
 def agreement(phrase: Phrase, choices: list[int]) -> int:
     """How many of a phrase's tokens after the first equal the target's choices."""
-    count = 0
-    for token, v in zip(phrase[1:], choices):
-        if token != v:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(phrase[1:], choices)))
 
 
 def matching_runs(draft: list[int], choices: list[int]) -> list[list[int]] | None:
@@ -179,10 +175,5 @@ def matching_runs(draft: list[int], choices: list[int]) -> list[list[int]] | Non
     agrees = [token == v for token, v in zip(draft, choices)]
     if all(agrees):
         return None
-    runs: list[list[int]] = [[]]
-    for token, same in list(zip(draft, agrees))[agrees.index(False) :]:
-        if same:
-            runs[-1].append(token)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    after = list(zip(draft, agrees))[agrees.index(False) :]
+    return [[token for token, _ in run] for same, run in groupby(after, key=lambda pair: pair[1]) if same]

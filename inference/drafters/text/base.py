@@ -91,9 +91,3 @@ def check_positive(**options: int) -> None:
     for name, value in options.items():
         if value < 1:
             raise ValueError(f"drafter option {name} must be at least 1; got {value}; leave it out for the default")
-
-
-def refuse_path(kind: str, path: str) -> None:
-    """ValueError for a path given to a drafter that loads nothing."""
-    if path:
-        raise ValueError(f"{kind} loads nothing; got the path {path!r}; write {kind} alone, options after commas")
