@@ -39,11 +39,6 @@ class FusedLayer:
     down: MergedLinear  # I → H
     layer_type: str
 
-    @property
-    def linears(self) -> tuple[MergedLinear, ...]:
-        """The layer's matrix products."""
-        return self.qkv, self.output, self.gate_up, self.down
-
 
 class FusedDecoder:
     """Computes what `model.get_decoder()` computes over a preallocated cache, up to rounding."""

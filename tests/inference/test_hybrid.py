@@ -21,8 +21,9 @@ from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafte
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine, GenerationSettings
 from draft_heads.inference.sampling import Sampling
-from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
+from tests.inference.trees import check_tree
 
 # ---- merging ---------------------------------------------------------------------------------------------
 
