@@ -132,7 +132,7 @@ class BatchEngine:
         trees = [DraftTree.empty(device) if slot is None else slot.drafter.propose() for slot in slots]
         base = torch.stack([end.new_zeros(()) if slot is None else slot.base for slot in slots])
         clock.lap("draft")
-        cache.settle(max(slot.committed for slot in slots if slot is not None))
+        cache.bound = max(slot.committed for slot in slots if slot is not None)
         cache.set_visible_length(1 + max(self.drafter.max_depth, *map(len, trees)))
         verify = self._verify_step if settings.sampling is None else self._verify
         batch = verify(base, DraftTree.stack(trees), cache, end, settings)

@@ -89,7 +89,7 @@ class DecodingEngine:
                 pending.append(PendingReadback(packed))
             new, sources = pending.popleft().read()
             committed += len(new)
-            cache.settle(committed + len(pending) * (self.drafter.max_depth + 1))
+            cache.bound = committed + len(pending) * (self.drafter.max_depth + 1)
             clock.lap("accept")
             kept = stopper.extend(result, new, sources)
             result.seconds = clock.seconds()
@@ -200,19 +200,12 @@ class DecodingEngine:
         typical: TypicalAcceptance | None,
     ) -> tuple[VerifiedStep, Tensor]:
         """`verify_step` for one sequence, and the tensor for `PendingReadback`."""
-        accept = self._accept if typical is None else typical
+        accept = accept_exact if typical is None else typical
         depth, layers = self.drafter.max_depth, self.drafter.target_layers
-        one = base[None], tree.map(_add_batch_dimension), depth, end[None]
-        batch = verify_step(self.target, cache, *one, sampling, accept, layers)
-        step = batch.map(_remove_batch_dimension)
+        one = base[None], tree.map(lambda x: x[None]), depth, end[None]
+        step = verify_step(self.target, cache, *one, sampling, accept, layers).map(lambda x: x[0])
         assert step.source is not None
         return step, torch.cat([step.count[None], step.next_tokens, step.source])
-
-    def _accept(
-        self, tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `inference.verify.Accept`."""
-        return accept_exact(tree, choices, logits, sees, depth, max_depth)
 
 
 class PendingReadback:
@@ -236,14 +229,6 @@ class PendingReadback:
         count, *values = self._host.tolist()
         half = len(values) // 2
         return values[:count], values[half : half + count]
-
-
-def _add_batch_dimension(x: Tensor) -> Tensor:
-    return x[None]
-
-
-def _remove_batch_dimension(x: Tensor) -> Tensor:
-    return x[0]
 
 
 def padded_nodes(nodes: int) -> int:

@@ -80,10 +80,8 @@ class Clock:
 
     def seconds(self, share: float = 1.0) -> dict[str, float]:
         """A share of every part, and their sum as `total`."""
-        return {
-            **{part: share * spent for part, spent in self.parts.items()},
-            "total": share * sum(self.parts.values()),
-        }
+        parts = {part: share * spent for part, spent in self.parts.items()}
+        return {**parts, "total": share * sum(self.parts.values())}
 
 
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -130,14 +128,12 @@ class Stopper:
             total = len(before) + count
             if token in settings.eos_token_ids:
                 return new[:count], "eos"
-            if settings.stop_strings and self._has_stop_string(before + new[:count]):
-                return new[:count], "stop"
+            if settings.stop_strings:
+                text = self.tokenizer.decode(before + new[:count], skip_special_tokens=False)
+                if any(stop in text for stop in settings.stop_strings):
+                    return new[:count], "stop"
             if settings.stop is not None and settings.stop(before + new[:count]) is not None:
                 return new[:count], "stop"
             if total == self.limit:
                 return new[:count], "length" if self.limit == settings.max_new_tokens else "context"
         return new, ""
-
-    def _has_stop_string(self, tokens: list[int]) -> bool:
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        return any(stop in text for stop in self.settings.stop_strings)

@@ -13,9 +13,8 @@ Worked example, used throughout the tests. The base token `b` has children `x` a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class DraftTree:
     source     [M] int64, which drafter proposed the node (index into `Drafter.sources`)
     candidate  [M] bool, False for rows that are computed and read back but never accepted
 
-    Prefix-closed by construction; no two candidate siblings may share a token (`check_tree`).
+    Prefix-closed by construction; no two candidate siblings may share a token.
     """
 
     tokens: Tensor
@@ -45,13 +44,7 @@ class DraftTree:
         """A tree of candidates from one source; `log_probs` defaults to zeros."""
         if log_probs is None:
             log_probs = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
-        return cls(
-            tokens,
-            parents,
-            log_probs,
-            torch.zeros_like(tokens),
-            torch.ones_like(tokens, dtype=torch.bool),
-        )
+        return cls(tokens, parents, log_probs, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
 
     @classmethod
     def of_lists(
@@ -66,10 +59,10 @@ class DraftTree:
         if not tokens:
             return cls.empty(device)
         # from a buffer, in a third of the time that torch.tensor(list) takes
-        buffers = (torch.frombuffer(array("q", values), dtype=torch.long) for values in (tokens, parents, source))
-        token_ids, parent_ids, source_ids = buffers
+        longs = (torch.frombuffer(array("q", values), dtype=torch.long) for values in (tokens, parents, source))
+        token_ids, parent_ids, source_ids = longs
         scores = torch.frombuffer(array("f", log_probs), dtype=torch.float32)
-        tree = cls(token_ids, parent_ids, scores, source_ids, all_candidates(len(tokens)))
+        tree = cls(token_ids, parent_ids, scores, source_ids, torch.ones_like(token_ids, dtype=torch.bool))
         return tree if device.type == "cpu" else tree.map(lambda x: x.to(device))
 
     @classmethod
@@ -121,19 +114,36 @@ class DraftTree:
         )
 
 
-@cache
-def all_candidates(nodes: int) -> Tensor:
-    """[M] true, `candidate` of a tree built on the host."""
-    with torch.inference_mode():
-        return torch.ones(nodes, dtype=torch.bool)
+class TokenTrie:
+    """A trie of token paths as lists of tokens and parents, with at most `most` nodes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def add(self, path: Iterable[int], parent: int = -1) -> list[int]:
+        """Insert a path below a node (−1: the base token); returns its nodes, fewer than tokens if the trie is full."""
+        nodes = []
+        for token in path:
+            node = self._children.get((parent, token))
+            if node is None:
+                if len(self.tokens) == self.most:
+                    break
+                node = self._children[parent, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(parent)
+            nodes.append(node)
+            parent = node
+        return nodes
 
 
 def ancestor_rows(parents: Tensor, levels: int) -> Tensor:
     """[..., M+1, M+1] bool over forward rows (row 0 = base token): `out[i, j]` iff row i sees row j.
 
-    A row sees itself and its ancestors. `levels` bounds the depth of the tree: each round doubles the distance
-    covered, so ceil(log2(levels + 1)) small products suffice. In the worked example row 3 (z) sees rows
-    0, 1 and 3.
+    A row sees itself and its ancestors; in the worked example row 3 (z) sees rows 0, 1 and 3. `levels` bounds the depth
+    of the tree: each round doubles the distance covered, so ceil(log2(levels + 1)) small products suffice.
     """
     root = parents.new_zeros(*parents.shape[:-1], 1)
     parent_row = torch.cat([root, parents + 1], dim=-1)  # base token: its own parent
@@ -147,17 +157,3 @@ def ancestor_rows(parents: Tensor, levels: int) -> Tensor:
 def depths(sees: Tensor) -> Tensor:
     """[..., M+1] int64 depth of every forward row from `ancestor_rows`; the base token has depth 0."""
     return sees.sum(-1) - 1
-
-
-def check_tree(tree: DraftTree) -> None:
-    """Raise ValueError unless the tree is topologically ordered and candidate siblings differ in their token."""
-    seen: set[tuple[int, int]] = set()
-    for index, (token, parent, candidate) in enumerate(
-        zip(tree.tokens.tolist(), tree.parents.tolist(), tree.candidate.tolist())
-    ):
-        if not -1 <= parent < index:
-            raise ValueError(f"a node's parent must come before it: node {index} has parent {parent}")
-        if candidate and (parent, token) in seen:
-            raise ValueError(f"siblings must differ: node {index} repeats token {token} under parent {parent}")
-        if candidate:
-            seen.add((parent, token))

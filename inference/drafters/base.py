@@ -79,8 +79,14 @@ class Drafter(ABC):
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> Drafter:
-        """Build from the command line: a path ("" for none) and all options, `max_nodes` included."""
-        raise TypeError(f"{cls.__name__} cannot be built from a command line; call its constructor")
+        """Build from the command line: a path ("" for none) and all options, `max_nodes` included.
+
+        This default is for drafters that load nothing; ValueError for a path.
+        """
+        refuse_path(cls.kind, path)
+        make: Any = cls
+        drafter: Drafter = make(build.target.device, **options)
+        return drafter
 
     def memory(self) -> list[Tensor]:
         """The tensors that outlive a step, whose addresses CUDA graphs hold."""
@@ -125,6 +131,12 @@ def tempered(log_probs: Tensor, temperature: float) -> Tensor:
     A head is overconfident on text unlike its training data; a temperature above 1 widens the tree.
     """
     return log_probs if temperature == 1 else (log_probs / temperature).log_softmax(-1)
+
+
+def refuse_path(kind: str, path: str) -> None:
+    """ValueError for a path given to a drafter that loads nothing."""
+    if path:
+        raise ValueError(f"{kind} loads nothing; got the path {path!r}; write {kind} alone, options after commas")
 
 
 def check_max_nodes(max_nodes: int) -> int:

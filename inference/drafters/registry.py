@@ -22,9 +22,13 @@ from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.heads.hydra import HydraDrafter
 from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
-from draft_heads.inference.drafters.models.draft_model import CascadeDrafter, DraftModelDrafter, load_draft_model
+from draft_heads.inference.drafters.models.draft_model import (
+    CascadeDrafter,
+    DraftModelDrafter,
+    SelfSpeculativeDrafter,
+    load_draft_model,
+)
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
-from draft_heads.inference.drafters.models.self_speculative import SelfSpeculativeDrafter
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Builder, Drafter
+from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
@@ -22,11 +20,6 @@ class VanillaDrafter(Drafter):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._tree = DraftTree.empty(device)
-
-    @classmethod
-    def from_options(cls, path: str, build: Builder, **options: Any) -> VanillaDrafter:
-        """See `Drafter.from_options`."""
-        return cls(build.target.device)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Nothing to forget."""

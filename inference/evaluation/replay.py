@@ -26,7 +26,7 @@ from draft_heads.inference.tree import DraftTree
 
 @dataclass(frozen=True)
 class TokenizerTarget:
-    """Replaces the target for text drafters, which read only these attributes (`TextTarget`)."""
+    """Replaces the target for text drafters, which read only these attributes."""
 
     tokenizer: Any
 

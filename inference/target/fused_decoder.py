@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
-from draft_heads.inference.target.masks import behind_text, masks_by_layer_type
-from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention, behind_text, masks_by_layer_type
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -39,11 +38,6 @@ class FusedLayer:
     gate_up: MergedLinear  # H → 2·I
     down: MergedLinear  # I → H
     layer_type: str
-
-    @property
-    def linears(self) -> tuple[MergedLinear, ...]:
-        """The layer's matrix products."""
-        return self.qkv, self.output, self.gate_up, self.down
 
 
 class FusedDecoder:

@@ -130,7 +130,7 @@ class KVCache(Cache):
     def commit(self, rows: Tensor, counts: Tensor) -> None:
         """Move the rows `rows [B, A]` (ascending) of the last forward behind the text, commit the first `counts [B]`.
 
-        The host's `bound` stays as it is; see `settle`.
+        The host sets `bound` when it has read the counts.
         """
         assert self.rows is not None
         into = self.slots(rows.shape[1])
@@ -150,10 +150,6 @@ class KVCache(Cache):
         """Commit the first `count` rows of the last forward of the only sequence: nothing has to move (prefill)."""
         self.lengths += count
         self.bound += count
-
-    def settle(self, bound: int) -> None:
-        """The host has read that no sequence has more than `bound` rows."""
-        self.bound = bound
 
     def clear(self) -> None:
         """Forget the text, keep the memory."""

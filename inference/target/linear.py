@@ -53,11 +53,6 @@ class MergedLinear:
             linear.bias.data = part
         return cls([weight], bias)
 
-    @property
-    def inputs(self) -> int:
-        """K."""
-        return self.weights[0].shape[1]
-
     def __call__(self, x: Tensor) -> Tensor:
         """The product; a compiled program uses one kernel for any number of rows."""
         rows = x.reshape(-1, x.shape[-1])

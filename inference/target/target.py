@@ -24,7 +24,7 @@ from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, ShardedKVCache
 from draft_heads.inference.target.linear import DraftingView
-from draft_heads.inference.target.masks import behind_text, masks_by_layer_type
+from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
 
@@ -64,21 +64,20 @@ class Target:
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
         self.lm_head = model.get_output_embeddings()
-        self.window: int | None = getattr(self.config, "sliding_window", None)
-        layer_types = set(getattr(self.config, "layer_types", None) or ())
+        layer_types = list(getattr(self.config, "layer_types", None) or ())
+        uses_window = getattr(self.config, "use_sliding_window", True) is not False
         self._per_layer_type = "sliding_attention" in layer_types
-        if not layer_types and getattr(self.config, "use_sliding_window", True) is False:
-            self.window = None
-        if layer_types and not self._per_layer_type:
-            self.window = None
-        unknown = layer_types - {"full_attention", "sliding_attention"}
+        slides = self._per_layer_type if layer_types else uses_window
+        self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
+        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
         if unknown or self.lm_head is None:
             reason = f"layers of type {', '.join(sorted(unknown))}" if unknown else "no LM head"
             raise ValueError(
                 f"the target must be a decoder with full or sliding-window attention and an LM head; {self.name} has "
                 f"{reason}; pick another --target"
             )
-        self.layer_types = self._layer_types()
+        everywhere = "full_attention" if self.window is None else "sliding_attention"
+        self.layer_types: list[str] = layer_types or [everywhere] * self.config.num_hidden_layers
         layers = getattr(self.decoder, "layers", None)
         self.layer_devices = [next(x.parameters()).device for x in layers or ()]
         if any(device.type == "meta" for device in self.layer_devices):
@@ -131,12 +130,6 @@ class Target:
             )
         return self.fused
 
-    def _layer_types(self) -> list[str]:
-        """What each layer sees: full_attention or sliding_attention."""
-        if self._per_layer_type:
-            return list(self.config.layer_types)
-        return ["full_attention" if self.window is None else "sliding_attention"] * self.config.num_hidden_layers
-
     @classmethod
     def from_pretrained(
         cls,
@@ -156,11 +149,8 @@ class Target:
         if not isinstance(dtype, torch.dtype):
             dtype = dtype_named("--dtype", dtype)
         sharded = device == "auto"
-        device = (
-            torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            if sharded or not device
-            else torch.device(device)
-        )
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(default if sharded or not device else device)
         config = AutoConfig.from_pretrained(path)
         if config.is_encoder_decoder:
             raise ValueError(

@@ -42,5 +42,5 @@ class StubTokenizer:
 
 
 def target(tokenizer, vocab_size):
-    """What `TextTarget` asks for."""
+    """What text drafters read of a target."""
     return SimpleNamespace(tokenizer=tokenizer, device=torch.device("cpu"), vocab_size=vocab_size)

@@ -12,7 +12,7 @@ from draft_heads.inference.drafters.heads.ctc_search import (
     prefix_tree,
     until_blank,
 )
-from draft_heads.inference.tree import check_tree
+from tests.inference.trees import check_tree
 
 
 def every_prefix(log_probs):

@@ -6,11 +6,11 @@ import torch
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
-from draft_heads.inference.drafters.models.draft_model import CascadeDrafter, DraftModelDrafter
-from draft_heads.inference.drafters.models.self_speculative import (
+from draft_heads.inference.drafters.models.draft_model import (
+    CascadeDrafter,
+    DraftModelDrafter,
     SelfSpeculativeDrafter,
     skipped_layers,
-    without_layers,
 )
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
@@ -30,7 +30,7 @@ MAKERS = {
     "cascade": lambda target: DraftModelDrafter(target, NgramDrafter(k=3, branches=2), k=8),
     "lookahead inside": lambda target: DraftModelDrafter(small_model(), LookaheadDrafter(n=3, w=4), k=6),
     "a draft model inside": lambda target: DraftModelDrafter(target, DraftModelDrafter(small_model(), k=2), k=6),
-    "some layers": lambda target: SelfSpeculativeDrafter(without_layers(target, "1")),
+    "some layers": lambda target: SelfSpeculativeDrafter(target.without_layers([1])),
 }
 
 
@@ -215,7 +215,7 @@ def test_targets_of_another_family_cannot_skip_layers():
 
     config = GPT2Config(vocab_size=64, n_positions=64, n_embd=16, n_layer=3, n_head=2)
     with pytest.raises(ValueError, match="self_speculative needs a target of llama"):
-        without_layers(Target(GPT2LMHeadModel(config)))
+        Target(GPT2LMHeadModel(config)).without_layers([1])
 
 
 @pytest.fixture(scope="module")

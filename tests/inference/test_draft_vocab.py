@@ -12,11 +12,11 @@ from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.tree import check_tree
 from draft_heads.scripts.checks.lossless_matrix import trained_head
 from draft_heads.train.simulate import simulate_row
 from tests.inference.models import load_target, make_head, make_prompts
 from tests.inference.test_ahead import HostQuestions
+from tests.inference.trees import check_tree
 
 HEADS = [
     ("medusa", {"layers": 1}),

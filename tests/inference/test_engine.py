@@ -7,7 +7,6 @@ import torch
 
 from draft_heads.heads.base import Rows
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.drafters.heads.block_cache import BlockCache
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
@@ -181,7 +180,7 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
     hidden, _ = target.forward_rows(text, segments, positions)
     with torch.inference_mode():
         states = head.context_states(hidden, torch.nn.functional.pad(text[:, 1:], (0, 1)), target.view())
-        for block, cache in zip(head.blocks, drafter._cache):
+        for block, cache in zip(head.blocks, drafter._caches):
             expected = block.context_keys_values(states[:, :committed], positions[:, :committed] + 1)
             assert torch.allclose(cache.keys[:, :, :committed], expected[0], atol=1e-5)
             assert torch.allclose(cache.values[:, :, :committed], expected[1], atol=1e-5)
@@ -306,8 +305,7 @@ def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settin
     drafter = drafter_for(make_head(target, kind, **settings), target, 6)
     whole = drafter_for(make_head(target, kind, **settings), target, 6)
     monkeypatch.setattr(whole, "set_visible_length", lambda tokens: None)
-    cache = next(cache for cache in vars(drafter).values() if isinstance(cache, BlockCache | list))
-    cache = cache[0] if isinstance(cache, list) else cache
+    cache = drafter._caches[0]
     trees = {drafter: [], whole: []}
     for each, made in trees.items():
         propose = each.propose

@@ -33,7 +33,7 @@ def decode(target, prompt=21):
     rows = torch.randint(0, 211, (len(sees),), generator=generator)
     pieces.append(target.forward_tree(rows[None], depths(sees)[None], sees[None], cache)[0][0])
     cache.commit(torch.tensor([[0, 1, 3, 5, 5]]), torch.tensor([4]))
-    cache.settle(prompt + 4)
+    cache.bound = prompt + 4
     pieces.append(
         target.forward_tree(rows[:1, None], torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, 1).bool(), cache)[0][
             0
@@ -64,7 +64,7 @@ def test_a_merged_linear_is_its_linears_side_by_side_for_any_number_of_rows(copy
     torch.manual_seed(0)
     linears = [torch.nn.Linear(24, size, bias) for size in (40, 8, 9)]
     merged = MergedLinear.of(linears, copy)
-    assert (merged.blocks is not None) == copy and merged.inputs == 24
+    assert (merged.blocks is not None) == copy and merged.weights[0].shape[1] == 24
     for shape in ((1,), (5,), (MAX_SKINNY_ROWS,), (MAX_SKINNY_ROWS + 1,), (2, 3), (0,)):
         x = torch.randn(*shape, 24)
         expected = torch.cat([linear(x) for linear in linears], dim=-1)
@@ -108,7 +108,7 @@ def test_a_head_that_drafts_says_what_it_said_and_is_saved_as_it_was(kind, cut):
 def test_a_rows_states_do_not_depend_on_how_many_are_verified_with_it():
     target = Target(RANDOM_TARGETS["llama"]())
     qkv = target.fused.layers[0].qkv
-    x = torch.randn(9, qkv.inputs)
+    x = torch.randn(9, qkv.weights[0].shape[1])
     assert all(torch.equal(qkv(x[:rows]), qkv(x)[:rows]) for rows in range(1, 10))
 
 

@@ -7,23 +7,23 @@ import random
 import pytest
 import torch
 
-from draft_heads.inference.drafters.heads.rank_paths import RankPaths
+from draft_heads.inference.drafters.heads.medusa import RankPaths
 from draft_heads.inference.drafters.hybrid import hybrid as hybrids
 from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
-from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, NullSource, PhraseSource, TreeSource
+from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, TreeSource
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
-from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.drafters.text.ngram_table import NgramTable
+from draft_heads.inference.drafters.text.ngram import NgramDrafter, NgramTable
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine, GenerationSettings
 from draft_heads.inference.sampling import Sampling
-from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
+from tests.inference.trees import check_tree
 
 # ---- merging ---------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def test_nodes_of_no_probability_are_merged_too():
 
 def test_no_path_is_deeper_than_asked():
     table = followers(2, 1, 1, 1)
-    assert len(merged(NullSource(), PhraseSource(table), table=table, max_depth=4).tokens) == 4
+    assert len(merged(LevelSource(), PhraseSource(table), table=table, max_depth=4).tokens) == 4
 
 
 def test_random_merges_are_trees_whose_siblings_differ():
@@ -154,7 +154,7 @@ def test_a_tree_of_levels_alone_is_the_best_one():
         top = log_probs.topk(min(nodes, 12))
         source = LevelSource(least=0.0)
         source.set(torch.stack([top.indices.double(), top.values]))
-        tree = merged(source, NullSource(), calibration=AsTold(), max_nodes=nodes)
+        tree = merged(source, LevelSource(), calibration=AsTold(), max_nodes=nodes)
         assert sorted(tree.log_probs) == pytest.approx(sorted(best.log_probs.tolist()))
 
 

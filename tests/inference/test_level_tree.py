@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from draft_heads.inference.drafters.heads.kgram_cache import KGramCache
+from draft_heads.inference.drafters.heads.chimera import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import best_indices, grow_tree
-from draft_heads.inference.tree import check_tree
+from tests.inference.trees import check_tree
 
 V, K = 4, 3
 

@@ -13,8 +13,9 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import make_prompts
+from tests.inference.trees import check_tree
 
 
 def begun(drafter, prompt=(3, 4, 5), base=7):

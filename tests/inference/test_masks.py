@@ -2,7 +2,7 @@
 
 import torch
 
-from draft_heads.inference.target.masks import behind_text, masks_by_layer_type
+from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
 from draft_heads.inference.tree import ancestor_rows, depths
 
 

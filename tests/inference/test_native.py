@@ -9,8 +9,8 @@ import torch
 from draft_heads.inference.drafters.heads.ctc_search import build_tree, prefix_tree
 from draft_heads.inference.native import library
 from draft_heads.inference.target.compiled import program
-from draft_heads.inference.tree import check_tree
 from tests.inference.test_ctc_search import every_prefix, paths
+from tests.inference.trees import check_tree
 
 
 @pytest.fixture(scope="module", autouse=True)

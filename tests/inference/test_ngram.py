@@ -2,8 +2,7 @@
 
 import pytest
 
-from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.drafters.text.ngram_table import NgramTable
+from draft_heads.inference.drafters.text.ngram import NgramDrafter, NgramTable
 from tests.inference.text_drafters import begin, go_on, proposal, texts
 
 

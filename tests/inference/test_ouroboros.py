@@ -16,9 +16,9 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
-from draft_heads.inference.tree import check_tree
 from draft_heads.scripts.tune_ouroboros import main
 from tests.inference.models import make_prompts, small_model
+from tests.inference.trees import check_tree
 
 TINY = "data/tiny_target"
 SMALL = {"gamma": 4, "w": 4, "p": 4}

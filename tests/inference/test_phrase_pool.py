@@ -2,7 +2,8 @@
 
 import pytest
 
-from draft_heads.inference.drafters.text.phrase_pool import PhrasePool, TokenTrie
+from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
+from draft_heads.inference.tree import TokenTrie
 
 
 def test_the_oldest_phrase_of_a_first_token_goes_and_one_seen_again_is_the_newest():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
-from draft_heads.inference.drafters.heads.rank_paths import RankPaths
-from draft_heads.inference.tree import check_tree
+from draft_heads.inference.drafters.heads.medusa import RankPaths
+from tests.inference.trees import check_tree
 
 
 @pytest.mark.parametrize(

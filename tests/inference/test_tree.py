@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from draft_heads.inference.tree import DraftTree, ancestor_rows, check_tree, depths
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from draft_heads.inference.verify import accepted_rows, greedy_path
+from tests.inference.trees import check_tree
 
 X, Y, Z, W = 10, 11, 12, 13
 

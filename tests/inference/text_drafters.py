@@ -5,7 +5,8 @@ import random
 import torch
 
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.tree import DraftTree, check_tree
+from draft_heads.inference.tree import DraftTree
+from tests.inference.trees import check_tree
 
 
 def texts(count, length, alphabet=3, seed=0):

@@ -1,20 +1,107 @@
-"""What the drafters of trained heads share."""
+"""What the drafters of trained heads share.
+
+Shapes: G key/value heads, C capacity, C' visible slots, D head size, Q new rows.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from draft_heads.inference.drafters.base import Builder, Drafter
+import torch
+from torch import Tensor
+
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.block import Attend, folded_attention
+from draft_heads.inference.drafters.base import Builder, Drafter, check_max_nodes
+from draft_heads.inference.target.linear import prepare_for_drafting
+from draft_heads.inference.target.target import Target
+
+
+class BlockCache:
+    """Keys and values that a head's block has read: a buffer `[C, 2·G, D]` of which the first C' slots are visible.
+
+    The number of rows in use stays on the device: slots are tensors, and masks hide what lies behind them.
+    """
+
+    def __init__(self, head: DraftHead, slots_per_token: int = 1) -> None:
+        config = head.config
+        self._heads, self._slots_per_token = config.num_key_value_heads, slots_per_token
+        self._store = self._rows = next(head.parameters()).new_zeros(0, 2 * self._heads, config.head_dim)
+        self._views: dict[int, Tensor] = {}
+
+    def reserve(self, tokens: int) -> None:
+        """Room for `tokens` tokens, all visible; allocates only where there is too little."""
+        slots, (size, *shape) = tokens * self._slots_per_token, self._store.shape
+        if size < slots:
+            self._store = self._store.new_zeros(-(-slots // 256) * 256, *shape)
+            self._views.clear()
+        self.set_visible_length(len(self._store))
+
+    def set_visible_length(self, tokens: int) -> None:
+        """Only the first `tokens` tokens are read and written until the next call."""
+        slots = -(-tokens * self._slots_per_token // 16) * 16  # attention is slower over odd numbers of keys
+        slots = min(slots, len(self._store))
+        if slots not in self._views:
+            self._views[slots] = self._store[:slots]
+            torch._dynamo.maybe_mark_dynamic(self._views[slots], 0)  # compiled programs serve any length
+        self._rows = self._views[slots]
+
+    def memory(self) -> list[Tensor]:
+        """The buffer."""
+        return [self._store]
+
+    @property
+    def keys(self) -> Tensor:
+        """[1, G, C', D]"""
+        return self._rows[:, : self._heads].transpose(0, 1)[None]
+
+    @property
+    def values(self) -> Tensor:
+        """[1, G, C', D]"""
+        return self._rows[:, self._heads :].transpose(0, 1)[None]
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rows `[1, G, Q, D]` at `slots [Q]`."""
+        self._rows.index_copy_(0, slots, torch.cat([keys, values], dim=1)[0].transpose(0, 1))
+
+    def index(self) -> Tensor:
+        """[C'], every slot's number."""
+        return torch.arange(len(self._rows), device=self._rows.device)
+
+    def entering(self, slots: Tensor, causal: bool) -> Attend:
+        """Attention that writes Q rows at ascending `slots [Q]`; each sees all slots up to its own or the last of them.
+
+        Worked example: rows at slots 2, 3 see slots 0 … 2 and 0 … 3 if causal, else both 0 … 3.
+        """
+        visible = self.index() <= (slots[:, None] if causal else slots[-1])
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            self.write(slots, keys, values)
+            return folded_attention(queries, self.keys, self.values, visible.expand(queries.shape[2], -1))
+
+        return attend
 
 
 class HeadDrafter(Drafter):
-    """Made from (head, target, max_nodes, **options)."""
+    """Made from (head, target, max_nodes, **options); `propose` needs an observed prefill.
 
-    head: Any
+    length  [] int64, the committed tokens that it has observed
+    caches  of what the head's blocks have read
+    """
+
     tuned_options: ClassVar[dict[str, type]] = {"max_nodes": int, "tree_temperature": float}
     tuned_by = "scripts/tune_tree.py"
 
-    def __init__(self, head: Any, target: Any, max_nodes: int = 32, **options: Any) -> None: ...
+    def __init__(
+        self, head: Any, target: Target, max_nodes: int, levels: int, caches: Sequence[BlockCache] = (), behind: int = 0
+    ) -> None:
+        """levels: of the deepest draft; behind: rows that a draft writes to the caches behind the text."""
+        self.head: Any = prepare_for_drafting(head)
+        self.max_nodes = check_max_nodes(max_nodes)
+        self.max_depth = min(levels, max_nodes)
+        self.length = torch.zeros((), dtype=torch.long, device=target.device)
+        self._caches, self._behind = caches, behind
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -29,4 +116,25 @@ class HeadDrafter(Drafter):
         head = build.head(cls.kind, path)
         if tree_temperature is not None:
             head.config.tree_temperature = tree_temperature
-        return cls(head, build.target, **options)
+        make: Any = cls
+        drafter: HeadDrafter = make(head, build.target, **options)
+        return drafter
+
+    def memory(self) -> list[Tensor]:
+        """See `Drafter.memory`."""
+        return [self.length, *(buffer for cache in self._caches for buffer in cache.memory())]
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """Room for `capacity` tokens and a draft's rows."""
+        self.length.zero_()
+        for cache in self._caches:
+            cache.reserve(capacity + self._behind)
+
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
+        for cache in self._caches:
+            cache.set_visible_length(tokens + self._behind)
+
+    def _new_slots(self, states: Tensor) -> Tensor:
+        """[A] positions of newly committed tokens, whose states are `[A, …]`."""
+        return self.length + torch.arange(len(states), device=states.device)

@@ -9,6 +9,9 @@ overwritten.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,22 +21,20 @@ from draft_heads.heads.attention import Memory, TreeAttention
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
-from draft_heads.inference.drafters.base import check_max_nodes, tempered
-from draft_heads.inference.drafters.heads.base import HeadDrafter
-from draft_heads.inference.drafters.heads.block_cache import BlockCache
-from draft_heads.inference.drafters.heads.kgram_cache import KGramCache
+from draft_heads.inference.drafters.base import tempered
+from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
+@dataclass
 class GivenMemory:
     """Keys and values [1, G, C, D] in buffers of their own; see `Memory`."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
+    keys: Tensor
+    values: Tensor
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """See `Memory`."""
@@ -41,6 +42,7 @@ class GivenMemory:
         self.values.index_copy_(2, slots, values)
 
 
+@dataclass
 class ChimeraContext:
     """What a draft behind n committed tokens reads.
 
@@ -51,8 +53,11 @@ class ChimeraContext:
     recent   [k−1] int64, the last committed tokens, oldest first; −1 where there is none
     """
 
-    def __init__(self, fusion: Memory, encoder: Memory | None, length: Tensor, last: Tensor, recent: Tensor) -> None:
-        self.fusion, self.encoder, self.length, self.last, self.recent = fusion, encoder, length, last, recent
+    fusion: Memory
+    encoder: Memory | None
+    length: Tensor
+    last: Tensor
+    recent: Tensor
 
 
 def draft_tree(
@@ -129,6 +134,43 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
     return at_anchor
 
 
+class KGramCache:
+    """Encodes every k-gram once; least recently used encodings move from the device to host memory.
+
+    `hits`, `reloads` (from host memory) and `misses` count distinct k-grams looked up.
+    """
+
+    def __init__(self, size: int) -> None:
+        """size: entries that stay on the device."""
+        if size < 1:
+            raise ValueError(f"kgram_cache must be 0 (off) or the number of entries, at least 1; got {size}")
+        self.size = size
+        self.table: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()  # [H] each, the least recently used first
+        self.evicted: dict[tuple[int, ...], Tensor] = {}  # in host memory
+        self.hits = self.reloads = self.misses = 0
+
+    def lookup(self, grams: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
+        """g [W, H] of k-grams [W, k]; `encode` maps [w, k] to [w, H]."""
+        keys = [tuple(gram) for gram in grams.tolist()]
+        distinct = dict.fromkeys(keys)
+        unseen = [key for key in distinct if key not in self.table and key not in self.evicted]
+        found = dict(zip(unseen, encode(grams.new_tensor(unseen)).unbind())) if unseen else {}
+        self.misses += len(unseen)
+        for key in distinct:
+            if key in self.table:
+                found[key] = self.table.pop(key)
+                self.hits += 1
+            elif key in self.evicted:
+                found[key] = self.evicted.pop(key).to(grams.device)
+                self.reloads += 1
+        for key in distinct:
+            self.table[key] = found[key].clone() if key in unseen else found[key]  # a row would keep all of `encode`'s
+        while len(self.table) > self.size:
+            oldest, encoding = self.table.popitem(last=False)
+            self.evicted[oldest] = encoding.cpu()
+        return torch.stack([found[key] for key in keys])
+
+
 class ChimeraDrafter(HeadDrafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
@@ -141,63 +183,42 @@ class ChimeraDrafter(HeadDrafter):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
-        self.head, self.view = prepare_for_drafting(head), target.drafting_view(head)
-        self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = min(head.config.heads, self.max_nodes)
+        attending = isinstance(head.encoder, DecoderBlock)
+        self._fusion, self._encoder = BlockCache(head, slots_per_token=2), BlockCache(head) if attending else None
+        caches = [self._fusion] if self._encoder is None else [self._fusion, self._encoder]
+        behind = (max_nodes + 1) * head.config.heads + 1
+        super().__init__(head, target, max_nodes, head.config.heads, caches, behind)
+        self.view = target.drafting_view(head)
         self.cache = KGramCache(kgram_cache) if kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
-        self._context: ChimeraContext | None = None
-        self._base: Tensor | None = None
-        self._length = torch.zeros((), dtype=torch.long, device=target.device)
         self._recent = torch.full((head.config.order - 1,), -1, device=target.device)
-        self._behind = self.max_nodes * head.config.heads + self.max_depth + 1  # rows that are written behind the text
-        self._fusion = BlockCache(head)
-        self._encoder = BlockCache(head) if isinstance(head.encoder, DecoderBlock) else None
+        self._context: ChimeraContext
+        self._base: Tensor
 
     def memory(self) -> list[Tensor]:
         """See `Drafter.memory`."""
-        return [
-            self._length,
-            self._recent,
-            *(buffer for cache in (self._fusion, self._encoder) if cache is not None for buffer in cache.memory()),
-        ]
+        return [*super().memory(), self._recent]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Room for `capacity` tokens and a tree of drafts."""
-        self._context = None
-        self._length.zero_()
+        """See `Drafter.begin`."""
+        super().begin(prompt, capacity)
         self._recent.fill_(-1)
-        self._fusion.reserve(2 * (capacity + self._behind))
-        if self._encoder is not None:
-            self._encoder.reserve(capacity + self._behind)
-
-    def set_visible_length(self, tokens: int) -> None:
-        """See `Drafter.set_visible_length`."""
-        self._fusion.set_visible_length(2 * (tokens + self._behind))
-        if self._encoder is not None:
-            self._encoder.set_visible_length(tokens + self._behind)
 
     def observe(self, step: VerifiedStep) -> None:
         """Append keys and values of the newly committed tokens' h and g."""
         head = self.head
         hidden = step.hidden.to(head.dtype)
         text = torch.cat([self._recent, step.tokens])
-        slots = self._length + torch.arange(len(hidden), device=hidden.device)
+        slots = self._new_slots(hidden)
         encoded = self._encode(text, step.tokens, slots)
         grams = head.block.context_keys_values(encoded[None], slots[None])
         past = head.block.context_keys_values(hidden[None], slots[None])
         keys, values = (torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past))
         self._fusion.write(torch.stack([2 * slots, 2 * slots + 1], dim=1).flatten(), keys, values)
-        self._length += step.count
+        self.length += step.count
         recent = text[step.count + torch.arange(len(self._recent), device=text.device)]
         self._recent.copy_(recent)
-        self._context = ChimeraContext(
-            self._fusion,
-            self._encoder,
-            self._length.clone(),
-            hidden[-1],
-            recent,
-        )
+        self._context = ChimeraContext(self._fusion, self._encoder, self.length.clone(), hidden[-1], recent)
         self._base = step.base
 
     def _encode(self, text: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
@@ -215,5 +236,4 @@ class ChimeraDrafter(HeadDrafter):
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
-        assert self._context is not None and self._base is not None, "observe the prefill before proposing"
         return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache)

@@ -14,13 +14,11 @@ from draft_heads.heads.attention import chain_attention
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.ctc import CTCHead
-from draft_heads.inference.drafters.base import check_max_nodes, tempered
-from draft_heads.inference.drafters.heads.base import HeadDrafter
-from draft_heads.inference.drafters.heads.block_cache import BlockCache
+from draft_heads.inference.drafters.base import tempered
+from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES, build_tree
 from draft_heads.inference.native import library
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -44,41 +42,22 @@ class CTCDrafter(HeadDrafter):
         """tree: one of `TREE_MODES`."""
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
-        self.head, self.view = prepare_for_drafting(head), target.drafting_view(head)
+        caches = [BlockCache(head) for _ in head.blocks]
+        super().__init__(head, target, max_nodes, head.config.frames, caches, behind=2 * head.config.frames + 1)
+        self.view = target.drafting_view(head)
         if tree == "prefix" and target.device.type == "cpu":
             library.load_library()  # compile now, not during the first answer
         self.tree = tree
         self.on_device = tree == "prefix"  # the trees of the published code are built on the host
-        self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = min(head.config.frames, self.max_nodes)
-        self.length = torch.zeros((), dtype=torch.long, device=target.device)
-        self._state: Tensor | None = None  # c_n, [H]
-        self._cache = [BlockCache(head) for _ in head.blocks]
-        self._behind = 2 * head.config.frames + 1  # rows that are written behind the text
-
-    def memory(self) -> list[Tensor]:
-        """See `Drafter.memory`."""
-        return [self.length, *(buffer for cache in self._cache for buffer in cache.memory())]
-
-    def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Room for the context states of `capacity` tokens and one draft's frames."""
-        self.length.zero_()
-        self._state = None
-        for cache in self._cache:
-            cache.reserve(capacity + self._behind)
-
-    def set_visible_length(self, tokens: int) -> None:
-        """See `Drafter.set_visible_length`."""
-        for cache in self._cache:
-            cache.set_visible_length(tokens + self._behind)
+        self._state: Tensor  # c_n, [H]
 
     def observe(self, step: VerifiedStep) -> None:
         """Append the context states of the newly committed tokens."""
         head = self.head
         hidden = step.hidden.to(head.dtype)
         states = head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
-        slots = self.length + torch.arange(len(hidden), device=states.device)
-        for block, cache in zip(head.blocks, self._cache):
+        slots = self._new_slots(hidden)
+        for block, cache in zip(head.blocks, self._caches):
             assert isinstance(block, DecoderBlock)
             cache.write(slots, *block.context_keys_values(states, slots[None] + 1))
         self.length += step.count
@@ -86,18 +65,17 @@ class CTCDrafter(HeadDrafter):
 
     def frames(self) -> Tensor:
         """[T, H], what the LM head reads for each frame at the present anchor."""
-        assert self._state is not None, "observe the prefill before proposing"
         head = self.head
         base_position = self.length.expand(1, 1)
         if head.config.chained:
             # c_n itself opens the chain, so the context ends before it
-            sees = (self._cache[0].index() < self.length - 1)[None, None]
-            attend_chain = chain_attention((self._cache[0].keys, self._cache[0].values), sees)
-            state = self._state[None, None]
-            return head.chain_frames(state, base_position, attend_chain, self.view)[0, 0]
+            cache = self._caches[0]
+            sees = (cache.index() < self.length - 1)[None, None]
+            attend_chain = chain_attention((cache.keys, cache.values), sees)
+            return head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
         # frames see the whole context and each other; they lie behind the context, overwritten each step
         slots = self.length + torch.arange(head.config.frames, device=self.length.device)
-        attend = [cache.entering(slots, causal=False) for cache in self._cache]
+        attend = [cache.entering(slots, causal=False) for cache in self._caches]
         return head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
 
     def propose(self) -> DraftTree:

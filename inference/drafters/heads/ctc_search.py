@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from draft_heads.heads.prefix_scores import LabelRuns, child_scores, empty_prefix, extend, runs
+from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.host_sync import host_sync_allowed
 from draft_heads.inference.native import library
-from draft_heads.inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree, TokenTrie
 
 TREE_MODES = ("prefix", "raw", "plain")
 
@@ -41,8 +42,7 @@ def build_tree(
     """
     if mode not in TREE_MODES:
         raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {mode!r}")
-    if max_nodes < 1:
-        raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
+    check_max_nodes(max_nodes)
     if mode == "prefix" and _native(log_probs):
         deepest = min(max_depth or len(log_probs), max_nodes)
         tree = DraftTree.build(*library.ctc_prefix_tree(log_probs.exp(), max_nodes, deepest))
@@ -154,27 +154,9 @@ def alignment_tree(log_probs: Tensor, max_nodes: int, collapse: bool, top_k: int
     to_candidate = collapsed if collapse else until_blank
     blank = log_probs.shape[-1] - 1
     paths, totals = best_alignments(log_probs, 8 * max_nodes + 64, top_k)
-    node_of: dict[tuple[int, int], int] = {}
-    tokens: list[int] = []
-    parents: list[int] = []
+    trie = TokenTrie(max_nodes)
     scores: list[float] = []
     for alignment, score in zip(paths.tolist(), totals.tolist()):
-        parent = -1
-        for token in to_candidate(alignment, blank):
-            node = node_of.get((parent, token))
-            if node is None:
-                if len(tokens) == max_nodes:
-                    break
-                node = node_of[parent, token] = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-                scores.append(score)
-            parent = node
-        if len(tokens) == max_nodes:
-            break
-    device = log_probs.device
-    return DraftTree.build(
-        torch.tensor(tokens, dtype=torch.long, device=device),
-        torch.tensor(parents, dtype=torch.long, device=device),
-        torch.tensor(scores, dtype=torch.float32, device=device),
-    )
+        trie.add(to_candidate(alignment, blank))
+        scores += [score] * (len(trie.tokens) - len(scores))
+    return DraftTree.of_lists(trie.tokens, trie.parents, scores, [0] * len(scores), log_probs.device)

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.hydra import HydraHead
-from draft_heads.inference.drafters.base import check_max_nodes, tempered
-from draft_heads.inference.drafters.heads.base import HeadDrafter
-from draft_heads.inference.drafters.heads.block_cache import BlockCache
+from draft_heads.inference.drafters.base import tempered
+from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -42,37 +40,19 @@ class HydraDrafter(HeadDrafter):
     kind = "hydra"
 
     def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32) -> None:
-        self.head, self.view = prepare_for_drafting(head), target.view()
-        self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = min(head.config.heads, self.max_nodes)
-        self.length = torch.zeros((), dtype=torch.long, device=target.device)
-        self._state: Tensor | None = None  # s_n, [H]
-        self._base: Tensor | None = None
-        self._cache = BlockCache(head) if head.config.prefix_attention else None
-
-    def memory(self) -> list[Tensor]:
-        """See `Drafter.memory`."""
-        return [self.length, *([] if self._cache is None else self._cache.memory())]
-
-    def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Room for `capacity` tokens in the prefix block's cache."""
-        self.length.zero_()
-        self._state = self._base = None
-        if self._cache is not None:
-            self._cache.reserve(capacity + self.max_depth + 1)
-
-    def set_visible_length(self, tokens: int) -> None:
-        """See `Drafter.set_visible_length`."""
-        if self._cache is not None:
-            self._cache.set_visible_length(tokens + self.max_depth + 1)
+        caches = [BlockCache(head)] if head.config.prefix_attention else []
+        super().__init__(head, target, max_nodes, head.config.heads, caches, behind=head.config.heads + 1)
+        self.view = target.view()
+        self._state: Tensor  # s_n, [H]
+        self._base: Tensor
 
     def observe(self, step: VerifiedStep) -> None:
         """Take in the committed tokens' hidden states."""
         head = self.head
         hidden = step.hidden.to(head.dtype)
-        if self._cache is not None:
-            slots = self.length + torch.arange(len(hidden), device=hidden.device)
-            hidden = head.prefix(hidden[None], slots[None], self._cache.entering(slots, causal=True))[0]
+        for cache in self._caches:
+            slots = self._new_slots(hidden)
+            hidden = head.prefix(hidden[None], slots[None], cache.entering(slots, causal=True))[0]
         # rows behind the last committed one see more than they should: take that one itself
         self._state = hidden.index_select(0, step.count[None] - 1)[0]
         self._base = step.base
@@ -80,5 +60,4 @@ class HydraDrafter(HeadDrafter):
 
     def propose(self) -> DraftTree:
         """The best tree of at most `max_nodes` drafts."""
-        assert self._state is not None and self._base is not None, "observe the prefill before proposing"
         return draft_tree(self.head, self.view, self._state, self._base, self.max_nodes)

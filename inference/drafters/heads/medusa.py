@@ -1,4 +1,7 @@
-"""Drafting with Medusa heads: K distributions from one hidden state, combined into the best tree."""
+"""Drafting with Medusa heads: K distributions from one hidden state, combined into the best tree.
+
+Shapes: K levels, V vocabulary, R most ranks of a level, C paths of a list, M nodes of the tree.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,66 @@ import torch
 from torch import Tensor
 
 from draft_heads.heads.medusa import MedusaHead
-from draft_heads.inference.drafters.base import check_max_nodes, tempered
+from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.ctc_search import build_tree
-from draft_heads.inference.drafters.heads.rank_paths import RankPaths
+from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 TREES = ("best", "raw", "prefix")
+
+
+class RankPaths:
+    """The paths that a best tree of M nodes may have, shorter ones first; probabilities choose among them.
+
+    A path takes at each level the token of some rank, 1 being the most probable. At least as probable are all paths of
+    its length with no higher rank at any level (Π ranks of them, itself included) and its ancestors. So no best tree
+    needs a path with `Π ranks + length − 1 > M`, whatever the probabilities are.
+
+    ranks    [C, K] int64 from 0, R beyond a path's end
+    levels   [C] int64, a path's last level from 0
+    last     [C] int64, its rank there
+    parents  [C] int64, the path without its last level; −1 for none
+    """
+
+    def __init__(self, levels: int, max_nodes: int, classes: int, device: torch.device | str = "cpu") -> None:
+        """levels: K; classes: V, the highest rank."""
+        self.depth, self.max_nodes = levels, max_nodes
+        self.most = min(max_nodes, classes)  # R
+        paths: list[tuple[int, ...]] = []
+        parents: list[int] = []
+        before: list[tuple[tuple[int, ...], int, int]] = [((), -1, 1)]  # path, its index in the list, its Π ranks
+        start = 0
+        for length in range(1, levels + 1):
+            found = [
+                ((*path, rank), place, product * rank)
+                for path, place, product in before
+                for rank in range(1, min((max_nodes - length + 1) // product, classes) + 1)
+            ]
+            paths += [path for path, _, _ in found]
+            parents += [place for _, place, _ in found]
+            before = [(path, start + index, product) for index, (path, _, product) in enumerate(found)]
+            start += len(found)
+        filled = [[rank - 1 for rank in path] + [self.most] * (levels - len(path)) for path in paths]
+        self.ranks = torch.tensor(filled, device=device)
+        self.levels = torch.tensor([len(path) - 1 for path in paths], device=device)
+        self.last = torch.tensor([path[-1] - 1 for path in paths], device=device)
+        self.parents = torch.tensor(parents, device=device)
+
+    def likeliest(self, log_probs: Tensor, vocabulary: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[K, R] of each level of `log_probs [K, V]` the likeliest tokens, best first, and their log-probabilities."""
+        top, columns = log_probs.topk(self.most)
+        return columns if vocabulary is None else vocabulary[columns], top
+
+    def best_tree(self, log_probs: Tensor, vocabulary: Tensor | None = None) -> DraftTree:
+        """The best `max_nodes` drafts of `log_probs [K, V]`; vocabulary [V]: the token of each column, None: itself."""
+        tokens, top = self.likeliest(log_probs, vocabulary)
+        padded = torch.nn.functional.pad(top, (0, 1))  # 0 beyond a path's end
+        scores = padded.gather(1, self.ranks.T).sum(0)
+        tree = DraftTree.build(tokens[self.levels, self.last], self.parents, scores)
+        return tree.take(best_indices(scores, self.max_nodes))
 
 
 def draft_tree(head: MedusaHead, last: Tensor, paths: RankPaths) -> DraftTree:
@@ -48,19 +101,13 @@ class MedusaDrafter(HeadDrafter):
             raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
+        super().__init__(head, target, max_nodes, heads or head.config.heads)
         self.tree = tree
         self.on_device = tree != "raw"  # the collapsed trees of the published code are built on the host
         self.proposes_levels = tree == "best"
-        self.head = prepare_for_drafting(head)
-        self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = min(heads or head.config.heads, self.max_nodes)
         self._paths = rank_paths(head, self.max_nodes, heads)
         self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
-        self._last: Tensor | None = None  # h_n, [H]
-
-    def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Nothing is kept from prompt to prompt."""
-        self._last = None
+        self._last: Tensor  # h_n, [H]
 
     def observe(self, step: VerifiedStep) -> None:
         """Take the last committed token's hidden state."""
@@ -85,6 +132,5 @@ class MedusaDrafter(HeadDrafter):
 
     def _log_probs(self) -> Tensor:
         """[K, V] of the heads that are used."""
-        assert self._last is not None, "observe the prefill before proposing"
         head = self.head
         return tempered(head.draft_log_probs(self._last, self._used), head.config.tree_temperature)

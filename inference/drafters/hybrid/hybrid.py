@@ -16,14 +16,7 @@ from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter, check_max_nodes
 from draft_heads.inference.drafters.hybrid.calibration import Calibration
-from draft_heads.inference.drafters.hybrid.merge import (
-    LevelSource,
-    MergedTree,
-    NullSource,
-    PhraseSource,
-    Source,
-    TreeSource,
-)
+from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, Source, TreeSource
 from draft_heads.inference.drafters.text.base import committed
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.compiled import program
@@ -34,7 +27,7 @@ WINDOW, SHARE, REST = 512, 0.01, 4096
 """A part needed in fewer than SHARE of WINDOW target steps or more rests for REST steps: a useless part drafts in one
 step of nine, and a part that brings one token in a hundred steps is kept."""
 
-_NULL = NullSource()
+_RESTING = LevelSource()  # without levels: it proposes nothing
 
 
 class _Part:
@@ -202,7 +195,7 @@ class HybridDrafter(Drafter):
         assert self._step is not None, "observe the prefill before proposing"
         for part in self._drafting:
             part.draft(self._step)
-        sources = [_NULL if part.resting else part.source for part in self.parts]
+        sources = [_RESTING if part.resting else part.source for part in self.parts]
         self._merged = MergedTree(sources, self._calibration, self.budget, self._deepest_node, self._table)
         tree = self._merged.as_tree(self.target.device)
         for place, part in enumerate(self.parts):
@@ -239,12 +232,7 @@ class HybridDrafter(Drafter):
         return {
             "steps": self._steps,
             "parts": {
-                part.name: {
-                    "accepted": part.accepted,
-                    "needed": part.needed,
-                    "steps": part.steps,
-                    "rests": part.rests,
-                }
+                part.name: {name: getattr(part, name) for name in ("accepted", "needed", "steps", "rests")}
                 for part in self.parts
             },
         }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
-from draft_heads.inference.drafters.text.ngram_table import Context, NgramTable
+from draft_heads.inference.drafters.text.ngram import Context, NgramTable
 from draft_heads.inference.tree import DraftTree
 
 Proposal = tuple[Hashable, float | None, int | None]
@@ -45,16 +45,8 @@ class Source(Protocol):
         """
 
 
-class NullSource:
-    """Proposes nothing: it stands for a part that rests."""
-
-    def proposals(self, place: int | None, depth: int, context: Context) -> tuple[Proposals, Hashable]:
-        """See `Source`."""
-        return {}, None
-
-
 class TreeSource:
-    """A tree that a drafter proposed."""
+    """A tree that a drafter proposed; before `set` it proposes nothing."""
 
     def __init__(self) -> None:
         self._children: list[Proposals] = [{}]

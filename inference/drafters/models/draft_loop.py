@@ -91,7 +91,7 @@ class DraftLoop:
     def _truncate(self, length: int) -> None:
         """Keep the first `length` tokens of the cache."""
         self.cache.lengths.fill_(length)
-        self.cache.settle(length)
+        self.cache.bound = length
 
     def _by_tokens(self, text: list[int], kept: int, count: int) -> list[int]:
         """One forward per token; the tokens are copied to the host together, at the end."""
@@ -115,7 +115,7 @@ class DraftLoop:
         """`_row` or `_rows`, with the bookkeeping on the host."""
         cache.set_visible_length(rows)
         choices = (self._next if rows == 1 else self._next_rows)(token, cache)
-        cache.settle(cache.bound + rows)
+        cache.bound += rows
         self.forwards += rows
         return choices
 
@@ -183,7 +183,7 @@ class DraftLoop:
         step = self._verify(base, tree.map(lambda x: x[None]), cache).sequence(0, tree)
         self.forwards += 1
         start, accepted = cache.bound, int(step.count)
-        cache.settle(start + accepted)
+        cache.bound = start + accepted
         self._keep(start, step.hidden[:accepted], None if step.aux_hidden is None else step.aux_hidden[:accepted])
         return step
 

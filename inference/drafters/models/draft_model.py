@@ -1,4 +1,4 @@
-"""Speculative decoding: a smaller model with the target's tokenizer drafts greedily."""
+"""Speculative decoding: a smaller model, or the target without some of its layers, drafts greedily."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.inference.drafters.base import Builder, Drafter
+from draft_heads.inference.drafters.base import Builder, Drafter, refuse_path
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
 from draft_heads.inference.target.target import Target
@@ -67,6 +67,24 @@ class CascadeDrafter(DraftModelDrafter):
     options: ClassVar[dict[str, Any]] = {"k": 8, "via": "ngram"}
 
 
+class SelfSpeculativeDrafter(DraftModelDrafter):
+    """A draft model that shares the target's weights and has its own cache for the remaining layers."""
+
+    sources = ("self_speculative",)
+    kind = "self_speculative"
+    options: ClassVar[dict[str, Any]] = {"k": 3, "skip": ""}
+
+    @classmethod
+    def from_options(  # type: ignore[override]
+        cls, path: str, build: Builder, max_nodes: int = 32, skip: str = "", **options: Any
+    ) -> SelfSpeculativeDrafter:
+        """See `Drafter.from_options`. skip: layers from 0, as "1/3"; "": every second one, not the last."""
+        refuse_path("self_speculative", path)
+        target = build.target
+        left = target.without_layers(skipped_layers(skip, len(target.layer_types)))
+        return cls(left, None, max_nodes, **options)
+
+
 def load_draft_model(kind: str, path: str, target: Target) -> Target:
     """The model at a folder or hub id, on the target's device and of its type.
 
@@ -101,3 +119,15 @@ def check_same_tokens(kind: str, model: Target, target: Target) -> None:
             f"a {kind} drafter must share the target's tokenizer; {model.name} {differs}; pick a model of the target's "
             "family, or train one with the target's tokenizer"
         )
+
+
+def skipped_layers(skip: str, layers: int) -> list[int]:
+    """The numbers in `skip`; "": 1, 3, 5, … up to the last but one. ValueError unless some layers remain."""
+    numbers = skip.split("/") if skip else [str(layer) for layer in range(1, layers - 1, 2)]
+    chosen = [int(number) if number.isdecimal() else -1 for number in numbers]
+    if not chosen or not 0 <= min(chosen) <= max(chosen) < layers or len(set(chosen)) == layers:
+        raise ValueError(
+            f"drafter option skip names some but not all of the target's layers 0 to {layers - 1}; got "
+            f"{skip or 'none'!r}; write e.g. skip={max(layers - 1, 0)}"
+        )
+    return chosen

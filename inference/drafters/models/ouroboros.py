@@ -16,25 +16,23 @@ Names: d the draft, v the target's choices (v_i in place of d_i, v_1 after the b
 
 from __future__ import annotations
 
+from itertools import groupby, takewhile
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.models.draft_loop import DraftLoop
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, target_choices
+from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
+from draft_heads.inference.drafters.text.base import check_positive, target_choices
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
-from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool, TokenTrie
+from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
-from draft_heads.inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree, TokenTrie
 
 
-class OuroborosDrafter(TextDrafter):
+class OuroborosDrafter(DraftModelDrafter):
     """Drafts the draft model's continuation (the trunk) and, after its last token, branches from a pool of phrases."""
 
     sources = ("ouroboros",)
-    text_only = False
     reads_choices = True
     kind = "ouroboros"
     options: ClassVar[dict[str, Any]] = {
@@ -83,12 +81,12 @@ class OuroborosDrafter(TextDrafter):
         trunk = gamma + (p - 1) * accelerate  # the draft model's last forward may give a whole phrase
         needed = trunk + (k + beside) * (p - 1) * lengthen
         nodes = min(needed, max_nodes or needed)
-        super().__init__(model.device, nodes, min(nodes, trunk + (p - 1) * lengthen))
+        inner = LookaheadDrafter(model.device, n=p, w=w, pool=self.pool) if accelerate else None
+        super().__init__(model, inner, max_nodes=nodes, k=trunk + (p - 1) * lengthen)
+        self.max_nodes = nodes
         self.gamma, self.longest = min(gamma, nodes), min(trunk, nodes)
         self.k, self.beside = (k, beside) if lengthen else (0, 0)
         self.from_verification, self.reuse_history, self.from_text = map(bool, switches[2:])
-        self.loop = DraftLoop(model, LookaheadDrafter(model.device, n=p, w=w, pool=self.pool) if accelerate else None)
-        self._text: list[int] = []
         self._trunk: list[int] = []
         self._branches: list[tuple[Phrase, list[int]]] = []  # each with the nodes of its tokens but the first
         self._proposed: DraftTree | None = None
@@ -96,23 +94,18 @@ class OuroborosDrafter(TextDrafter):
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> OuroborosDrafter:
         """See `Drafter.from_options`."""
-        return cls(build.draft_model("ouroboros", path), **options)
-
-    def begin(self, prompt: Tensor, capacity: int) -> None:
-        """See `Drafter.begin`."""
-        super().begin(prompt, capacity)
-        self.loop.begin(capacity)
+        return cls(build.draft_model(cls.kind, path), **options)
 
     def start(self) -> None:
         """Forget the last text, and its phrases unless history is reused."""
-        self._text.clear()
+        super().start()
         self._proposed = None
         if not self.reuse_history:
             self.pool.clear()
 
     def read(self, tokens: list[int]) -> None:
-        """Append the tokens; the draft model reads them when it drafts."""
-        self._text += tokens
+        """Append the tokens, and add their phrases if `from_text`."""
+        super().read(tokens)
         if self.from_text and self.from_verification:
             length, end = self.pool.length, len(self._text)
             for start in range(max(0, end - len(tokens) - length + 1), end - length + 1):
@@ -158,17 +151,12 @@ class OuroborosDrafter(TextDrafter):
 
     def findings(self) -> dict[str, Any]:
         """Tokens per forward of the draft model, and the number of phrases."""
-        return {"tokens_a_draft_forward": self.loop.drafted / max(1, self.loop.forwards), "phrases": len(self.pool)}
+        return {**super().findings(), "phrases": len(self.pool)}
 
 
 def agreement(phrase: Phrase, choices: list[int]) -> int:
     """How many of a phrase's tokens after the first equal the target's choices."""
-    count = 0
-    for token, v in zip(phrase[1:], choices):
-        if token != v:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(phrase[1:], choices)))
 
 
 def matching_runs(draft: list[int], choices: list[int]) -> list[list[int]] | None:
@@ -179,10 +167,5 @@ def matching_runs(draft: list[int], choices: list[int]) -> list[list[int]] | Non
     agrees = [token == v for token, v in zip(draft, choices)]
     if all(agrees):
         return None
-    runs: list[list[int]] = [[]]
-    for token, same in list(zip(draft, agrees))[agrees.index(False) :]:
-        if same:
-            runs[-1].append(token)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    after = list(zip(draft, agrees))[agrees.index(False) :]
+    return [[token for token, _ in run] for same, run in groupby(after, key=lambda pair: pair[1]) if same]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,18 +11,6 @@ from torch import Tensor
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
-
-
-class TextTarget(Protocol):
-    """What text drafters need of a target; a tokenizer is enough (`inference.evaluation.replay`)."""
-
-    tokenizer: Any
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def vocab_size(self) -> int: ...
 
 
 class TextDrafter(Drafter):
@@ -37,11 +25,6 @@ class TextDrafter(Drafter):
     def __init__(self, device: torch.device | str, max_nodes: int, max_depth: int) -> None:
         self.device = torch.device(device)
         self.max_nodes, self.max_depth = max_nodes, max_depth
-        with torch.inference_mode():  # as all other trees, or programs would be compiled for both kinds of tensor
-            longest = DraftTree.build(
-                torch.zeros(max_depth, dtype=torch.long), torch.arange(max_depth) - 1, torch.zeros(max_depth)
-            )
-            self._chains = [longest.map(lambda x, size=size: x[:size]) for size in range(max_depth + 1)]  # type: ignore[misc]
 
     def start(self) -> None:
         """Start a new text."""
@@ -59,9 +42,7 @@ class TextDrafter(Drafter):
 
     def chain(self, tokens: Sequence[int]) -> DraftTree:
         """A tree of one path, of at most `max_depth` tokens."""
-        _, *others = self._chains[len(tokens)].tensors()
-        tree = DraftTree(torch.tensor(tokens, dtype=torch.long), *others)
-        return tree if self.device.type == "cpu" else tree.map(lambda x: x.to(self.device))
+        return self.tree(tokens, range(-1, len(tokens) - 1), [0.0] * len(tokens))
 
     def tree(self, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> DraftTree:
         """A tree from lists, parents before children."""
@@ -91,9 +72,3 @@ def check_positive(**options: int) -> None:
     for name, value in options.items():
         if value < 1:
             raise ValueError(f"drafter option {name} must be at least 1; got {value}; leave it out for the default")
-
-
-def refuse_path(kind: str, path: str) -> None:
-    """ValueError for a path given to a drafter that loads nothing."""
-    if path:
-        raise ValueError(f"{kind} loads nothing; got the path {path!r}; write {kind} alone, options after commas")

@@ -20,11 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path, target_choices
-from draft_heads.inference.drafters.text.phrase_pool import PhrasePool, TokenTrie
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, target_choices
+from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree, TokenTrie
 
 
 class LookaheadDrafter(TextDrafter):
@@ -63,12 +62,6 @@ class LookaheadDrafter(TextDrafter):
         self._proposed: DraftTree | None = None
         cell = torch.arange((n - 1) * self.width, device=self.device)
         self._cell_parents = torch.where(cell < self.width, cell - 1, cell - self.width)
-
-    @classmethod
-    def from_options(cls, path: str, build: Builder, **options: Any) -> LookaheadDrafter:
-        """See `Drafter.from_options`."""
-        refuse_path("lookahead", path)
-        return cls(build.target.device, **options)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last text's phrases; fill the window's first row with random prompt tokens."""

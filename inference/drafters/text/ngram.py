@@ -3,15 +3,121 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any, ClassVar
 
 import torch
 
-from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path
-from draft_heads.inference.drafters.text.ngram_table import NgramTable
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
 from draft_heads.inference.tree import DraftTree
+
+LANE = 21  # vocabularies of up to two million tokens
+
+Followers = tuple[int, int, int, int, int]
+"""What followed a context: the most frequent token, its count, the second (−1: none), its count, the count of all.
+
+Of equally frequent tokens the one seen last goes first."""
+
+Context = Any
+"""The end of some text, as the table that is asked codes it."""
+
+
+class NgramTable:
+    """Levels 2 … n of counts over one growing text, or over several when the counts are kept (section 3.2).
+
+    A context of c tokens is one integer, the token ids + 1 in lanes of `LANE` bits, the newest lowest. For tokens 4, 7,
+    7: level 3 (two tokens of context) has seen token 7 once behind `5 << LANE | 8`. The text's size does not matter: a
+    token costs one update a level, a query at most one look-up a level.
+    """
+
+    def __init__(self, n: int) -> None:
+        """Raises ValueError for n below 2: a context of no tokens predicts nothing."""
+        if n < 2:
+            raise ValueError(f"n-grams have at least 2 tokens; got n={n}; choose 2 or more")
+        self.n = n
+        self._code = 0  # of the text's last n − 1 tokens
+        self._mask = (1 << LANE * (n - 1)) - 1
+        self._levels: list[tuple[int, int, dict[int, int], dict[int, Followers]]] = [
+            (1 << LANE * (context - 1), (1 << LANE * context) - 1, {}, {}) for context in range(1, n)
+        ]  # smallest number with so many lanes, mask, counts by whole n-gram, followers by context
+        self._longest_first = [(level + 2, mask, tops) for level, (_, mask, _, tops) in enumerate(self._levels)][::-1]
+
+    @property
+    def code(self) -> Context:
+        """The text's last n − 1 tokens."""
+        return self._code
+
+    def start(self, keep: bool = False) -> None:
+        """A new text; no n-gram spans two of them."""
+        self._code = 0
+        if not keep:
+            for _, _, counts, tops in self._levels:
+                counts.clear()
+                tops.clear()
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count more of the text."""
+        code, whole, levels = self._code, self._mask, self._levels
+        for token in tokens:
+            for least, mask, counts, tops in levels:
+                if code < least:
+                    break  # the text is shorter than this context, and so than all longer ones
+                context = code & mask
+                gram = context << LANE | token + 1
+                count = counts[gram] = counts.get(gram, 0) + 1
+                top = tops.get(context)
+                if top is None:
+                    tops[context] = token, 1, -1, 0, 1
+                    continue
+                first, first_count, second, second_count, total = top
+                if token == first:
+                    tops[context] = first, count, second, second_count, total + 1
+                elif count >= first_count:
+                    tops[context] = token, count, first, first_count, total + 1
+                elif count >= second_count:
+                    tops[context] = first, first_count, token, count, total + 1
+                else:
+                    tops[context] = first, first_count, second, second_count, total + 1
+            code = (code << LANE | token + 1) & whole
+        self._code = code
+
+    def after(self, code: Context, token: int) -> Context:
+        """The context `code` with one more token behind it."""
+        longer: int = (code << LANE | token + 1) & self._mask
+        return longer
+
+    def chain(self, most: int) -> list[int]:
+        """What follows the text, each time the most frequent by the longest context; no more than `most` tokens."""
+        tokens: list[int] = []
+        code = self.code
+        while len(tokens) < most and (found := next(self.levels(code), None)):
+            tokens.append(found[1][0])
+            code = self.after(code, tokens[-1])
+        return tokens
+
+    def levels(self, code: Context) -> Iterator[tuple[int, Followers]]:
+        """The level of every context at the end of `code` that was seen before, longest first, and what followed it."""
+        for level, mask, tops in self._longest_first:
+            top = tops.get(code & mask)
+            if top is not None:
+                yield level, top
+
+    def shares(self, code: Context) -> dict[int, float]:
+        """Token → the share of what followed, all levels together; of each its two most frequent followers.
+
+        A context that was seen P times has P / (P + 2) of the say, the rest goes to the next shorter one. Example: 8 9
+        was followed once by 4, and 9 twice by 4 and twice by 6: 4 has ⅓ + ⅔·²⁄₆ = .56, 6 has ⅔·²⁄₆ = .22.
+        """
+        found: dict[int, float] = {}
+        left = 1.0
+        for _, (first, count, second, second_count, total) in self.levels(code):
+            say = left / (total + 2)
+            found[first] = found.get(first, 0.0) + say * count
+            if second >= 0:
+                found[second] = found.get(second, 0.0) + say * second_count
+            left = 2 * say
+        return found
 
 
 class NgramDrafter(TextDrafter):
@@ -42,12 +148,6 @@ class NgramDrafter(TextDrafter):
         super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
         self.branches, self.keep = branches, bool(keep)
         self.table = NgramTable(n)
-
-    @classmethod
-    def from_options(cls, path: str, build: Builder, **options: int) -> NgramDrafter:
-        """See `Drafter.from_options`."""
-        refuse_path("ngram", path)
-        return cls(build.target.device, **options)
 
     def start(self) -> None:
         """Forget the last text, unless its counts are kept."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from draft_heads.inference.drafters.text.base import check_positive
 
@@ -51,28 +51,3 @@ class PhrasePool:
     def newest(self, first: int, count: int) -> list[Phrase]:
         """Up to `count` phrases that begin with a token, the newest first."""
         return list(self._phrases.get(first, ()))[: -count - 1 : -1]
-
-
-class TokenTrie:
-    """A trie of token paths as lists of tokens and parents, with at most `most` nodes."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self._children: dict[tuple[int, int], int] = {}
-
-    def add(self, path: Iterable[int], parent: int = -1) -> list[int]:
-        """Insert a path below a node (−1: the base token); returns its nodes, fewer than tokens if the trie is full."""
-        nodes = []
-        for token in path:
-            node = self._children.get((parent, token))
-            if node is None:
-                if len(self.tokens) == self.most:
-                    break
-                node = self._children[parent, token] = len(self.tokens)
-                self.tokens.append(token)
-                self.parents.append(parent)
-            nodes.append(node)
-            parent = node
-        return nodes

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, refuse_path
-from draft_heads.inference.drafters.text.ngram_table import LANE
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
+from draft_heads.inference.drafters.text.ngram import LANE
 from draft_heads.inference.tree import DraftTree
 
 
@@ -28,12 +27,6 @@ class PromptLookupDrafter(TextDrafter):
         self._sizes: list[tuple[int, int, dict[int, int]]] = [
             (1 << LANE * (size - 1), (1 << LANE * size) - 1, {}) for size in range(1, n + 1)
         ]  # smallest code of so many tokens, mask, suffix → position after its latest occurrence
-
-    @classmethod
-    def from_options(cls, path: str, build: Builder, **options: int) -> PromptLookupDrafter:
-        """See `Drafter.from_options`."""
-        refuse_path("prompt_lookup", path)
-        return cls(build.target.device, **options)
 
     def start(self) -> None:
         """Forget the last text."""

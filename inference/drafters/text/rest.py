@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,39 +108,27 @@ class RESTDrafter(TextDrafter):
             size -= 1
 
     def longest_match(self) -> int:
-        """Tokens of the longest suffix that occurs, 0 when none does.
-
-        Every suffix of a matching suffix matches too, so binary search over the length works.
-        """
+        """Tokens of the longest suffix that occurs, 0 when none does; by binary search: its own suffixes occur too."""
         size, too_long = 0, len(self._newest) + 1
         while size + 1 < too_long:
             middle = (size + too_long) // 2
-            phrase = self._newest[-middle:]
-            first, end, reads = self._first_place(phrase)
-            if first < end and reads(self._suffixes[first]) == phrase:
-                size = middle
-            else:
-                too_long = middle
+            first, last = self.matches(self._newest[-middle:])
+            size, too_long = (middle, too_long) if first < last else (size, middle)
         return size
 
     def matches(self, phrase: list[int]) -> tuple[int, int]:
-        """[first, last) in the suffix array of the suffixes that begin with `phrase`."""
-        first, end, reads = self._first_place(phrase)
-        return first, bisect_right(self._suffixes, phrase, first, end, key=reads)
-
-    def _first_place(self, phrase: list[int]) -> tuple[int, int, Callable[[int], list[int]]]:
-        """(index of the first suffix >= `phrase`, end of the suffixes with its first token, function that reads a
-        suffix). A token outside the datastore's vocabulary has no suffixes."""
+        """[first, last) in the suffix array of the suffixes that begin with `phrase`; none for an unknown token."""
         token, size, tokens = phrase[0], len(phrase), self._tokens
         if token >= self.datastore.separator:
-            return 0, 0, lambda place: []
+            return 0, 0
 
         def reads(place: int) -> list[int]:
             words: list[int] = tokens[place : place + size].tolist()
             return words
 
         begin, end = self.datastore.starts[token : token + 2].tolist()
-        return bisect_left(self._suffixes, phrase, begin, end, key=reads), end, reads
+        first = bisect_left(self._suffixes, phrase, begin, end, key=reads)
+        return first, bisect_right(self._suffixes, phrase, first, end, key=reads)
 
     def _rows(self, size: int, first: int, last: int) -> NDArray[np.int64]:
         """[P, k] the tokens after P sorted matches of a suffix; past the end the last separator repeats."""
