@@ -25,6 +25,7 @@ from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
+from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import load_target, target_parser
 from draft_heads.train.options import RunOptions
@@ -48,16 +49,13 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
 
 def table(results: dict[str, list[Any]]) -> str:
     """Markdown: a row per head and rank, a column per offset."""
-    offsets = max(len(found) for found in results.values())
-    lines = [
-        "| head | rank | " + " | ".join(f"offset {k}" for k in range(offsets)) + " |",
-        "|" + " --- |" * (offsets + 2),
-    ]
+    offsets = range(max(len(found) for found in results.values()))
+    rows = []
     for name, found in results.items():
+        tops = [found[k]["top"] if k < len(found) else None for k in offsets]
         for rank in range(TOP):
-            cells = [f"{o['top'][rank]:.3f}" if o["top"] else "–" for o in found] + ["–"] * (offsets - len(found))
-            lines.append(f"| {name} | top-{rank + 1} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            rows.append([name, f"top-{rank + 1}", *(f"{top[rank]:.3f}" if top else "–" for top in tops)])
+    return markdown_table(["head", "rank", *(f"offset {k}" for k in offsets)], rows, len(offsets) + 2) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:
