@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,13 @@ from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.dtypes import DTYPES, dtype_name, dtype_named
 from draft_heads.data.loops import LoopDetector
+from draft_heads.heads.checkpoint import write_text
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
+from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
@@ -207,6 +210,12 @@ def parse_benchmarks(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"benchmarks must have different names, {name!r} is given twice")
         files[name] = path
     return files
+
+
+def write_tuned(path: Path, tuned: dict[str, Any], target: Target) -> None:
+    """Write what a tuning script measured, with the machine it was measured on, for a drafter's option tuned=FILE."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({**tuned, "environment": environment(str(target.device))}, indent=1) + "\n")
 
 
 def describe_target(target: Target) -> dict[str, Any]:

@@ -13,41 +13,33 @@ questions than those that results are reported on.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
 
 from draft_heads.data.benchmarks import load_benchmark
 from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.rendering import render_prompt
-from draft_heads.heads.checkpoint import write_text
-from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
-from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import load_target, parse_benchmarks, target_parser
+from draft_heads.scripts.decoding_options import (
+    check_positive,
+    load_target,
+    parse_benchmarks,
+    target_parser,
+    write_tuned,
+)
 
 GRIDS = {"gamma": range(7, 15), "w": range(15, 21), "p": range(5, 8)}
 FLAGS = {"gamma": "gammas", "w": "windows", "p": "phrases"}
 K = 3
-
-
-def clocked(
-    target: Target, drafters: Mapping[int, Drafter], prompts: Sequence[list[int]], settings: GenerationSettings
-) -> dict[int, dict[str, float]]:
-    """Key of a drafter → β and seconds; all decode every prompt, in turn, in changing order."""
-    engines = {key: DecodingEngine(target, drafter) for key, drafter in drafters.items()}
-    totals = time_engines(engines, track(prompts, "decoding with every value"), settings)
-    return {key: {"beta": tokens / steps, "seconds": spent} for key, (tokens, steps, spent) in totals.items()}
 
 
 def search(
@@ -59,10 +51,13 @@ def search(
 ) -> tuple[dict[str, int], dict[str, dict[int, dict[str, float]]]]:
     """The best γ, W and P in that order, and what every value tried was measured as; key 0: without drafts."""
     best = {name: grid[len(grid) // 2] for name, grid in grids.items()} | {"k": K}
-    measured = {}
+    measured: dict[str, dict[int, dict[str, float]]] = {}
     for name, grid in grids.items():
         drafters = {value: OuroborosDrafter(model, **{**best, name: value}) for value in grid}
-        measured[name] = clocked(target, {0: VanillaDrafter(target.device), **drafters}, prompts, settings)
+        every = {0: VanillaDrafter(target.device), **drafters}
+        engines = {value: DecodingEngine(target, drafter) for value, drafter in every.items()}
+        totals = time_engines(engines, track(prompts, "decoding with every value"), settings)
+        measured[name] = {key: {"beta": tokens / steps, "seconds": s} for key, (tokens, steps, s) in totals.items()}
         best[name] = min(grid, key=lambda value: measured[name][value]["seconds"])
         for value, cost in measured[name].items():
             what = f"{name} {value}" if value else "no drafts"
@@ -101,12 +96,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse_with_config(parser(), arguments, ("target", "draft_model", "benchmarks", "output"))
-        least: dict[str, int] = {"prompts": 1, "new_tokens": 1, "gammas": 1, "windows": 1, "phrases": 2}
-        for flag, bound in least.items():
-            given: Any = getattr(args, flag)
-            smallest = given if isinstance(given, int) else min(given)
-            if smallest < bound:
-                raise ValueError(f"--{flag} must be at least {bound}; got {smallest}")
+        check_positive(args, "prompts", "new_tokens", *FLAGS.values())
+        if min(args.phrases) < 2:
+            raise ValueError(f"--phrases must be at least 2; got {min(args.phrases)}")
         files = parse_benchmarks(args.benchmarks)
         questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
         target = load_target(args)
@@ -119,9 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.end_token_ids))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):
         print("no setting is faster than decoding without drafts on this machine")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    tuned = {**best, "measured": measured, "environment": environment(str(target.device))}
-    write_text(args.output, json.dumps(tuned, indent=1) + "\n")
+    write_tuned(args.output, {**best, "measured": measured}, target)
     print(f"written: {', '.join(f'{name} {value}' for name, value in best.items())} in {args.output}")
     return 0
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,26 @@ from rich.progress import track
 from draft_heads.data.collate import DraftCollator
 from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.base import DraftHead, Rows, TargetView
-from draft_heads.heads.checkpoint import load_head, write_text
+from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
-from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import load_target, target_parser
+from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser, write_tuned
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import load_data
 from draft_heads.train.simulate import ProposeAt, simulate_row
 
 NODES = (2, 4, 8, 16, 32, 64)
+COUNTS = {
+    "rows": (64, "held-out rows to walk along"),
+    "prompts": (16, "of these rows, how many are decoded for the speed"),
+    "new_tokens": (64, "longest answer when decoding"),
+    "max_nodes": (32, "nodes of the trees that the temperature is chosen for"),
+}
+"""Flag → default, help."""
 GRID = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 
 
@@ -87,10 +92,8 @@ def parser() -> argparse.ArgumentParser:
     add("--head", help="RUN/head")
     add("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
     add("--output", type=Path, help="the JSON to write, for a drafter's option tuned=FILE")
-    add("--rows", type=int, default=64, help="held-out rows to walk along (default 64)")
-    add("--prompts", type=int, default=16, help="of these rows, how many are decoded for the speed (default 16)")
-    add("--new_tokens", type=int, default=64, help="longest answer when decoding (default 64)")
-    add("--max_nodes", type=int, default=32, help="nodes of the trees that the temperature is chosen for (default 32)")
+    for name, (default, text) in COUNTS.items():
+        add(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     add("--temperatures", type=float, nargs="+", default=list(GRID), help="the grid")
     add("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes to try")
     return made
@@ -101,11 +104,7 @@ def main() -> None:
         args = parse_with_config(parser(), None, ("target", "head", "dataset", "output"))
         if min(args.temperatures) <= 0:
             raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
-        for name in ("max_nodes", "prompts", "new_tokens"):
-            if getattr(args, name) < 1:
-                raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
-        if min(args.nodes) < 1:
-            raise ValueError(f"--nodes must be at least 1; got {min(args.nodes)}")
+        check_positive(args, "max_nodes", "prompts", "new_tokens", "nodes")
         target = load_target(args)
         head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
         run = RunOptions(args.target, args.dataset, held_out=args.rows)
@@ -132,15 +131,8 @@ def main() -> None:
         )
     if speeds[fastest]["gamma"] < 1:
         print("no number of nodes is faster than decoding without drafts on this machine")
-    tuned = {
-        "tree_temperature": best,
-        "max_nodes": fastest,
-        "simulated_beta": betas,
-        "speed": speeds,
-        "environment": environment(str(target.device)),
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(args.output, json.dumps(tuned, indent=1) + "\n")
+    tuned = {"tree_temperature": best, "max_nodes": fastest, "simulated_beta": betas, "speed": speeds}
+    write_tuned(args.output, tuned, target)
     print(f"written: temperature {best:g} and {fastest} nodes in {args.output}")
 
 

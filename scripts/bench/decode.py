@@ -40,6 +40,7 @@ from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.bench.scripted import ScriptedEngine
 from draft_heads.scripts.decoding_options import (
+    check_positive,
     configure_target,
     drafter_specs,
     load_drafters,
@@ -52,25 +53,19 @@ NODES = (8, 16, 32, 64)
 BASELINES = ("eager", "static", "compiled")
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Wall seconds of one call, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def in_turn(arms: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every arm, the arms in turn; the first round is a warm-up and left out."""
+    """Seconds of every arm, the device's work included, the arms in turn; the first round is a discarded warm-up."""
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for repeat in range(repeats + 1):
         for name, run in arms.items():
-            spent = seconds(run, device)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             if repeat:
-                taken[name].append(spent)
+                taken[name].append(time.perf_counter() - start)
     return taken
 
 
@@ -84,9 +79,8 @@ def ratio(over: list[float], under: list[float]) -> dict[str, float]:
 def random_target(options: argparse.Namespace) -> Target:
     """A Llama of a published shape, its weights random: for speeds only."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = (
-        getattr(torch, options.dtype) if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
-    )
+    usual = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, options.dtype) if options.dtype else usual
     config = LlamaConfig(**SHAPES[options.shape], max_position_embeddings=4096, dtype=dtype)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=dtype)
@@ -103,22 +97,17 @@ def prompts(target: Target, count: int, tokens: int) -> list[list[int]]:
 
 
 def bench_decoding(
-    target: Target,
-    drafters: dict[str, Any],
-    texts: list[list[int]],
-    new_tokens: int,
-    repeats: int,
-    baselines: Sequence[str] = ("eager",),
+    target: Target, drafters: dict[str, Any], texts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Vanilla over transformers' generate; for each drafter β, γ and η. Answers have no EOS: all are equally long."""
-    engines = {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()}
     spent: dict[str, list[int]] = {}
-    arms = {name: decoding(name, engine, texts, new_tokens, spent) for name, engine in engines.items()}
-    arms |= {f"hf_{kind}": generating(target, kind, texts, new_tokens) for kind in baselines}
-    taken = in_turn(arms, repeats, target.device)
+    engines = {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()}
+    arms = {name: decoding(name, engine, texts, options.new_tokens, spent) for name, engine in engines.items()}
+    arms |= {f"hf_{kind}": generating(target, kind, texts, options.new_tokens) for kind in options.baselines}
+    taken = in_turn(arms, options.repeats, target.device)
     result: dict[str, Any] = {
         "vanilla_over_hf_" + ("generate" if kind == "eager" else kind): ratio(taken[f"hf_{kind}"], taken["vanilla"])
-        for kind in baselines
+        for kind in options.baselines
     }
     return result | {name: speed(taken, name, spent) for name in engines if name != "vanilla"}
 
@@ -177,30 +166,27 @@ def scripted_engines(
 
 
 def bench_scripted(
-    target: Target, engines: dict[str, ScriptedEngine], texts: list[list[int]], new_tokens: int, repeats: int
+    target: Target, engines: dict[str, ScriptedEngine], texts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
     """γ and η of untrained heads at scripted accepted lengths; beside η the bound that reading the head's weights sets.
 
     The bound is 1 / (1 + weights a draft reads / weights of a target step): what a step costs at least, were verifying
-    as cheap as a single row.
+    as cheap as a single row. A forward over one row reads all weights but the embedding's other rows.
     """
     spent: dict[str, list[int]] = {}
     vanilla = DecodingEngine(target, VanillaDrafter(target.device))
-    arms = {name: decoding(name, engine, texts, new_tokens, spent) for name, engine in engines.items()}
-    taken = in_turn({"vanilla": decoding("vanilla", vanilla, texts, new_tokens, spent), **arms}, repeats, target.device)
+    arms = {
+        name: decoding(name, engine, texts, options.new_tokens, spent)
+        for name, engine in {"vanilla": vanilla, **engines}.items()
+    }
+    taken = in_turn(arms, options.repeats, target.device)
+    tied = target.lm_head.weight is target.embedding.weight
+    read = target.parameters - (0 if tied else target.embedding.weight.numel())
     found = {}
     for name, engine in engines.items():
         drafted: Any = engine.drafter
-        bound = 1 / (1 + drafted.head.weights_read() / read_in_a_step(target))
-        found[name] = speed(taken, name, spent) | {"eta_bound": round(bound, 3)}
+        found[name] = speed(taken, name, spent) | {"eta_bound": round(1 / (1 + drafted.head.weights_read() / read), 3)}
     return found
-
-
-def read_in_a_step(target: Target) -> int:
-    """Weights that a forward over one row reads: all but the embedding's other rows."""
-    return target.parameters - (
-        0 if target.lm_head.weight is target.embedding.weight else target.embedding.weight.numel()
-    )
 
 
 @torch.inference_mode()
@@ -222,9 +208,7 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
         return run
 
     forwards = in_turn({str(nodes): step(nodes) for nodes in (0, *NODES)}, repeats, target.device)
-    return {
-        "verify_over_step": {str(nodes): ratio(forwards[str(nodes)], forwards["0"]) for nodes in NODES},
-    }
+    return {"verify_over_step": {str(nodes): ratio(forwards[str(nodes)], forwards["0"]) for nodes in NODES}}
 
 
 class FullTrees(VanillaDrafter):
@@ -258,12 +242,9 @@ def table(result: dict[str, Any]) -> Table:
     """Everything measured, a line each."""
     made = Table("ratio", "median", "quartiles")
     for name, value in result.items():
-        pairs = value.items() if "median" not in value else [("", value)]
-        for key, cell in pairs:
-            if isinstance(cell, dict):
-                made.add_row(f"{name} {key}", f"{cell['median']:.2f}", f"{cell['low']:.2f}–{cell['high']:.2f}")
-            else:
-                made.add_row(f"{name} {key}", f"{cell:.2f}", "")
+        for key, cell in {"": value}.items() if "median" in value else value.items():
+            figures = [cell[part] for part in ("median", "low", "high")] if isinstance(cell, dict) else [cell]
+            made.add_row(f"{name} {key}", f"{figures[0]:.2f}", "–".join(f"{figure:.2f}" for figure in figures[1:]))
     return made
 
 
@@ -272,15 +253,11 @@ def main() -> int:
         options = parse_with_config(parser(), None, ())
         if (options.target is None) == (options.shape is None):
             raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
-        for name in ("max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats"):
-            if getattr(options, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+        check_positive(options, "max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats")
         target = load_target(options) if options.target else random_target(options)
-        specs = drafter_specs(options.drafters)
-        drafters = load_drafters(specs, target, options.max_nodes)
+        drafters = load_drafters(drafter_specs(options.drafters), target, options.max_nodes)
         scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
-        room = target.max_positions - options.prompt_tokens
-        if room < max(NODES) + 1:
+        if target.max_positions - options.prompt_tokens < max(NODES) + 1:
             raise ValueError(
                 f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
                 f"{options.prompt_tokens}"
@@ -290,9 +267,9 @@ def main() -> int:
         return 2
     texts = prompts(target, options.questions, options.prompt_tokens)
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
-    result = bench_decoding(target, drafters, texts, options.new_tokens, options.repeats, options.baselines)
+    result = bench_decoding(target, drafters, texts, options)
     if scripted:
-        result |= bench_scripted(target, scripted, texts, options.new_tokens, options.repeats)
+        result |= bench_scripted(target, scripted, texts, options)
     result |= bench_verification(target, filler, 10 * options.repeats)
     Console().print(table(result))
     settings = {"threads": torch.get_num_threads(), "compile": options.compile, "device": str(target.device)}
