@@ -9,7 +9,6 @@ An earlier quickstart in OUTPUT is replaced.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -18,12 +17,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
+from draft_heads.scripts.decoding_options import script_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
@@ -34,21 +33,6 @@ HEADS = {
     "ctc": ("a CTC head", *MUON, "--frames", "11", "--labels", "6"),
 }
 """Kind → what it is called, and the options it is trained with here."""
-
-
-def write_inputs(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
-    """Conversations to learn from and questions to be measured on, disjoint from what the target was trained on."""
-    folder.mkdir(parents=True)
-    paths = {name: folder / f"{name}.jsonl" for name in ("conversations", "mt_bench", "gsm8k")}
-    write_jsonl(paths["conversations"], conversations(args.conversations, 100, "heldout"))
-    write_jsonl(paths["mt_bench"], questions(args.questions, 200, "heldout"))
-    write_jsonl(paths["gsm8k"], word_problems(args.problems, 300, "heldout"))
-    return paths
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object a line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def run(console: Console, title: str, *command: str) -> None:
@@ -65,7 +49,7 @@ def run(console: Console, title: str, *command: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, config=False)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--conversations", type=int, default=2000, help="conversations to distil")
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
@@ -79,13 +63,21 @@ def main() -> None:
         console.print(f"replacing the earlier quickstart in {args.output}")
         shutil.rmtree(output)
     start = time.monotonic()
-    inputs = write_inputs(output / "data", args)
+    (output / "data").mkdir(parents=True)
+    inputs = {  # disjoint from what the target was trained on
+        "conversations": conversations(args.conversations, 100, "heldout"),
+        "mt_bench": questions(args.questions, 200, "heldout"),
+        "gsm8k": word_problems(args.problems, 300, "heldout"),
+    }
+    files = {name: output / "data" / f"{name}.jsonl" for name in inputs}
+    for name, rows in inputs.items():
+        files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
     steps = 2 * len(args.heads) + 2
 
     run(
         console, f"1/{steps} distil: the target answers, its tokens are the labels",
-        "scripts/distill.py", "--target", target, "--dataset", str(inputs["conversations"]), "--output", distilled,
+        "scripts/distill.py", "--target", target, "--dataset", str(files["conversations"]), "--output", distilled,
         "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128", "--hidden_states",
     )  # fmt: skip
     drafters = ["vanilla", "transformers", "ngram"]  # two baselines, and what needs no training
@@ -108,11 +100,10 @@ def main() -> None:
     run(
         console, f"{steps}/{steps} decode and compare with no drafts at all",
         "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
-        "--benchmarks", f"mt_bench={inputs['mt_bench']}", f"gsm8k={inputs['gsm8k']}", "--output", report,
+        "--benchmarks", f"mt_bench={files['mt_bench']}", f"gsm8k={files['gsm8k']}", "--output", report,
     )  # fmt: skip
-    console.print(
-        f"quickstart done in {(time.monotonic() - start) / 60:.1f} minutes; heads: {output}/*/head", soft_wrap=True
-    )
+    minutes = (time.monotonic() - start) / 60
+    console.print(f"quickstart done in {minutes:.1f} minutes; heads: {output}/*/head", soft_wrap=True)
 
 
 if __name__ == "__main__":

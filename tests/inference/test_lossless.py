@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.evaluation import lossless
 from draft_heads.inference.evaluation.lossless import (
     Difference,
     LosslessCounts,
@@ -111,7 +112,7 @@ def test_the_context_limit_ends_the_answer():
 def test_answers_are_computed_once_per_prompt(monkeypatch):
     oracle = Oracle(make_target(), settings())
     first = oracle.answer(PROMPT)
-    monkeypatch.setattr(oracle, "_generate", lambda prompt: pytest.fail("asked again"))
+    monkeypatch.setattr(lossless, "hf_generate", lambda *given: pytest.fail("asked again"))
     assert oracle.answer(list(PROMPT)) is first
 
 
