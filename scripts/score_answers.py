@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         categories = read_categories(options.questions) if options.questions else None
         scores = score_answers(read_answers(options.answers), read_answers(options.baseline), categories)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(format_table(scores))

@@ -52,7 +52,11 @@ class Answer:
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, line and row; object) of every row; ValueError names file, line and reason."""
-    for where, row in read_json_rows(path):
+    try:
+        rows = list(read_json_rows(path))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a JSONL file") from None
+    for where, row in rows:
         if isinstance(row, MalformedJson):
             raise ValueError(f"{where}: {row}")
         if not isinstance(row, dict):
