@@ -144,6 +144,10 @@ class LosslessCounts:
         return LosslessCounts(self.turns + other.turns, self.tokens + other.tokens, differences)
 
     @property
+    def identical_turns(self) -> int:
+        return self.turns - len(self.differences)
+
+    @property
     def near_ties(self) -> int:
         return sum(difference.near_tie for difference in self.differences)
 
@@ -157,8 +161,7 @@ class LosslessCounts:
 
     def as_dict(self) -> dict[str, int]:
         """The four counts of `report.json`; identical_turns + near_ties + unexplained = turns."""
-        counts = {"identical_turns": self.turns - len(self.differences), "turns": self.turns}
-        return counts | {"near_ties": self.near_ties, "unexplained": self.unexplained}
+        return {key: getattr(self, key) for key in ("identical_turns", "turns", "near_ties", "unexplained")}
 
 
 def first_difference(expected: Sequence[int], received: Sequence[int]) -> int | None:
