@@ -24,6 +24,8 @@ def speedup(results: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(max(5.0, 1.6 + 0.75 * len(rows)), 4.2), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(drafters)
+    annotation: Any = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8}
+    annotation["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for index, drafter in enumerate(drafters):
         hatch = ("", "//", "xx")[_palette_cycle(drafters, drafter) % 3]
         for group, benchmark in enumerate(benchmarks):
@@ -39,8 +41,7 @@ def speedup(results: Sequence[Row]) -> Figure:
             axes.annotate(
                 f"{row['gamma']:.2f}×\nβ {row['beta']:.2f}",
                 (x, max(high, row["gamma"])),
-                **{"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8},
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+                **annotation,
             )
     axes.axhline(1.0, color="#333333", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(benchmarks)), benchmarks)
@@ -63,7 +64,7 @@ def accepted_length(results: Sequence[Row]) -> Figure:
         for drafter in drafting:
             shares = accepted[benchmark, drafter]
             style = ("-", "--", ":")[_palette_cycle(drafters, drafter) % 3]
-            look = {"marker": "o", "markersize": 4, "color": colours[drafter], "linestyle": style}
+            look: Any = {"marker": "o", "markersize": 4, "color": colours[drafter], "linestyle": style}
             axes.plot(range(1, len(shares) + 1), shares, label=drafter, **look)
         axes.set_xlabel("drafted tokens accepted, at least")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
