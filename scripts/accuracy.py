@@ -3,10 +3,10 @@
     python scripts/accuracy.py --target TARGET --heads ctc=runs/ctc/head medusa=runs/medusa/head \\
         --dataset runs/distilled --output runs/accuracy
 
-Offset 0 is the token after the base token. Heads are given the true tokens before an offset: Chimera and Hydra read
-them, a CTC head ranks the children of the true prefix by its prefix scores, Medusa ignores them. Rows are chosen as
-training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has not
-seen them. Writes accuracy.json and accuracy.md.
+Offset 0 is the token after the base token. The true tokens before an offset are given: Chimera and Hydra read them, a
+CTC head is asked for the best children of the true prefix under its prefix scores, Medusa needs none. Rows are chosen
+as training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has seen
+none of them. Writes accuracy.json and accuracy.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
@@ -49,13 +49,13 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
 
 def table(results: dict[str, list[Any]]) -> str:
     """Markdown: a row per head and rank, a column per offset."""
-    offsets = max(len(found) for found in results.values())
+    offsets = range(max(len(found) for found in results.values()))
     rows = []
     for name, found in results.items():
+        tops = [found[k]["top"] if k < len(found) else None for k in offsets]
         for rank in range(TOP):
-            cells = [f"{o['top'][rank]:.3f}" if o["top"] else "–" for o in found] + ["–"] * (offsets - len(found))
-            rows.append([name, f"top-{rank + 1}", *cells])
-    return markdown_table(["head", "rank", *(f"offset {k}" for k in range(offsets))], rows, 2) + "\n"
+            rows.append([name, f"top-{rank + 1}", *(f"{top[rank]:.3f}" if top else "–" for top in tops)])
+    return markdown_table(["head", "rank", *(f"offset {k}" for k in offsets)], rows, len(offsets) + 2) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,14 +68,18 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(args: argparse.Namespace) -> None:
-    named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
-    if len(named) != len(args.heads):
-        raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
-    target = load_target(args)
-    heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
-    data_options = RunOptions(args.target, args.dataset, held_out=args.rows)
-    data = {name: load_data(data_options, target, head.config.target_layers) for name, head in heads.items()}
+def main() -> None:
+    try:
+        args = parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))
+        named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
+        if len(named) != len(args.heads):
+            raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
+        target = load_target(args)
+        heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
+        run = RunOptions(args.target, args.dataset, held_out=args.rows)
+        data = {name: load_data(run, target, head.config.target_layers) for name, head in heads.items()}
+    except (ValueError, OSError) as error:
+        sys.exit(f"scripts/accuracy.py: {error}")
     results = {}
     for name, head in heads.items():
         _, held_out, _, collator = data[name]
@@ -87,9 +91,5 @@ def run(args: argparse.Namespace) -> None:
     print(f"written: {args.output / 'accuracy.md'}")
 
 
-def main() -> int:
-    return exit_status(lambda: run(parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,6 @@
 """Decoding benchmarks under their documented path; see `scripts/bench/decode.py`."""
 
-import sys
-
 from draft_heads.scripts.bench.decode import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,8 +1,6 @@
 """Training benchmarks under their documented path; see `scripts/bench/train.py`."""
 
-import sys
-
 from draft_heads.scripts.bench.train import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -20,12 +20,12 @@ from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokeniz
 from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.datastore import MANIFEST
 from draft_heads.inference.evaluation.report import check_output
+from draft_heads.scripts.decoding_options import check_positive, script_parser
 from draft_heads.scripts.terminal import progress_bar
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
+    p = script_parser(__doc__)
     p.add_argument("--dataset", help="ShareGPT or messages JSON/JSONL file, dataset folder or hub id")
     p.add_argument("--tokenizer", metavar="DIR|ID", help="the target's tokenizer")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
@@ -36,18 +36,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.limit is not None and options.limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {options.limit}")
+    check_positive(options, "limit")
     check_output(options.output, options.overwrite, MANIFEST)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     console = Console()
     with progress_bar(console, "reading") as progress:
         manifest = build_datastore(options.dataset, tokenizer, options.output, options.limit, progress)
-    console.print(
-        f"{options.output}: {manifest['tokens']:,} tokens of {manifest['conversations']:,} conversations",
-        highlight=False,
-        soft_wrap=True,
-    )
+    what = f"{options.output}: {manifest['tokens']:,} tokens of {manifest['conversations']:,} conversations"
+    console.print(what, highlight=False, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,14 @@ import torch
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.dtypes import DTYPES, dtype_name, dtype_named
+from draft_heads.data.files import write_text
 from draft_heads.data.loops import LoopDetector
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
+from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
@@ -27,39 +30,39 @@ from draft_heads.inference.verify import TypicalAcceptance
 
 ACCEPTANCE = ("exact", "typical")
 REPORTED = (
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "acceptance",
-    "seed",
-    "max_nodes",
-    "limit",
-    "stop_at_loops",
-    "batch_size",
-    "compile",
-    "attention",
+    *("max_new_tokens", "temperature", "top_k", "top_p", "acceptance", "seed"),
+    *("max_nodes", "limit", "stop_at_loops", "batch_size", "compile", "attention"),
 )
 REQUIRED = ("target", "drafters", "benchmarks", "output")
 
 
+def script_parser(description: str | None, config: bool = True) -> argparse.ArgumentParser:
+    """A parser whose help shows the script's docstring as written; with --config, which `parse_with_config` reads."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if config:
+        parser.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, no dashes")
+    return parser
+
+
+def check_positive(options: argparse.Namespace, *names: str) -> None:
+    """ValueError for a number, or a list with one, below 1; None is allowed."""
+    for name in names:
+        given = getattr(options, name)
+        if given is not None and (smallest := min(given) if isinstance(given, list) else given) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {smallest}")
+
+
 def target_parser(description: str | None) -> argparse.ArgumentParser:
     """The flags that `load_target` reads, and --config."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(description)
     add = parser.add_argument
-    add("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
     add("--target", help="folder or hub id of the target")
     add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="default: cuda if there is one, else cpu; auto spreads layers")
     add("--compile", action="store_true", help="compile the target; the first answers take longer")
-    add(
-        "--attention",
-        choices=tuple(TREE_ATTENTION),
-        default="masked",
-        help="attention over tree nodes (default masked)",
-    )
+    add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="over tree nodes (default masked)")
     add("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser
 
@@ -69,12 +72,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     parser = target_parser(description)
     add = parser.add_argument
     add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="vanilla always runs")
-    add(
-        "--benchmarks",
-        nargs="+",
-        metavar="NAME=FILE",
-        help="question files, for example mt_bench=FILE gsm8k=FILE",
-    )
+    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files: mt_bench=FILE gsm8k=FILE …")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
     add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")
@@ -84,12 +82,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     add("--stop_at_loops", action="store_true", help="end an answer where it begins to repeat itself endlessly")
     add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")
     add("--top_k", type=int, default=0, help="sample from the k most probable tokens only; 0: all")
-    add(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="sample from the most probable tokens that reach this total probability; 1: all",
-    )
+    add("--top_p", type=float, default=1.0, help="sample from the most probable tokens of this total only; 1: all")
     add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
     return parser
@@ -98,9 +91,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
 def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse flags over the defaults of --config and check them; ValueError says rule, value and remedy."""
     options = parse_with_config(parser, arguments, REQUIRED)
-    for name in ("max_new_tokens", "max_nodes", "limit", "threads", "batch_size"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+    check_positive(options, "max_new_tokens", "max_nodes", "limit", "threads", "batch_size")
     if options.acceptance not in ACCEPTANCE:
         raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
     if options.temperature < 0:
@@ -119,10 +110,6 @@ def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of `GenerationSettings` that decide which tokens are kept."""
     sampled = Sampling(options.temperature, options.top_k, options.top_p, options.seed) if options.temperature else None
     return {"sampling": sampled, "typical": TypicalAcceptance() if options.acceptance == "typical" else None}
-
-
-# ----------------------------------------------------------------------------------------------------
-# From options to objects
 
 
 def load_target(options: argparse.Namespace) -> Target:
@@ -146,22 +133,25 @@ def configure_target(target: Target, options: argparse.Namespace) -> Target:
     return target
 
 
+def distinct_specs(texts: Sequence[str]) -> list[DrafterSpec]:
+    """The drafters of the command line; ValueError for a duplicate name."""
+    specs: dict[str, DrafterSpec] = {}
+    for spec in map(DrafterSpec.parse, texts):
+        if spec.name in specs:
+            raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
+        specs[spec.name] = spec
+    return list(specs.values())
+
+
 def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     """The drafters of the command line, vanilla always first; ValueError for a duplicate or reserved name."""
-    specs = [DrafterSpec.parse("vanilla")]
     for text in texts:
-        if text == "vanilla":
-            continue
         if text.partition("=")[0] == TRANSFORMERS:
             raise ValueError(
                 f"the name {TRANSFORMERS!r} is reserved for the target's own generate, a baseline of "
                 f"scripts/evaluate.py and no drafter; got {text!r}; rename the drafter or leave it out"
             )
-        spec = DrafterSpec.parse(text)
-        if spec.name in [other.name for other in specs]:
-            raise ValueError(f"drafters must have different names, {spec.name!r} is given twice; rename one")
-        specs.append(spec)
-    return specs
+    return distinct_specs(["vanilla", *(text for text in texts if text != "vanilla")])
 
 
 def load_drafters(specs: Sequence[DrafterSpec], target: Target, max_nodes: int) -> dict[str, Drafter]:
@@ -179,30 +169,18 @@ def load_engines(
     return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
 
 
-def group_size(batch_size: int) -> int:
-    """Questions per turn of a drafter; several batches, because slots are refilled and only the last ones run empty."""
-    return 1 if batch_size == 1 else 4 * batch_size
-
-
 class IncrementalStop:
-    """A loop detector as the `stop` rule of `GenerationSettings`, which receives the whole answer at every token.
-
-    While an answer continues the previous one, only its new tokens are pushed.
-    """
+    """A loop detector as a `stop` rule; while an answer continues the previous one, only its new tokens are pushed."""
 
     def __init__(self, new_detector: Callable[[], LoopDetector] = LoopDetector) -> None:
         self._new_detector = new_detector
-        self._restart()
-
-    def _restart(self) -> None:
-        self._detector = self._new_detector()
         self._tokens: list[int] = []
-        self._ended = False
+        self._ended = True  # the first call makes a detector
 
     def __call__(self, tokens: list[int]) -> int | None:
         """The length at which the detector ends `tokens`, None if it does not."""
         if self._ended or tokens[: len(self._tokens)] != self._tokens:
-            self._restart()
+            self._detector, self._tokens, self._ended = self._new_detector(), [], False
         for token in tokens[len(self._tokens) :]:
             self._tokens.append(token)
             if self._detector.push(token):
@@ -232,6 +210,12 @@ def parse_benchmarks(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"benchmarks must have different names, {name!r} is given twice")
         files[name] = path
     return files
+
+
+def write_tuned(path: Path, tuned: dict[str, Any], target: Target) -> None:
+    """Write what a tuning script measured, with the machine it was measured on, for a drafter's option tuned=FILE."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps({**tuned, "environment": environment(str(target.device))}, indent=1) + "\n")
 
 
 def describe_target(target: Target) -> dict[str, Any]:

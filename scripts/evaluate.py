@@ -41,7 +41,6 @@ from draft_heads.scripts.decoding_options import (
     describe_target,
     drafter_specs,
     generation_settings,
-    group_size,
     load_engines,
     load_target,
     parse_benchmarks,
@@ -74,15 +73,10 @@ def decode_and_judge(
 ) -> Evaluation:
     """`evaluate` under a progress bar, with the target's chat template and stop rules."""
     with progress_bar(console) as progress:
-        return evaluate(
-            engines,
-            Oracle(target, generation_settings(options, target)),
-            benchmarks,
-            partial(render_prompt, target.tokenizer),
-            progress,
-            on_answer,
-            group_size(options.batch_size),
-        )
+        oracle, render = Oracle(target, generation_settings(options, target)), partial(render_prompt, target.tokenizer)
+        # several batches, because slots are refilled and only the last ones run empty
+        group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
+        return evaluate(engines, oracle, benchmarks, render, progress, on_answer, group_size)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -19,7 +19,6 @@ from rich.table import Table
 
 from draft_heads.data.config_file import exit_status
 from draft_heads.inference.evaluation.evaluate import TurnRecord
-from draft_heads.inference.evaluation.lossless import LosslessCounts
 from draft_heads.inference.evaluation.metrics import lossless_counts
 from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json
 from draft_heads.inference.target.target import Target
@@ -48,16 +47,17 @@ def run(options: argparse.Namespace) -> bool:
     engines = load_engines(specs, target, options.max_nodes, options.batch_size)
     clear_output(options.output, "lossless.json")
     evaluation = decode_and_judge(options, target, engines, benchmarks, console)
-    counts = {
-        name: lossless_counts([record for record in evaluation.records if record.drafter == name])
-        for name in evaluation.drafters
-    }
+    results = []
+    for name in evaluation.drafters:
+        counts = lossless_counts([record for record in evaluation.records if record.drafter == name])
+        figures = {"tokens": counts.tokens, "tokens_per_near_tie": counts.tokens_per_near_tie}
+        results.append({"drafter": name, **counts.as_dict(), **figures})
     differences = [describe_difference(record, target) for record in evaluation.records if record.difference]
     report = {
         "target": describe_target(target),
         "settings": describe_settings(options),
         "noise": evaluation.noise,
-        "results": [result(name, count) for name, count in counts.items()],
+        "results": results,
         "differences": differences,
         "environment": environment(str(target.device)),
     }
@@ -72,36 +72,22 @@ def run(options: argparse.Namespace) -> bool:
     return not unexplained
 
 
-def result(drafter: str, counts: LosslessCounts) -> dict[str, Any]:
-    """One drafter's row of lossless.json."""
-    figures = {"tokens": counts.tokens, "tokens_per_near_tie": counts.tokens_per_near_tie}
-    return {"drafter": drafter, **counts.as_dict(), **figures}
-
-
 def describe_difference(record: TurnRecord, target: Target) -> dict[str, Any]:
     """Where a turn first differs from the oracle's, with the text before it."""
     difference = record.difference
     assert difference is not None
     before = (*record.prompt, *record.generation.tokens[: difference.position])[-CONTEXT_TOKENS:]
-    return {
-        "drafter": record.drafter,
-        "benchmark": record.benchmark,
-        "question_id": record.question_id,
-        "turn": record.turn + 1,
-        "position": difference.position,
-        "near_tie": difference.near_tie,
-        "expected": difference.expected,
-        "received": difference.received,
-        "expected_text": token_text(difference.expected, target),
-        "received_text": token_text(difference.received, target),
-        "gap": difference.gap,
-        "noise": difference.noise,
-        "context": target.tokenizer.decode(before),
+    texts = {
+        f"{name}_text": "(the answer has ended)" if token is None else target.tokenizer.decode([token])
+        for name, token in (("expected", difference.expected), ("received", difference.received))
     }
-
-
-def token_text(token: int | None, target: Target) -> str:
-    return "(the answer has ended)" if token is None else target.tokenizer.decode([token])
+    return {
+        **{key: getattr(record, key) for key in ("drafter", "benchmark", "question_id")},
+        "turn": record.turn + 1,
+        **{key: getattr(difference, key) for key in ("position", "near_tie", "expected", "received")},
+        **texts,
+        **{"gap": difference.gap, "noise": difference.noise, "context": target.tokenizer.decode(before)},
+    }
 
 
 def sentence(difference: dict[str, Any]) -> str:
@@ -118,8 +104,7 @@ def sentence(difference: dict[str, Any]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Counts per drafter."""
-    columns = ("drafter", "turns", "identical", "near ties", "unexplained", "tokens", "tokens per near tie")
-    shown = Table(*columns)
+    shown = Table("drafter", "turns", "identical", "near ties", "unexplained", "tokens", "tokens per near tie")
     for row in rows:
         per_tie = row["tokens_per_near_tie"]
         keys = ("drafter", "turns", "identical_turns", "near_ties", "unexplained", "tokens")

@@ -1,4 +1,4 @@
-"""Train a small target from scratch (tokenizer, chat template, language model) and measure it.
+"""Train a small target from scratch: tokenizer, chat template, language model, and what it can do, measured.
 
     python scripts/make_tiny_target.py --output runs/tiny_target
     python scripts/make_tiny_target.py --dataset chats.json --hidden 256 --output runs/small
@@ -26,13 +26,7 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy, pad
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.benchmarks import gsm8k_answer
@@ -43,30 +37,35 @@ from draft_heads.data.rendering import ChatRenderer, ConversationError, end_toke
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import script_parser
 
 PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt by repetition
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
 
 
-# ---- options ---------------------------------------------------------------------------------------------
+INTEGERS = {
+    "vocab_size": (1024, "size of a trained tokenizer"),
+    "hidden": (128, "hidden size, a multiple of 32"),
+    "layers": (4, "decoder blocks"),
+    "max_length": (512, "longer conversations are cut, in tokens"),
+    "batch_tokens": (1024, "tokens per optimizer step"),
+    "conversations": (30000, "size of the synthetic corpus"),
+    "questions": (250, "unseen prompts to measure on, each kind"),
+    "threads": (2, "CPU threads"),
+    "seed": (0, "of weights and corpus"),
+}
+"""Flag → default, help."""
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, config=False)
     parser.add_argument("--output", required=True, help="folder to write; must be empty or absent")
     parser.add_argument("--dataset", help="ShareGPT or messages JSON(L), or a hub id; default: the synthetic corpus")
     parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
-    parser.add_argument("--vocab_size", type=int, default=1024, help="size of a trained tokenizer (1024)")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 32 (128)")
-    parser.add_argument("--layers", type=int, default=4, help="decoder blocks (4)")
-    parser.add_argument("--max_length", type=int, default=512, help="longer conversations are cut (512 tokens)")
     parser.add_argument("--max_minutes", type=float, default=12, help="training time, the schedule's length (12)")
-    parser.add_argument("--batch_tokens", type=int, default=1024, help="tokens per optimizer step (1024)")
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate (0.003)")
-    parser.add_argument("--conversations", type=int, default=30000, help="size of the synthetic corpus (30000)")
-    parser.add_argument("--questions", type=int, default=250, help="unseen prompts to measure on, each kind (250)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (2)")
-    parser.add_argument("--seed", type=int, default=0)
+    for name, (default, text) in INTEGERS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     options = parser.parse_args(argv)
     if options.hidden % 32 or options.hidden < 32:
         parser.error(f"--hidden must be a multiple of 32 (heads have 32 dimensions); got {options.hidden}")
@@ -112,9 +111,9 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[list[dict]], max_l
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> LlamaForCausalLM:
-    """A randomly initialised Llama, with weights large enough to learn in a few thousand steps."""
-    heads = options.hidden // 32
-    ends = list(end_token_ids(tokenizer))
+    """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
+    heads, ends = options.hidden // 32, list(end_token_ids(tokenizer))
+    marks = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=options.hidden,
@@ -125,17 +124,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
         max_position_embeddings=2 * options.max_length,
         initializer_range=options.hidden**-0.5,
         tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **marks,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=ends if len(ends) > 1 else ends[0],
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    ending = ends if len(ends) > 1 else ends[0]
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=ending, **marks)
     return model
 
 
@@ -152,13 +146,14 @@ def batches(rows: list[Row], batch_tokens: int, seed: int) -> Iterator[tuple[tor
         rng.shuffle(groups)
         for group in groups:
             length = max(len(rows[i][0]) for i in group)
-            ids = torch.stack([pad(torch.tensor(rows[i][0]), (0, length - len(rows[i][0]))) for i in group])
-            mask = torch.stack([pad(torch.tensor(rows[i][1]), (0, length - len(rows[i][1]))) for i in group])
-            yield ids, mask
+            yield tuple(
+                torch.stack([pad(torch.tensor(rows[i][part]), (0, length - len(rows[i][part]))) for i in group])
+                for part in (0, 1)
+            )
 
 
 def loss_of(model: LlamaForCausalLM, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the assistant's tokens; causal attention does not read the right padding."""
+    """Mean cross entropy of the assistant's tokens; right padding is out of causal attention's reach."""
     ids_BL, mask_BL = ids_BL.to(model.device), mask_BL.to(model.device)
     hidden_BLH = model.model(input_ids=ids_BL[:, :-1]).last_hidden_state
     written = mask_BL[:, 1:]
@@ -176,16 +171,9 @@ def build_optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torc
 
 
 def train(
-    model: LlamaForCausalLM,
-    practice: list[Row],
-    rows: list[Row],
-    options: argparse.Namespace,
-    console: Console,
+    model: LlamaForCausalLM, practice: list[Row], rows: list[Row], options: argparse.Namespace, console: Console
 ) -> dict:
-    """Train for `--max_minutes`: 50 steps warm-up, then constant, the last half a linear decay to zero.
-
-    The first 30 % of the time goes to `practice` where there is any.
-    """
+    """Train for `--max_minutes`, `PRACTICE` of it on `practice` if any: 50 steps warm-up, linear decay from half."""
     optimizers = build_optimizers(model, options.learning_rate)
     columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
     start, steps, tokens, average = time.monotonic(), 0, 0, math.nan
@@ -235,7 +223,7 @@ def solved(target: Target, problems: list[dict]) -> tuple[float, list[list[int]]
 
 @torch.inference_mode()
 def measure(target: Target, unseen: list[list[dict]], options: argparse.Namespace) -> dict:
-    """Loss and answers on unseen prompts; word problems only for the synthetic corpus."""
+    """What the trained model does with unseen prompts; word problems only for the synthetic corpus."""
     rows = render(target.tokenizer, unseen, options.max_length)
     torch.set_num_threads(1)  # decoding one token at a time gains nothing from a second thread
     losses = [loss_of(target.model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]
@@ -259,38 +247,39 @@ def measure(target: Target, unseen: list[list[dict]], options: argparse.Namespac
     }
 
 
-def write_card(output: Path, facts: dict, figures: dict) -> None:
-    """README.md of the folder: what it is, the command that made it, what was measured."""
-    named = {
-        "solved_2_step": "unseen two-step word problems solved",
-        "solved_1_step": "unseen one-step word problems solved",
-        "ended": "greedy answers that end by themselves within 256 tokens",
-        "looped": "greedy answers that loop (three copies of a block)",
-        "answers": "answers measured",
-        "mean_answer_tokens": "tokens per answer",
-        "unseen_loss": "cross entropy per answer token, unseen conversations",
-    }
-    measured = [(text, str(figures[key])) for key, text in named.items() if key in figures]
-    made = [(key.replace("_", " "), str(value)) for key, value in facts.items() if key != "command"]
-    (output / "README.md").write_text(
-        f"""# A small target
+MEASURED = {
+    "solved_2_step": "unseen two-step word problems solved",
+    "solved_1_step": "unseen one-step word problems solved",
+    "ended": "greedy answers that end by themselves within 256 tokens",
+    "looped": "greedy answers that loop (three copies of a block)",
+    "answers": "answers measured",
+    "mean_answer_tokens": "tokens per answer",
+    "unseen_loss": "cross entropy per answer token, unseen conversations",
+}
+CARD = """# A small target
 
 A Llama-style language model trained from scratch, with a byte-level BPE tokenizer. It exists to
 train, test and measure draft heads without a download; it knows its corpus and nothing else.
 
 Made by
 
-    {facts["command"]}
+    {command}
 
-{markdown_table(("measured", ""), measured, 2)}
+{measured}
 
-{markdown_table(("made with", ""), made, 2)}
-""",
-        encoding="utf-8",
-    )
+{made}
+"""
 
 
-# ---- main ------------------------------------------------------------------------------------------------
+def write_card(output: Path, facts: dict, figures: dict) -> None:
+    """README.md of the folder: what it is, the command that made it, what was measured."""
+    measured = [(text, str(figures[key])) for key, text in MEASURED.items() if key in figures]
+    made = [(key.replace("_", " "), str(value)) for key, value in facts.items() if key != "command"]
+    tables = {
+        "measured": markdown_table(("measured", ""), measured, 2),
+        "made": markdown_table(("made with", ""), made, 2),
+    }
+    (output / "README.md").write_text(CARD.format(command=facts["command"], **tables), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -314,9 +303,8 @@ def main(argv: list[str] | None = None) -> dict:
     model = build_model(tokenizer, options)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     parameters = sum(p.numel() for p in model.parameters())
-    console.print(
-        f"{len(rows):,} conversations, {sum(len(ids) for ids, _ in rows):,} tokens, {parameters:,} parameters"
-    )
+    size = sum(len(ids) for ids, _ in rows)
+    console.print(f"{len(rows):,} conversations, {size:,} tokens, {parameters:,} parameters")
     trained = train(model, practice, rows, options, console)
 
     model.save_pretrained(output)

@@ -1,15 +1,14 @@
-"""The whole workflow on the embedded target, offline on a CPU: distil → train heads → tune trees → decode → report.
+"""The whole job on the embedded target: distil → train heads → tune trees → decode → report. Offline, on two CPU cores.
 
     python scripts/quickstart.py --output runs/quickstart
 
-Writes OUTPUT/distilled, one run per head (OUTPUT/ctc with head/ and tree.json, its trees tuned to this machine) and
-OUTPUT/report. Every step is a command that a user could type, printed before it runs. An earlier quickstart in OUTPUT
-is replaced.
+Leaves OUTPUT/distilled, one run per head (OUTPUT/ctc, its head in OUTPUT/ctc/head, its trees' measure for this machine
+in OUTPUT/ctc/tree.json) and OUTPUT/report. Every step is the command a user would type, and is printed before it runs.
+An earlier quickstart in OUTPUT is replaced.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -18,12 +17,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
+from draft_heads.scripts.decoding_options import script_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
@@ -33,22 +32,7 @@ HEADS = {
     "chimera": ("a Chimera head", *MUON),
     "ctc": ("a CTC head", *MUON, "--frames", "11", "--labels", "6"),
 }
-"""Kind → its name in messages, and its training options here."""
-
-
-def write_inputs(folder: Path, args: argparse.Namespace) -> dict[str, Path]:
-    """Training conversations and benchmark questions, disjoint from the target's training data."""
-    folder.mkdir(parents=True)
-    paths = {name: folder / f"{name}.jsonl" for name in ("conversations", "mt_bench", "gsm8k")}
-    write_jsonl(paths["conversations"], conversations(args.conversations, 100, "heldout"))
-    write_jsonl(paths["mt_bench"], questions(args.questions, 200, "heldout"))
-    write_jsonl(paths["gsm8k"], word_problems(args.problems, 300, "heldout"))
-    return paths
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    """One JSON object a line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+"""Kind → what it is called, and the options it is trained with here."""
 
 
 def run(console: Console, title: str, *command: str) -> None:
@@ -56,7 +40,7 @@ def run(console: Console, title: str, *command: str) -> None:
     console.print(Rule(title))
     console.print(f"$ python {shlex.join(command)}", highlight=False, soft_wrap=True)
     start = time.monotonic()
-    # Waiting threads sleep instead of spinning, which would slow down other programs on the same cores.
+    # Threads that wait should sleep: where other programs share the cores, spinning ones slow everything down.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False)
     if done.returncode:
@@ -65,11 +49,11 @@ def run(console: Console, title: str, *command: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, config=False)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--conversations", type=int, default=2000, help="conversations to distil")
-    parser.add_argument("--questions", type=int, default=16, help="two-turn questions of the evaluation")
-    parser.add_argument("--problems", type=int, default=32, help="word problems of the evaluation")
+    parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
+    parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=list(HEADS), help="heads to train")
     parser.add_argument("--max_minutes", type=float, default=2.25, help="training time of each head")
     args = parser.parse_args()
@@ -79,16 +63,24 @@ def main() -> None:
         console.print(f"replacing the earlier quickstart in {args.output}")
         shutil.rmtree(output)
     start = time.monotonic()
-    inputs = write_inputs(output / "data", args)
+    (output / "data").mkdir(parents=True)
+    inputs = {  # disjoint from what the target was trained on
+        "conversations": conversations(args.conversations, 100, "heldout"),
+        "mt_bench": questions(args.questions, 200, "heldout"),
+        "gsm8k": word_problems(args.problems, 300, "heldout"),
+    }
+    files = {name: output / "data" / f"{name}.jsonl" for name in inputs}
+    for name, rows in inputs.items():
+        files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
     steps = 2 * len(args.heads) + 2
 
     run(
         console, f"1/{steps} distil: the target answers, its tokens are the labels",
-        "scripts/distill.py", "--target", target, "--dataset", str(inputs["conversations"]), "--output", distilled,
+        "scripts/distill.py", "--target", target, "--dataset", str(files["conversations"]), "--output", distilled,
         "--labels", "generate", "--max_new_tokens", "160", "--batch_size", "128", "--hidden_states",
     )  # fmt: skip
-    drafters = ["vanilla", "transformers", "ngram"]  # two baselines, and one that needs no training
+    drafters = ["vanilla", "transformers", "ngram"]  # two baselines, and what needs no training
     for index, kind in enumerate(args.heads):
         head, tree = str(output / kind / "head"), str(output / kind / "tree.json")
         run(
@@ -106,13 +98,12 @@ def main() -> None:
         both = [f"{kind}_ngram={kind}:{head}+ngram"] if kind == args.heads[-1] else []
         drafters += [*raw, f"{kind}={head}", f"{kind}_tuned={head},tuned={tree}", *both]
     run(
-        console, f"{steps}/{steps} decode, and compare with decoding without drafts",
+        console, f"{steps}/{steps} decode and compare with no drafts at all",
         "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
-        "--benchmarks", f"mt_bench={inputs['mt_bench']}", f"gsm8k={inputs['gsm8k']}", "--output", report,
+        "--benchmarks", f"mt_bench={files['mt_bench']}", f"gsm8k={files['gsm8k']}", "--output", report,
     )  # fmt: skip
-    console.print(
-        f"quickstart done in {(time.monotonic() - start) / 60:.1f} minutes; heads: {output}/*/head", soft_wrap=True
-    )
+    minutes = (time.monotonic() - start) / 60
+    console.print(f"quickstart done in {minutes:.1f} minutes; heads: {output}/*/head", soft_wrap=True)
 
 
 if __name__ == "__main__":

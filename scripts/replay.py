@@ -24,16 +24,15 @@ from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokeniz
 from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.json_rows import read_json_rows
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answers import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
+from draft_heads.scripts.decoding_options import check_positive, distinct_specs, script_parser
 from draft_heads.scripts.terminal import progress_bar, show_report
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, without the dashes")
+    p = script_parser(__doc__)
     p.add_argument("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
     p.add_argument("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
@@ -46,15 +45,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    """Flags over the defaults of --config; ValueError says rule, value and remedy."""
-    options = parse_with_config(parser(), arguments, ("answers", "tokenizer", "drafters", "output"))
-    for name in ("limit", "max_nodes"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
-    return options
-
-
 def read_questions(path: Path) -> list[Question]:
     """FastChat questions, or GSM8K problems, whose ids count from 0 as in recorded files."""
     first = next((record for _, record in read_json_rows(path)), None)
@@ -62,19 +52,10 @@ def read_questions(path: Path) -> list[Question]:
     return load_benchmark("mt_bench" if fastchat else "gsm8k", str(path))
 
 
-def drafter_specs(texts: list[str]) -> list[DrafterSpec]:
-    """The drafters of the command line; ValueError for a duplicate name."""
-    specs = [DrafterSpec.parse(text) for text in texts]
-    names = [spec.name for spec in specs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"drafters must have different names, {name!r} is given twice; rename one")
-    return specs
-
-
 def run(options: argparse.Namespace) -> None:
     console = Console()
-    specs = drafter_specs(options.drafters)
+    check_positive(options, "limit", "max_nodes")
+    specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
     questions = match_questions(answers, read_questions(options.questions) if options.questions else None)
@@ -85,20 +66,16 @@ def run(options: argparse.Namespace) -> None:
     with progress_bar(console, "tokenising") as progress:
         turns = list(recorded_turns(answers, questions, tokenizer, render))
         evaluation = replay_all(options.answers.stem, drafters, questions, turns, progress)
-    report = build_report(evaluation, None, described(options), seed=0)
-    show_report(console, options.output, report)
-
-
-def described(options: argparse.Namespace) -> dict[str, object]:
-    """The `settings` entry of the report; settings of decoding are None."""
+    files = {name: path.name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
     given = {name: getattr(options, name) for name in ("tokenizer", "max_nodes", "limit")}
     given["drafters"] = " ".join(options.drafters)
-    files = {name: path.name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
-    return {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
+    settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
+    show_report(console, options.output, build_report(evaluation, None, settings, seed=0))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return exit_status(lambda: run(parse_options(arguments)))
+    required = ("answers", "tokenizer", "drafters", "output")
+    return exit_status(lambda: run(parse_with_config(parser(), arguments, required)))
 
 
 if __name__ == "__main__":

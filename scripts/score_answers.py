@@ -8,21 +8,13 @@ Both files are FastChat JSONL with, per turn, steps (`idxs`, counted from 0, or 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from draft_heads.inference.evaluation.answers import AnswerScore, QuestionId, read_answers, read_jsonl, score_answers
+from draft_heads.scripts.decoding_options import script_parser
 
 HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)", "γ", "equal texts")
-
-
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--answers", type=Path, required=True, help="the drafter's answers, FastChat JSONL")
-    parser.add_argument("--baseline", type=Path, required=True, help="the baseline's answers to the same questions")
-    parser.add_argument("--questions", type=Path, help="questions with categories, for one row per category")
-    return parser.parse_args(arguments)
 
 
 def read_categories(path: Path) -> dict[QuestionId, str | None]:
@@ -35,24 +27,19 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
     rows = [HEADER]
     for category in [*(key for key in scores if key is not None), None]:
         score = scores[category]
-        ratios = (score.beta_idxs, score.beta, score.gamma)
-        rows.append(
-            (
-                category or "all",
-                str(score.questions),
-                *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-                f"{score.equal_texts}/{score.questions}",
-            )
-        )
+        ratios = ["-" if x is None else f"{x:.2f}" for x in (score.beta_idxs, score.beta, score.gamma)]
+        equal = f"{score.equal_texts}/{score.questions}"
+        rows.append((category or "all", str(score.questions), *ratios, equal))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = (
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))] for row in rows
-    )
-    return "\n".join("  ".join(line) for line in lines)
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_options(arguments)
+    parser = script_parser(__doc__, config=False)
+    parser.add_argument("--answers", type=Path, required=True, help="the drafter's answers, FastChat JSONL")
+    parser.add_argument("--baseline", type=Path, required=True, help="the target's own answers to them")
+    parser.add_argument("--questions", type=Path, help="questions with categories, for one row per category")
+    options = parser.parse_args(arguments)
     try:
         categories = read_categories(options.questions) if options.questions else None
         scores = score_answers(read_answers(options.answers), read_answers(options.baseline), categories)

@@ -9,14 +9,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from draft_heads.inference.evaluation.report import cells, columns_of, overall, write_report
@@ -25,13 +18,8 @@ from draft_heads.inference.evaluation.report import cells, columns_of, overall, 
 @contextmanager
 def progress_bar(console: Console, first: str = "warming up") -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar as a function of (stage, done, total); `first` is the stage shown before the first call."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    times = TimeElapsedColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
     with Progress(*columns, console=console) as bars:
         task = bars.add_task(first, total=None)
 
@@ -57,14 +45,12 @@ def summary_table(report: dict[str, Any]) -> Table:
     It fits 80 columns, so speed over transformers is left to report.md; the row of that baseline has its γ.
     """
     columns, settings = columns_of(report), report["settings"]
-    table = Table(
-        title=f"{report['target']['path']}, at most {settings['max_new_tokens']} new tokens a turn"
+    title = (
+        f"{report['target']['path']}, at most {settings['max_new_tokens']} new tokens a turn"
         if report["target"]
-        else f"{settings['answers']}, replayed",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+        else f"{settings['answers']}, replayed"
     )
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=name != "lossless")
     previous = None

@@ -1,52 +1,45 @@
-"""Tune Ouroboros for two models and this machine: the paper's heuristic search (its Algorithm 1), by measured time.
+"""Ouroboros for a pair of models and this machine: the paper's heuristic search (its Algorithm 1), by the clock.
 
     python scripts/tune_ouroboros.py --target TARGET --draft_model DIR --benchmarks gsm8k=FILE --output ouroboros.json
     python scripts/evaluate.py … --drafters ouroboros=DIR,tuned=ouroboros.json
 
-It searches γ (tokens of the draft), then W (the draft model's window), then P (tokens of a phrase), each with the best
-earlier values and the middle of the later grids; K, the phrases that lengthen a draft, is 3. All values decode the same
-prompts, taking turns, and the fastest is kept. The decoded text does not change. The grids are the paper's: 7 to 14 for
-γ where the two models mostly agree, --gammas 2 3 4 5 6 where they do not. Tune on other questions than you report on.
+First γ (tokens of the draft), then W (the draft model's window), then P (tokens of a phrase), each with the best found
+before it and the middle of the grids after it; K, the phrases that lengthen, is 3. Every value decodes the same
+prompts, in turn, and the one that takes the least time is kept. What is decoded does not change. The grids are the
+paper's: 7 to 14 for γ where the two models say much the same, --gammas 2 3 4 5 6 where they do not. Tune on other
+questions than those that results are reported on.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.progress import track
 
 from draft_heads.data.benchmarks import load_benchmark
-from draft_heads.data.config_file import exit_status, parse_with_config
-from draft_heads.data.files import write_text
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
-from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import load_target, parse_benchmarks, target_parser
+from draft_heads.scripts.decoding_options import (
+    check_positive,
+    load_target,
+    parse_benchmarks,
+    target_parser,
+    write_tuned,
+)
 
 GRIDS = {"gamma": range(7, 15), "w": range(15, 21), "p": range(5, 8)}
 FLAGS = {"gamma": "gammas", "w": "windows", "p": "phrases"}
 K = 3
-
-
-def measure(
-    target: Target, drafters: Mapping[int, Drafter], prompts: Sequence[list[int]], settings: GenerationSettings
-) -> dict[int, dict[str, float]]:
-    """Key of a drafter → β and seconds; all decode every prompt, taking turns in changing order."""
-    engines = {key: DecodingEngine(target, drafter) for key, drafter in drafters.items()}
-    totals = time_engines(engines, track(prompts, "decoding with every value"), settings)
-    return {key: {"beta": tokens / steps, "seconds": spent} for key, (tokens, steps, spent) in totals.items()}
 
 
 def search(
@@ -56,12 +49,15 @@ def search(
     grids: Mapping[str, Sequence[int]],
     settings: GenerationSettings,
 ) -> tuple[dict[str, int], dict[str, dict[int, dict[str, float]]]]:
-    """The best γ, W and P, and the measurements of every value; key 0: without drafts."""
+    """The best γ, W and P in that order, and what every value tried was measured as; key 0: without drafts."""
     best = {name: grid[len(grid) // 2] for name, grid in grids.items()} | {"k": K}
-    measured = {}
+    measured: dict[str, dict[int, dict[str, float]]] = {}
     for name, grid in grids.items():
         drafters = {value: OuroborosDrafter(model, **{**best, name: value}) for value in grid}
-        measured[name] = measure(target, {0: VanillaDrafter(target.device), **drafters}, prompts, settings)
+        every = {0: VanillaDrafter(target.device), **drafters}
+        engines = {value: DecodingEngine(target, drafter) for value, drafter in every.items()}
+        totals = time_engines(engines, track(prompts, "decoding with every value"), settings)
+        measured[name] = {key: {"beta": tokens / steps, "seconds": s} for key, (tokens, steps, s) in totals.items()}
         best[name] = min(grid, key=lambda value: measured[name][value]["seconds"])
         for value, cost in measured[name].items():
             what = f"{name} {value}" if value else "no drafts"
@@ -71,7 +67,7 @@ def search(
 
 
 def fitting_prompts(questions: Sequence[str], target: Target) -> list[list[int]]:
-    """The questions as prompts; those that do not fit the target's context are left out, which is printed."""
+    """The questions as prompts; those that leave no room in the target's context are left out, and counted aloud."""
     prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in questions]
     kept = [prompt for prompt in prompts if len(prompt) < target.max_positions]
     if len(kept) < len(prompts):
@@ -97,30 +93,27 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(args: argparse.Namespace) -> None:
-    for flag, bound in {"prompts": 1, "new_tokens": 1, "gammas": 1, "windows": 1, "phrases": 2}.items():
-        given: Any = getattr(args, flag)
-        smallest = given if isinstance(given, int) else min(given)
-        if smallest < bound:
-            raise ValueError(f"--{flag} must be at least {bound}; got {smallest}")
-    files = parse_benchmarks(args.benchmarks)
-    questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
-    target = load_target(args)
-    model = load_draft_model("ouroboros", args.draft_model, target)
-    prompts = fitting_prompts([row.turns[0] for row in questions], target)
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        args = parse_with_config(parser(), arguments, ("target", "draft_model", "benchmarks", "output"))
+        check_positive(args, "prompts", "new_tokens", *FLAGS.values())
+        if min(args.phrases) < 2:
+            raise ValueError(f"--phrases must be at least 2; got {min(args.phrases)}")
+        files = parse_benchmarks(args.benchmarks)
+        questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
+        target = load_target(args)
+        model = load_draft_model("ouroboros", args.draft_model, target)
+        prompts = fitting_prompts([row.turns[0] for row in questions], target)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     grids = {name: getattr(args, flag) for name, flag in FLAGS.items()}
     best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.end_token_ids))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):
         print("no setting is faster than decoding without drafts on this machine")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    tuned = {**best, "measured": measured, "environment": environment(str(target.device))}
-    write_text(args.output, json.dumps(tuned, indent=1) + "\n")
+    write_tuned(args.output, {**best, "measured": measured}, target)
     print(f"written: {', '.join(f'{name} {value}' for name, value in best.items())} in {args.output}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    required = ("target", "draft_model", "benchmarks", "output")
-    return exit_status(lambda: run(parse_with_config(parser(), arguments, required)))
+    return 0
 
 
 if __name__ == "__main__":

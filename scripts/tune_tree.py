@@ -1,19 +1,18 @@
-"""Tune a head's draft trees on held-out rows: the tree temperature, and the number of nodes for this machine.
+"""Trees that fit a head and this machine: their temperature and their number of nodes, measured on held-out rows.
 
     python scripts/tune_tree.py --target TARGET --head runs/ctc/head --dataset runs/distilled --output tree.json
     python scripts/evaluate.py … --drafters ctc=runs/ctc/head,tuned=tree.json
 
-Every temperature of the grid builds trees along the same rows; the one with the highest simulated β is kept. Then the
-prompts of those rows are decoded with every number of nodes, the engines taking turns, and the fastest is kept. The
-decoded text does not change. Rows are chosen as training chooses its held-out rows: do not set `--rows` above its
-`--held_out`.
+A tree is as good as the probabilities it is built from: every temperature of the grid builds the trees along the same
+rows, and the one of the highest simulated β is kept. Then the prompts of those rows are decoded with every number of
+nodes, in turn, and the one that gives the most tokens per second here is kept. What is decoded does not change. Rows
+are chosen as training chooses its held-out rows: keep `--rows` up to its `--held_out`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,28 @@ import torch
 from rich.progress import track
 
 from draft_heads.data.collate import DraftCollator
-from draft_heads.data.config_file import exit_status, parse_with_config
-from draft_heads.data.files import write_text
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
-from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import load_target, target_parser
+from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser, write_tuned
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import load_data
 from draft_heads.train.simulate import ProposeAt, simulate_row
 
 NODES = (2, 4, 8, 16, 32, 64)
+COUNTS = {
+    "rows": (64, "held-out rows to walk along"),
+    "prompts": (16, "of these rows, how many are decoded for the speed"),
+    "new_tokens": (64, "longest answer when decoding"),
+    "max_nodes": (32, "nodes of the trees that the temperature is chosen for"),
+}
+"""Flag → default, help."""
 GRID = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 
 
@@ -46,16 +50,16 @@ GRID = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
 def simulated_betas(
     head: DraftHead, target: Target, rows: Any, collator: DraftCollator, max_nodes: int, grid: list[float]
 ) -> dict[float, float]:
-    """Temperature → β over all greedy answers of the rows; NaN if they have none."""
+    """Temperature → β over all greedy answers of the rows; NaN where they hold none."""
     draft = importlib.import_module(f"draft_heads.train.{head.config.kind}").propose_from
     view = target.view()
     totals = {temperature: torch.zeros(2) for temperature in grid}
 
     def propose_from(head: DraftHead, row: Rows, view: TargetView) -> ProposeAt:
-        propose: ProposeAt = draft(head, row, view, max_nodes)
-        return propose
+        made: ProposeAt = draft(head, row, view, max_nodes)
+        return made
 
-    for row in track(rows, "simulating β on held-out rows"):
+    for row in track(rows, "walking held-out rows"):
         batch = {name: value.to(target.device) for name, value in collator([row]).items()}
         batch |= target.states_of(batch, head.config.target_layers)
         for temperature in grid:
@@ -68,7 +72,7 @@ def simulated_betas(
 def decoding_speed(
     head: DraftHead, target: Target, prompts: list[list[int]], nodes: list[int], new_tokens: int
 ) -> dict[int, dict[str, float]]:
-    """Nodes → β, γ over vanilla and milliseconds a step; the engines take turns prompt by prompt."""
+    """Nodes → β, γ against vanilla and milliseconds a step, the arms in turn prompt by prompt; 0 nodes: vanilla."""
     drafters = {0: VanillaDrafter(target.device), **{count: drafter_for(head, target, count) for count in nodes}}
     engines = {count: DecodingEngine(target, drafter) for count, drafter in drafters.items()}
     settings = GenerationSettings(new_tokens, target.end_token_ids)
@@ -88,37 +92,33 @@ def parser() -> argparse.ArgumentParser:
     add("--head", help="RUN/head")
     add("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
     add("--output", type=Path, help="the JSON to write, for a drafter's option tuned=FILE")
-    add("--rows", type=int, default=64, help="held-out rows for simulated β (default 64)")
-    add("--prompts", type=int, default=16, help="how many of these rows are decoded to measure speed (default 16)")
-    add("--new_tokens", type=int, default=64, help="longest answer when decoding (default 64)")
-    add("--max_nodes", type=int, default=32, help="nodes of the trees that are simulated (default 32)")
+    for name, (default, text) in COUNTS.items():
+        add(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     add("--temperatures", type=float, nargs="+", default=list(GRID), help="the grid")
     add("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes to try")
     return made
 
 
-def run(args: argparse.Namespace) -> None:
-    if min(args.temperatures) <= 0:
-        raise ValueError(
-            f"--temperatures must be above 0; got {min(args.temperatures)}; 1 keeps the head's probabilities"
-        )
-    for name in ("max_nodes", "prompts", "new_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1; got {getattr(args, name)}")
-    if min(args.nodes) < 1:
-        raise ValueError(f"--nodes must be at least 1; got {min(args.nodes)}")
-    target = load_target(args)
-    head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
-    data_options = RunOptions(args.target, args.dataset, held_out=args.rows)
-    _, held_out, _, collator = load_data(data_options, target, head.config.target_layers)
+def main() -> None:
+    try:
+        args = parse_with_config(parser(), None, ("target", "head", "dataset", "output"))
+        if min(args.temperatures) <= 0:
+            raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
+        check_positive(args, "max_nodes", "prompts", "new_tokens", "nodes")
+        target = load_target(args)
+        head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
+        run = RunOptions(args.target, args.dataset, held_out=args.rows)
+        _, held_out, _, collator = load_data(run, target, head.config.target_layers)
+    except (ValueError, OSError) as error:
+        sys.exit(f"scripts/tune_tree.py: {error}")
     betas = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)
     best = max(betas, key=lambda temperature: betas[temperature])
     for temperature, beta in betas.items():
         print(f"temperature {temperature:<5g} simulated β {beta:.3f}{'  <' if temperature == best else ''}")
     if betas[best] != betas[best]:
-        raise ValueError(
-            f"simulated β needs answers that are the target's own greedy text; the {args.rows} "
-            "held-out rows have none; distil with --labels generate"
+        sys.exit(
+            f"scripts/tune_tree.py: simulated β needs answers that are the target's own greedy text; the {args.rows} "
+            "held-out rows hold none; distil with --labels generate"
         )
     head.config.tree_temperature = best
     prompts = [row["input_ids"][: row["assistant_mask"].index(True)] for row in held_out.select(range(args.prompts))]
@@ -131,21 +131,10 @@ def run(args: argparse.Namespace) -> None:
         )
     if speeds[fastest]["gamma"] < 1:
         print("no number of nodes is faster than decoding without drafts on this machine")
-    tuned = {
-        "tree_temperature": best,
-        "max_nodes": fastest,
-        "simulated_beta": betas,
-        "speed": speeds,
-        "environment": environment(str(target.device)),
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_text(args.output, json.dumps(tuned, indent=1) + "\n")
+    tuned = {"tree_temperature": best, "max_nodes": fastest, "simulated_beta": betas, "speed": speeds}
+    write_tuned(args.output, tuned, target)
     print(f"written: temperature {best:g} and {fastest} nodes in {args.output}")
 
 
-def main() -> int:
-    return exit_status(lambda: run(parse_with_config(parser(), None, ("target", "head", "dataset", "output"))))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from draft_heads.data.json_rows import MalformedJson, read_json_rows
 
 if TYPE_CHECKING:
     from draft_heads.inference.evaluation.evaluate import TurnRecord
@@ -48,44 +50,30 @@ class Answer:
         return tuple(turn.text for turn in self.turns)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Reading
-
-
-def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every non-blank line; ValueError names file, line and reason."""
-    rows: list[tuple[int, dict[str, Any]]] = []
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file, line and row; object) of every row; ValueError names file, line and reason."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines also cuts at U+2028
+        rows = list(read_json_rows(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give a JSONL file") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: must be UTF-8, byte {error.start} is not; re-encode it") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
+    for where, row in rows:
+        if isinstance(row, MalformedJson):
+            raise ValueError(f"{where}: {row}")
         if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
-        rows.append((number, row))
-    if not rows:
-        raise ValueError(f"{path}: has no rows; give a JSONL file with one object a line")
-    return rows
+            raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+        yield where, row
 
 
 def read_answers(path: Path) -> dict[QuestionKey, Answer]:
     """Answers by question, `choices[0]` of each row; ValueError names file, line and reason."""
     answers: dict[QuestionKey, Answer] = {}
-    for number, row in read_jsonl(path):
+    for where, row in read_jsonl(path):
         try:
             answer = _parse_answer(row)
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: {error}") from None
+            raise ValueError(f"{where}: {error}") from None
         if answer.key in answers:
-            raise ValueError(f"{path}:{number}: question_id {answer.question_id!r} appears a second time")
+            raise ValueError(f"{where}: question_id {answer.question_id!r} appears a second time")
         answers[answer.key] = answer
     return answers
 
@@ -100,35 +88,32 @@ def _parse_answer(row: dict[str, Any]) -> Answer:
     choice = choices[0]
     if "decoding_steps" not in choice and "idxs" not in choice:
         raise ValueError("choices[0] must have decoding_steps or idxs (steps per turn), has neither")
-    texts = _column(choice, "turns", (str,))
+    texts = _column(choice, "turns", str)
     if "decoding_steps" in choice:
-        steps = _column(choice, "decoding_steps", (int,), len(texts))
+        steps = _column(choice, "decoding_steps", int, len(texts))
     else:
-        steps = [index + 1 for index in _column(choice, "idxs", (int,), len(texts))]
-    new_tokens = _column(choice, "new_tokens", (int,), len(texts))
-    wall_time = _column(choice, "wall_time", (int, float), len(texts))
+        steps = [index + 1 for index in _column(choice, "idxs", int, len(texts))]
+    new_tokens = _column(choice, "new_tokens", int, len(texts))
+    wall_time = _column(choice, "wall_time", int | float, len(texts))
     benchmark = row.get("benchmark")
     turns = tuple(AnsweredTurn(*turn) for turn in zip(texts, steps, new_tokens, wall_time))
     return Answer(question_id, turns, benchmark if isinstance(benchmark, str) else None)
 
 
-def _column(choice: dict[str, Any], name: str, kinds: tuple[type, ...], turns: int | None = None) -> list[Any]:
-    """The list `choice[name]`, one entry a turn, each of one of `kinds` and not negative."""
+def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = None) -> list[Any]:
+    """The list `choice[name]`, one entry a turn, each of `kind` and not negative."""
     values, where = choice.get(name), f"choices[0].{name}"
     if not isinstance(values, list):
         raise ValueError(f"{where} must be a list with one entry a turn, got {type(values).__name__}")
     if turns is not None and len(values) != turns:
         raise ValueError(f"{where} must have one entry a turn: {turns} turns, {len(values)} entries")
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ValueError(f"{where} must hold {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, kind):
+            named = " or ".join(one.__name__ for one in getattr(kind, "__args__", (kind,)))
+            raise ValueError(f"{where} must hold {named}, got {value!r}")
         if isinstance(value, (int, float)) and not value >= 0:
             raise ValueError(f"{where} must not be negative, got {value!r}")
     return values
-
-
-# ----------------------------------------------------------------------------------------------------
-# Writing
 
 
 class AnswerFiles:
@@ -176,10 +161,6 @@ def answer_row(turns: Sequence[TurnRecord]) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------
-# Scoring
-
-
 @dataclass
 class AnswerScore:
     """Totals over questions of one drafter against a baseline; ratios are None without a denominator."""
@@ -198,11 +179,13 @@ class AnswerScore:
         self.questions += 1
         self.turns += len(answer.turns)
         self.equal_texts += answer.texts == baseline.texts
-        self.steps += sum(turn.steps for turn in answer.turns)
-        self.tokens += sum(turn.new_tokens for turn in answer.turns)
-        self.seconds += sum(turn.wall_time for turn in answer.turns)
-        self.baseline_tokens += sum(turn.new_tokens for turn in baseline.turns)
-        self.baseline_seconds += sum(turn.wall_time for turn in baseline.turns)
+        for turn in answer.turns:
+            self.steps += turn.steps
+            self.tokens += turn.new_tokens
+            self.seconds += turn.wall_time
+        for turn in baseline.turns:
+            self.baseline_tokens += turn.new_tokens
+            self.baseline_seconds += turn.wall_time
 
     @property
     def beta(self) -> float | None:
@@ -232,7 +215,11 @@ def score_answers(
 
     Ratios are of totals: gamma weighs every token equally, unlike a mean of per-question speeds.
     """
-    _same_questions("the baseline", answers, baseline)
+    rule = "both files must answer the same questions"
+    if lacking := sorted((id_ for _, id_ in answers.keys() - baseline.keys()), key=str):
+        raise ValueError(f"{rule}; the baseline lacks {some(lacking)}")
+    if extra := sorted((id_ for _, id_ in baseline.keys() - answers.keys()), key=str):
+        raise ValueError(f"{rule}; only the baseline has {some(extra)}")
     if categories is not None and (missing := [id_ for _, id_ in answers if id_ not in categories]):
         raise ValueError(f"every answered question must be in the questions file; it lacks {some(missing)}")
     scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
@@ -241,15 +228,6 @@ def score_answers(
         for group in groups:
             scores.setdefault(group, AnswerScore()).add(answer, baseline[key])
     return scores
-
-
-def _same_questions(name: str, answers: Iterable[QuestionKey], other: Iterable[QuestionKey]) -> None:
-    wanted, got = set(answers), set(other)
-    rule = "both files must answer the same questions"
-    if missing := sorted((id_ for _, id_ in wanted - got), key=str):
-        raise ValueError(f"{rule}; {name} lacks {some(missing)}")
-    if extra := sorted((id_ for _, id_ in got - wanted), key=str):
-        raise ValueError(f"{rule}; only {name} has {some(extra)}")
 
 
 def some(keys: Sequence[QuestionId]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.evaluation.lossless import Difference, Oracle, Turn, judge
+from draft_heads.inference.evaluation.lossless import Difference, Oracle, judge
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
@@ -40,6 +40,10 @@ class BatchedEngine(Protocol):
     def generate_or_none(
         self, prompts: Sequence[list[int]], settings: GenerationSettings
     ) -> Sequence[Generation | None]: ...
+
+
+AnyEngine = Engine | BatchedEngine
+Render = Callable[[Messages], list[int]]
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,10 @@ class Evaluation:
 
 
 def evaluate(
-    engines: Mapping[str, Engine | BatchedEngine],
+    engines: Mapping[str, AnyEngine],
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
-    render: Callable[[Messages], list[int]],
+    render: Render,
     progress: Progress = lambda stage, done, of: None,
     on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
     group_size: int = 1,
@@ -96,15 +100,25 @@ def evaluate(
     """Decode every question with every engine, then judge every turn against the oracle.
 
     `engines` must contain `vanilla`, the baseline of gamma; `transformers` (`HFGenerate`) is an optional second one.
-    `on_answer` receives each question's turns as soon as a drafter has answered it, before they are judged, for writing
-    them at once. `group_size`: questions that one drafter answers before the next takes its turn; above 1 for engines
-    that decode batches.
+    `on_answer` receives each question's turns as soon as a drafter has answered it, before they are judged.
+    `group_size`: questions that one drafter answers before the next takes its turn; above 1 for batched engines.
     """
     if VANILLA not in engines:
         raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with; got {list(engines)}; add it")
     warm_up(engines.values(), oracle.settings, benchmarks, render)
+    records: list[TurnRecord] = []
+    done, total = 0, sum(len(benchmark.questions) for benchmark in benchmarks) * len(engines)
     with _existing_objects_frozen():
-        records = _answers(engines, oracle, benchmarks, render, progress, on_answer, group_size)
+        for benchmark in benchmarks:
+            for group, start in enumerate(range(0, len(benchmark.questions), group_size)):
+                questions = range(len(benchmark.questions))[start : start + group_size]
+                for name in drafter_order(tuple(engines), group):
+                    progress(f"{benchmark.name}: {name}", done, total)
+                    for answered in answer_questions(name, engines[name], oracle, benchmark, questions, render):
+                        records += answered
+                        on_answer(answered)
+                        done += 1
+    progress("decoded", total, total)
     drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
     return Evaluation(
         benchmarks,
@@ -128,52 +142,6 @@ def _existing_objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _answers(
-    engines: Mapping[str, Engine | BatchedEngine],
-    oracle: Oracle,
-    benchmarks: Sequence[Benchmark],
-    render: Callable[[Messages], list[int]],
-    progress: Progress,
-    on_answer: Callable[[list[TurnRecord]], None],
-    group_size: int,
-) -> list[TurnRecord]:
-    """Every drafter's answer to every question, the drafters taking turns."""
-    names = tuple(engines)
-    decode = oracle.target.tokenizer.decode
-    records: list[TurnRecord] = []
-    total = sum(len(benchmark.questions) for benchmark in benchmarks) * len(names)
-    done = 0
-    for benchmark in benchmarks:
-        for group, start in enumerate(range(0, len(benchmark.questions), group_size)):
-            questions = benchmark.questions[start : start + group_size]
-            for name in drafter_order(names, group):
-                progress(f"{benchmark.name}: {name}", done, total)
-                for index, turns in enumerate(
-                    answer_questions(engines[name], oracle.settings, questions, render, decode), start
-                ):
-                    question = benchmark.questions[index]
-                    answered = [
-                        TurnRecord(
-                            benchmark.name,
-                            index,
-                            question.question_id,
-                            question.category,
-                            turn,
-                            name,
-                            prompt,
-                            text,
-                            generation,
-                            _correct(benchmark, question, turn, text),
-                        )
-                        for turn, (prompt, text, generation) in enumerate(turns)
-                    ]
-                    records += answered
-                    on_answer(answered)
-                    done += 1
-    progress("decoded", total, total)
-    return records
-
-
 def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
     """Drafter → its own statistics, where it has any."""
     return {name: found for name, drafter in drafters.items() if (found := drafter.findings())}
@@ -191,35 +159,36 @@ def drafter_order(names: Sequence[Key], index: int) -> list[Key]:
 
 
 def answer_questions(
-    engine: Engine | BatchedEngine,
-    settings: GenerationSettings,
-    questions: Sequence[Question],
-    render: Callable[[Messages], list[int]],
-    decode: Callable[..., str],
-) -> list[list[tuple[tuple[int, ...], str, Generation]]]:
-    """For each question its (prompt, text, generation) of each turn, up to the first prompt that does not fit.
+    name: str, engine: AnyEngine, oracle: Oracle, benchmark: Benchmark, indices: Sequence[int], render: Render
+) -> list[list[TurnRecord]]:
+    """The turns of each question of `indices`, up to the first prompt that does not fit.
 
     The prompts of one turn of all questions go to the engine together.
     """
-    messages: list[Messages] = [[] for _ in questions]
-    answered: list[list[tuple[tuple[int, ...], str, Generation]]] = [[] for _ in questions]
-    for turn in range(max(len(question.turns) for question in questions)):
+    messages: dict[int, Messages] = {index: [] for index in indices}
+    answered: dict[int, list[TurnRecord]] = {index: [] for index in indices}
+    for turn in range(max(len(benchmark.questions[index].turns) for index in indices)):
         unanswered = [
-            index for index, question in enumerate(questions) if len(question.turns) > turn == len(answered[index])
+            index for index in indices if len(benchmark.questions[index].turns) > turn == len(answered[index])
         ]
         for index in unanswered:
-            messages[index].append({"role": "user", "content": questions[index].turns[turn]})
+            messages[index].append({"role": "user", "content": benchmark.questions[index].turns[turn]})
         prompts = [tuple(render(messages[index])) for index in unanswered]
-        for index, prompt, generation in zip(unanswered, prompts, _generate_or_none(engine, prompts, settings)):
-            if generation is not None:
-                text = decode(generation.tokens, skip_special_tokens=True)
-                messages[index].append({"role": "assistant", "content": text})
-                answered[index].append((prompt, text, generation))
-    return answered
+        for index, prompt, generation in zip(unanswered, prompts, _generate_or_none(engine, prompts, oracle.settings)):
+            if generation is None:
+                continue
+            text = oracle.target.tokenizer.decode(generation.tokens, skip_special_tokens=True)
+            messages[index].append({"role": "assistant", "content": text})
+            question, correct = benchmark.questions[index], None
+            if benchmark.is_correct and question.reference is not None and turn == len(question.turns) - 1:
+                correct = benchmark.is_correct(text, question.reference)
+            which = index, question.question_id, question.category, turn
+            answered[index].append(TurnRecord(benchmark.name, *which, name, prompt, text, generation, correct))
+    return list(answered.values())
 
 
 def _generate_or_none(
-    engine: Engine | BatchedEngine, prompts: Sequence[tuple[int, ...]], settings: GenerationSettings
+    engine: AnyEngine, prompts: Sequence[tuple[int, ...]], settings: GenerationSettings
 ) -> list[Generation | None]:
     """The answer to each prompt, None for a prompt that does not fit the context."""
     if hasattr(engine, "generate_or_none"):
@@ -253,10 +222,10 @@ def time_engines(
 
 
 def warm_up(
-    engines: Iterable[Engine | BatchedEngine],
+    engines: Iterable[AnyEngine],
     settings: GenerationSettings,
     benchmarks: Sequence[Benchmark],
-    render: Callable[[Messages], list[int]],
+    render: Render,
 ) -> None:
     """Discard a short answer to the first question that fits, so that allocation and compilation are not timed.
 
@@ -281,16 +250,4 @@ def judge_records(
         progress("checking against generate", done, len(prompts))
         oracle.answer(prompt)
     progress("checking against generate", len(prompts), len(prompts))
-    return [replace(record, difference=judge(oracle, _turn(record))) for record in records]
-
-
-def _turn(record: TurnRecord) -> Turn:
-    label = f"{record.drafter}, {record.benchmark} question {record.question_id}, turn {record.turn + 1}"
-    return Turn(record.prompt, tuple(record.generation.tokens), label)
-
-
-def _correct(benchmark: Benchmark, question: Question, turn: int, text: str) -> bool | None:
-    last = turn == len(question.turns) - 1
-    if benchmark.is_correct is None or question.reference is None or not last:
-        return None
-    return benchmark.is_correct(text, question.reference)
+    return [replace(record, difference=judge(oracle, record.prompt, record.generation.tokens)) for record in records]

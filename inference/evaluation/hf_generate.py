@@ -9,8 +9,7 @@ Shapes: L length, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,11 +31,10 @@ from draft_heads.inference.target.target import Target
 
 
 class HFGenerate:
-    """An engine that answers with the target's own `generate`.
+    """An engine that answers with the target's own `generate`, which itself stops at EOS and at the length.
 
-    `generate` itself stops at EOS and at the length. Stop strings and `settings.stop` are checked after every token by
-    a `StoppingCriteria`, so that nothing is decoded past the answer's end; without them no criterion is added, which
-    on a GPU would synchronise.
+    Stop strings and `settings.stop` are checked after every token by a `StoppingCriteria`, so that nothing is decoded
+    past the answer's end; without them no criterion is added, which on a GPU would synchronise.
     """
 
     def __init__(self, target: Target) -> None:
@@ -45,8 +43,7 @@ class HFGenerate:
     def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation:
         """The whole answer: one target step a token (beta 1), all seconds in `verify`.
 
-        Raises ContextError (before any work) if the prompt does not fit, ValueError for stop strings without a
-        tokenizer.
+        Raises ContextError if the prompt does not fit, ValueError for stop strings without a tokenizer.
         """
         limit = room(self.target, len(prompt_ids), settings.max_new_tokens)
         if settings.stop_strings and self.target.tokenizer is None:
@@ -76,25 +73,26 @@ def hf_generate(
 ) -> list[int]:
     """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it."""
     ids_1L = torch.tensor([list(prompt)], device=target.device)
-    with _neutral_generation_config(target.model):
+    options = GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=limit,
+        eos_token_id=list(settings.eos_token_ids) or None,
+        pad_token_id=settings.eos_token_ids[0] if settings.eos_token_ids else 0,
+    )
+    own = target.model.generation_config
+    target.model.generation_config = GenerationConfig()  # `generate` would take unset values from the checkpoint's
+    try:
         output_1L = target.model.generate(
             input_ids=ids_1L,
             attention_mask=torch.ones_like(ids_1L),
-            generation_config=GenerationConfig(
-                do_sample=False,
-                num_beams=1,
-                max_new_tokens=limit,
-                eos_token_id=list(settings.eos_token_ids) or None,
-                pad_token_id=settings.eos_token_ids[0] if settings.eos_token_ids else 0,
-            ),
+            generation_config=options,
             logits_processor=sampling_processors(settings.sampling),
             stopping_criteria=StoppingCriteriaList(criteria),
         )
+    finally:
+        target.model.generation_config = own
     return output_1L[0, len(prompt) :].tolist()
-
-
-# ----------------------------------------------------------------------------------------------------
-# Where an answer ends
 
 
 def stop_length(tokens: list[int], settings: GenerationSettings, tokenizer: Any, checked: int = 0) -> int | None:
@@ -130,10 +128,6 @@ class _StopRule(StoppingCriteria):
         return input_ids.new_full((1,), self.length is not None, dtype=torch.bool)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Sampling
-
-
 class _FixedNoise(LogitsProcessor):
     """Adds the fixed noise of the next position, so that `generate`'s greedy choice is the sampled token."""
 
@@ -154,14 +148,3 @@ def sampling_processors(sampling: Sampling | None) -> LogitsProcessorList:
     warpers += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
     warpers += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
     return LogitsProcessorList([*warpers, _FixedNoise(sampling.seed)])
-
-
-@contextmanager
-def _neutral_generation_config(model: Any) -> Iterator[None]:
-    """Hide the checkpoint's generation config, from which `generate` would take unset values (penalties, EOS)."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own

@@ -20,24 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
 NOISE_PROMPTS = 4
 
-# float64 is exact enough to allow no difference at all; there is nothing to rescore in.
-HIGHER_PRECISION = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
-
-
-# ----------------------------------------------------------------------------------------------------
-# The oracle
+HIGHER_PRECISION = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""Where differences are rescored; float64 is exact enough to allow none at all."""
 
 
 class Oracle:
@@ -57,26 +47,22 @@ class Oracle:
         """The new tokens of `generate` on `prompt`, EOS included, cut where the settings stop."""
         key = tuple(prompt)
         if key not in self._answers:
-            self._answers[key] = self._generate(key)
+            settings, target = self.settings, self.target
+            room = min(settings.max_new_tokens, target.max_positions - len(key))
+            if room < 1:
+                raise ValueError(
+                    f"a prompt must leave room for one token: {len(key)} tokens, the target has "
+                    f"{target.max_positions} positions; shorten it"
+                )
+            tokens = hf_generate(target, key, settings, room)  # stops at EOS only
+            self._answers[key] = tokens[: stop_length(tokens, settings, target.tokenizer)]
         return self._answers[key]
-
-    def _generate(self, prompt: tuple[int, ...]) -> list[int]:
-        settings, target = self.settings, self.target
-        room = min(settings.max_new_tokens, target.max_positions - len(prompt))
-        if room < 1:
-            raise ValueError(
-                f"a prompt must leave room for one token: {len(prompt)} tokens, the target has "
-                f"{target.max_positions} positions; shorten it"
-            )
-        tokens = hf_generate(target, prompt, settings, room)
-        return tokens[: stop_length(tokens, settings, target.tokenizer)]  # `generate` itself stops at EOS only
 
     @property
     def noise(self) -> float:
-        """Largest change of the top-two gap between prefill and one-by-one decode.
+        """Largest change of the top-two gap between prefill and one-by-one decode, measured when first read.
 
-        Measured when first read, at every position of up to `NOISE_PROMPTS` prompts with their answers,
-        spread evenly over those answered so far.
+        At every position of up to `NOISE_PROMPTS` answered prompts, spread evenly, with their answers.
         """
         if self._noise is None:
             texts = [prompt + tuple(answer) for prompt, answer in self._answers.items()]
@@ -124,19 +110,6 @@ def top_two_gap(logits: Tensor) -> Tensor:
     return best[..., 0] - best[..., 1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Comparing and judging
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One decoded answer; `label` names it in messages."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    label: str = ""
-
-
 @dataclass(frozen=True)
 class Difference:
     """The first position where an answer differs from the oracle's; a token is None where that answer has ended.
@@ -144,7 +117,6 @@ class Difference:
     position counts new tokens from 0; gap and noise are None when the length or float64 already decides.
     """
 
-    turn: Turn
     position: int
     expected: int | None
     received: int | None
@@ -155,12 +127,9 @@ class Difference:
 
 @dataclass
 class LosslessCounts:
-    """identical_turns + near_ties + unexplained = turns; `tokens` counts new tokens."""
+    """Turns, their new tokens, and how the turns that are not identical differ."""
 
-    identical_turns: int = 0
     turns: int = 0
-    near_ties: int = 0
-    unexplained: int = 0
     tokens: int = 0
     differences: list[Difference] = field(default_factory=list)
 
@@ -168,39 +137,31 @@ class LosslessCounts:
     def of(cls, judged: Iterable[Difference | None], tokens: int) -> LosslessCounts:
         """Count verdicts, None for an identical turn, over `tokens` new tokens."""
         verdicts = list(judged)
-        differences = [difference for difference in verdicts if difference is not None]
-        near_ties = sum(difference.near_tie for difference in differences)
-        return cls(
-            identical_turns=len(verdicts) - len(differences),
-            turns=len(verdicts),
-            near_ties=near_ties,
-            unexplained=len(differences) - near_ties,
-            tokens=tokens,
-            differences=differences,
-        )
+        return cls(len(verdicts), tokens, [difference for difference in verdicts if difference is not None])
 
     def __add__(self, other: LosslessCounts) -> LosslessCounts:
-        return LosslessCounts(
-            self.identical_turns + other.identical_turns,
-            self.turns + other.turns,
-            self.near_ties + other.near_ties,
-            self.unexplained + other.unexplained,
-            self.tokens + other.tokens,
-            self.differences + other.differences,
-        )
+        differences = self.differences + other.differences
+        return LosslessCounts(self.turns + other.turns, self.tokens + other.tokens, differences)
+
+    @property
+    def identical_turns(self) -> int:
+        return self.turns - len(self.differences)
+
+    @property
+    def near_ties(self) -> int:
+        return sum(difference.near_tie for difference in self.differences)
+
+    @property
+    def unexplained(self) -> int:
+        return len(self.differences) - self.near_ties
 
     @property
     def tokens_per_near_tie(self) -> float | None:
         return self.tokens / self.near_ties if self.near_ties else None
 
     def as_dict(self) -> dict[str, int]:
-        """The four counts of `report.json`."""
-        return {
-            "identical_turns": self.identical_turns,
-            "turns": self.turns,
-            "near_ties": self.near_ties,
-            "unexplained": self.unexplained,
-        }
+        """The four counts of `report.json`; identical_turns + near_ties + unexplained = turns."""
+        return {key: getattr(self, key) for key in ("identical_turns", "turns", "near_ties", "unexplained")}
 
 
 def first_difference(expected: Sequence[int], received: Sequence[int]) -> int | None:
@@ -211,38 +172,21 @@ def first_difference(expected: Sequence[int], received: Sequence[int]) -> int | 
     return None if len(expected) == len(received) else min(len(expected), len(received))
 
 
-def judge(oracle: Oracle, turn: Turn) -> Difference | None:
-    """The judged first difference from the oracle's answer, None when there is none."""
-    expected = oracle.answer(turn.prompt)
-    position = first_difference(expected, turn.tokens)
+def judge(oracle: Oracle, prompt: Sequence[int], tokens: Sequence[int]) -> Difference | None:
+    """The judged first difference of an answer from the oracle's, None when there is none."""
+    expected = oracle.answer(prompt)
+    position = first_difference(expected, tokens)
     if position is None:
         return None
-    token = expected[position] if position < len(expected) else None
-    other = turn.tokens[position] if position < len(turn.tokens) else None
+    token, other = (answer[position] if position < len(answer) else None for answer in (expected, tokens))
     if token is None or other is None or oracle.target.dtype not in HIGHER_PRECISION:
-        return Difference(turn, position, token, other, near_tie=False)
-    gap = oracle.gap((*turn.prompt, *expected[:position]), token, other)
-    return Difference(turn, position, token, other, gap <= oracle.noise, gap, oracle.noise)
+        return Difference(position, token, other, near_tie=False)
+    gap = oracle.gap((*prompt, *expected[:position]), token, other)
+    return Difference(position, token, other, gap <= oracle.noise, gap, oracle.noise)
 
 
-def judge_all(oracle: Oracle, turns: Iterable[Turn]) -> LosslessCounts:
-    """Counts over `turns`; the oracle answers all prompts before the first is judged: one noise value for all."""
-    turns = list(turns)
-    tokens = sum(len(oracle.answer(turn.prompt)) for turn in turns)
-    return LosslessCounts.of([judge(oracle, turn) for turn in turns], tokens)
-
-
-def check_prompts(
-    target: Target,
-    drafter: Drafter,
-    prompts: Iterable[Sequence[int]],
-    settings: GenerationSettings,
-    oracle: Oracle | None = None,
-) -> LosslessCounts:
-    """Decode every prompt with `drafter` and judge it; one `oracle` can serve many drafters."""
-    engine = DecodingEngine(target, drafter)
-    turns = [
-        Turn(tuple(prompt), tuple(engine.generate(list(prompt), settings).tokens), f"prompt {index}")
-        for index, prompt in enumerate(prompts)
-    ]
-    return judge_all(oracle or Oracle(target, settings), turns)
+def judge_all(oracle: Oracle, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> LosslessCounts:
+    """Counts over (prompt, answer); the oracle answers all prompts before the first is judged: one noise for all."""
+    answers = list(answers)
+    tokens = sum(len(oracle.answer(prompt)) for prompt, _ in answers)
+    return LosslessCounts.of([judge(oracle, *answer) for answer in answers], tokens)

@@ -23,18 +23,14 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
     """One row per benchmark and drafter (category None), and one for each category of the benchmark."""
     rows = []
     for benchmark in evaluation.benchmarks:
-        categories = dict.fromkeys(question.category for question in benchmark.questions)
-        for category in dict.fromkeys([None, *categories]):
-            chosen = [
-                record
-                for record in evaluation.records
-                if record.benchmark == benchmark.name and category in (None, record.category)
-            ]
-            by_drafter = {
-                drafter: [record for record in chosen if record.drafter == drafter] for drafter in evaluation.drafters
-            }
-            baselines = by_drafter.get(VANILLA, []), by_drafter.get(TRANSFORMERS, [])
+        own = [record for record in evaluation.records if record.benchmark == benchmark.name]
+        for category in dict.fromkeys([None, *(question.category for question in benchmark.questions)]):
             questions = [q for q in benchmark.questions if category in (None, q.category)]
+            by_drafter: dict[str, list[TurnRecord]] = {drafter: [] for drafter in evaluation.drafters}
+            for record in own:
+                if category in (None, record.category):
+                    by_drafter[record.drafter].append(record)
+            baselines = by_drafter.get(VANILLA, []), by_drafter.get(TRANSFORMERS, [])
             for drafter, records in by_drafter.items():
                 row: dict[str, Any] = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
                 row |= result_row(records, *baselines, questions, seed)
@@ -55,7 +51,7 @@ def result_row(
     turns + skipped = all turns of the questions: a turn that does not fit the context ends its question. Turns without
     seconds are replayed: they were neither timed nor compared, so those figures are None.
     """
-    turns = len(records)
+    turns, scored = len(records), [record.correct for record in records if record.correct is not None]
     new_tokens = sum(len(record.generation.tokens) for record in records)
     steps = sum(record.generation.target_steps for record in records)
     decoded = all(record.generation.seconds for record in records)
@@ -76,7 +72,7 @@ def result_row(
         "lossless": lossless_counts(records).as_dict() if decoded else None,
         "time_share": time_share(records) if decoded else None,
         "accept_length_histogram": accept_length_histogram(records),
-        "score": score(records),
+        "score": {"accuracy": sum(scored) / len(scored)} if scored else None,
     }
 
 
@@ -116,9 +112,8 @@ def _speedup(sums: Tensor) -> Tensor:
 
 def lossless_counts(records: Sequence[TurnRecord]) -> LosslessCounts:
     """Counts of identical, near-tie and unexplained turns, each judged at its first difference."""
-    return LosslessCounts.of(
-        (record.difference for record in records), sum(len(record.generation.tokens) for record in records)
-    )
+    tokens = sum(len(record.generation.tokens) for record in records)
+    return LosslessCounts.of((record.difference for record in records), tokens)
 
 
 def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:
@@ -143,9 +138,3 @@ def accepted_by_source(records: Sequence[TurnRecord], names: Sequence[str] | Non
         return None
     counts = Counter(source for record in records for source in record.generation.sources)
     return {name: counts[source] for source, name in enumerate(names)}
-
-
-def score(records: Sequence[TurnRecord]) -> dict[str, float] | None:
-    """Accuracy over the questions that were scored."""
-    scored = [record.correct for record in records if record.correct is not None]
-    return {"accuracy": sum(scored) / len(scored)} if scored else None

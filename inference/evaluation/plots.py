@@ -24,7 +24,10 @@ def speedup(results: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(max(5.0, 1.6 + 0.75 * len(rows)), 4.2), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(drafters)
+    annotation: Any = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8}
+    annotation["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for index, drafter in enumerate(drafters):
+        hatch = ("", "//", "xx")[_palette_cycle(drafters, drafter) % 3]
         for group, benchmark in enumerate(benchmarks):
             row = rows[benchmark, drafter]
             if row["gamma"] is None:
@@ -32,24 +35,13 @@ def speedup(results: Sequence[Row]) -> Figure:
             x = group + (index - (len(drafters) - 1) / 2) * width
             low, high = row["gamma_ci95"]
             error = [[max(row["gamma"] - low, 0)], [max(high - row["gamma"], 0)]]
-            axes.bar(
-                x,
-                row["gamma"],
-                width * 0.9,
-                color=colours[drafter],
-                hatch=("", "//", "xx")[_palette_cycle(drafters, drafter) % 3],
-                label=drafter if group == 0 else None,
-            )
+            label = drafter if group == 0 else None
+            axes.bar(x, row["gamma"], width * 0.9, color=colours[drafter], hatch=hatch, label=label)
             axes.errorbar(x, row["gamma"], yerr=error, color="#333333", capsize=3, linewidth=1)
             axes.annotate(
                 f"{row['gamma']:.2f}×\nβ {row['beta']:.2f}",
                 (x, max(high, row["gamma"])),
-                xytext=(0, 4),
-                textcoords="offset points",
-                ha="center",
-                va="bottom",
-                fontsize=8,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+                **annotation,
             )
     axes.axhline(1.0, color="#333333", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(benchmarks)), benchmarks)
@@ -67,21 +59,13 @@ def accepted_length(results: Sequence[Row]) -> Figure:
     accepted = {key: _at_least(row["accept_length_histogram"]) for key, row in rows.items()}
     drafting = [name for name in drafters if any(accepted[benchmark, name] for benchmark in benchmarks)]
     colours = _colours(drafters)
-    figure = Figure(figsize=(max(5.0, 4.2 * len(benchmarks)), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(benchmarks), squeeze=False, sharey=True)[0]
+    figure, panels = _panels(max(5.0, 4.2 * len(benchmarks)), 4.2, benchmarks)
     for axes, benchmark in zip(panels, benchmarks):
         for drafter in drafting:
             shares = accepted[benchmark, drafter]
-            axes.plot(
-                range(1, len(shares) + 1),
-                shares,
-                marker="o",
-                markersize=4,
-                color=colours[drafter],
-                linestyle=("-", "--", ":")[_palette_cycle(drafters, drafter) % 3],
-                label=drafter,
-            )
-        axes.set_title(benchmark)
+            style = ("-", "--", ":")[_palette_cycle(drafters, drafter) % 3]
+            look: Any = {"marker": "o", "markersize": 4, "color": colours[drafter], "linestyle": style}
+            axes.plot(range(1, len(shares) + 1), shares, label=drafter, **look)
         axes.set_xlabel("drafted tokens accepted, at least")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(0, 1)
@@ -102,8 +86,7 @@ def _at_least(histogram: Sequence[int]) -> list[float]:
 def time_share(results: Sequence[Row]) -> Figure:
     """Shares of each drafter's decoding time, one stacked bar per drafter and one panel per benchmark."""
     rows, benchmarks, drafters = _overall(results)
-    figure = Figure(figsize=(max(6.0, 4.2 * len(benchmarks)), 1.9 + 0.42 * len(drafters)), layout="constrained")
-    panels = figure.subplots(1, len(benchmarks), squeeze=False, sharey=True)[0]
+    figure, panels = _panels(max(6.0, 4.2 * len(benchmarks)), 1.9 + 0.42 * len(drafters), benchmarks)
     for axes, benchmark in zip(panels, benchmarks):
         left = [0.0] * len(drafters)
         for key, colour in TIME_COLOURS.items():
@@ -113,7 +96,6 @@ def time_share(results: Sequence[Row]) -> Figure:
             dark = key in ("verify", "accept")
             axes.bar_label(bars, labels, label_type="center", color="white" if dark else "black", fontsize=8)
             left = [start + share for start, share in zip(left, shares)]
-        axes.set_title(benchmark)
         axes.set_xlabel("share of decoding time")
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
@@ -124,7 +106,13 @@ def time_share(results: Sequence[Row]) -> Figure:
     return figure
 
 
-# ----------------------------------------------------------------------------------------------------
+def _panels(width: float, height: float, titles: Sequence[str]) -> tuple[Figure, Any]:
+    """A figure with one titled panel beside another."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(1, len(titles), squeeze=False, sharey=True)[0]
+    for axes, title in zip(panels, titles):
+        axes.set_title(title)
+    return figure, panels
 
 
 def _overall(results: Sequence[Row]) -> tuple[dict[tuple[str, str], Row], list[str], list[str]]:

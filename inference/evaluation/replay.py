@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
@@ -39,10 +38,6 @@ class TokenizerTarget:
         return len(self.tokenizer)
 
 
-# ----------------------------------------------------------------------------------------------------
-# One answer
-
-
 def replay(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Generation:
     """The answer as greedy decoding with `drafter` would have written it; `seconds` stays empty.
 
@@ -55,17 +50,19 @@ def replay(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Ge
         return done
     text = torch.tensor(list(prompt))
     drafter.begin(text, len(prompt) + len(tokens))
-    step = VerifiedStep.of_prompt(text, _no_hidden(len(prompt)), torch.tensor(tokens[0]))
+    no_hidden = torch.empty(len(tokens) + len(prompt), 0)  # text drafters read no hidden states
+    step = VerifiedStep.of_prompt(text, no_hidden[: len(prompt)], torch.tensor(tokens[0]))
     while len(done.tokens) < len(tokens):
         drafter.observe(step)
-        tree = drafter.propose()
-        start = len(done.tokens)
+        tree, start = drafter.propose(), len(done.tokens)
         sources = accepted_sources(tree, tokens[start:])
-        new = tokens[start : start + len(sources) + 1]
+        count = len(sources) + 1
+        new = tokens[start : start + count]
         done.tokens.extend(new)
         done.sources.extend([*sources, -1][: len(new)])
         done.accept_lengths.append(len(new))
-        step = _verified(tokens[start - 1 : start + len(sources) + 1], len(sources) + 1, tree)
+        text = torch.tensor(tokens[start - 1 : start + count])  # the old base token first, the new one last
+        step = VerifiedStep(text[:count], text[1:], no_hidden[:count], torch.tensor(count), tree=tree)
     return done
 
 
@@ -82,21 +79,6 @@ def accepted_sources(tree: DraftTree, answer: Sequence[int]) -> list[int]:
             sources.append(source)
             end = node
     return sources
-
-
-def _verified(tokens: Sequence[int], count: int, tree: DraftTree) -> VerifiedStep:
-    """`count` committed tokens, the old base token first, followed by the new base token."""
-    text = torch.tensor(tokens)
-    return VerifiedStep(text[:count], text[1:], _no_hidden(count), torch.tensor(count), tree=tree)
-
-
-def _no_hidden(tokens: int) -> Tensor:
-    """[n, 0]: text drafters read no hidden states."""
-    return torch.empty(tokens, 0)
-
-
-# ----------------------------------------------------------------------------------------------------
-# A file of answers
 
 
 @dataclass(frozen=True)
@@ -118,12 +100,15 @@ def recorded_turns(
 ) -> Iterator[RecordedTurn]:
     """The turns of `questions`, one for each of `answers`, in order.
 
-    With `render` a prompt is the conversation so far, the question last; without, it is the first token of a text and
-    the earlier answers of the same conversation.
+    With `render` a prompt is the conversation so far, the question last; without, it is the first token of a text (BOS,
+    or EOS of a tokenizer that has none) and the earlier answers of the same conversation.
     """
+    marks = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
+    if not marks and render is None:
+        raise ValueError("replaying answers without --questions needs a tokenizer with BOS or EOS; it has neither")
     for index, (question, answer) in enumerate(zip(questions, answers.values())):
         messages: Messages = []
-        before = [_first_token(tokenizer)]
+        before = marks[:1]
         for turn, (text, recorded) in enumerate(zip(question.turns, answer.turns)):
             messages.append({"role": "user", "content": text})
             tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens)
@@ -141,14 +126,6 @@ def answer_tokens(tokenizer: Any, text: str, new_tokens: int) -> list[int]:
     ids: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     ended = new_tokens > len(ids) and tokenizer.eos_token_id is not None
     return [*ids, tokenizer.eos_token_id] if ended else ids
-
-
-def _first_token(tokenizer: Any) -> int:
-    """BOS, or EOS of a tokenizer that has none."""
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    raise ValueError("replaying answers without --questions needs a tokenizer with BOS or EOS; it has neither")
 
 
 def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Question] | None) -> Sequence[Question]:
@@ -187,17 +164,8 @@ def replay_all(
             question = turn.question, questions[turn.question].question_id, questions[turn.question].category
             records.append(TurnRecord(name, *question, turn.turn, drafter_name, (), turn.text, generation))
     progress("replayed", len(drafters) * len(turns), len(drafters) * len(turns))
-    return Evaluation(
-        [Benchmark(name, questions)],
-        tuple(drafters),
-        records,
-        sources={name: drafter.sources for name, drafter in drafters.items()},
-        findings=findings_of(drafters),
-    )
-
-
-# ----------------------------------------------------------------------------------------------------
-# Drafters
+    benchmarks, sources = [Benchmark(name, questions)], {key: drafter.sources for key, drafter in drafters.items()}
+    return Evaluation(benchmarks, tuple(drafters), records, sources=sources, findings=findings_of(drafters))
 
 
 def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) -> dict[str, Drafter]:

@@ -36,10 +36,6 @@ EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `genera
 over transformers: its seconds per token over the drafter's, as γ for vanilla."""
 
 
-# ----------------------------------------------------------------------------------------------------
-# What is reported
-
-
 def build_report(
     evaluation: Evaluation, target: dict[str, Any] | None, settings: dict[str, Any], seed: int
 ) -> dict[str, Any]:
@@ -56,10 +52,9 @@ def build_report(
 
 def environment(device: str) -> dict[str, Any]:
     """What figures depend on besides the settings: versions, machine, threads."""
-    packages = {name: version(name) for name in ("torch", "transformers")}
     return {
         "python": platform.python_version(),
-        **packages,
+        **{name: version(name) for name in ("torch", "transformers")},
         "machine": platform.machine(),
         "accelerator": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
@@ -67,16 +62,11 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------
-# The folder
-
-
 def check_output(folder: Path, overwrite: bool, finished: str = "report.json") -> None:
     """ValueError when `folder` holds a finished run and `overwrite` is not set."""
     if (folder / finished).exists() and not overwrite:
-        raise ValueError(
-            f"--output {folder} holds a finished run ({finished}); choose another folder or add --overwrite"
-        )
+        remedy = "choose another folder or add --overwrite"
+        raise ValueError(f"--output {folder} holds a finished run ({finished}); {remedy}")
 
 
 def clear_output(folder: Path, finished: str = "report.json") -> None:
@@ -89,8 +79,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
     """Write pictures, report.md and, last and atomically, report.json; returns the paths of the pictures."""
     pictures = []
     for name in PICTURES if report["target"] else REPLAY_PICTURES:
-        figure = PICTURES[name](report["results"])
-        figure.savefig(folder / name, dpi=150)
+        PICTURES[name](report["results"]).savefig(folder / name, dpi=150)
         pictures.append(folder / name)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")
     write_json(folder / "report.json", report)
@@ -104,10 +93,6 @@ def write_json(path: Path, content: Any) -> None:
     partial.replace(path)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tables
-
-
 def overall(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of whole benchmarks."""
     return [row for row in results if row["category"] is None]
@@ -115,16 +100,6 @@ def overall(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def number(value: float | None, form: str = ".2f") -> str:
     return "–" if value is None else format(value, form)
-
-
-def ran_transformers(results: Sequence[dict[str, Any]]) -> bool:
-    """Whether transformers' own `generate` was run as a baseline."""
-    return any(row["drafter"] == TRANSFORMERS for row in results)
-
-
-def header(results: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """The columns of the main table: `HEADER`, with the speed over transformers after γ's interval where that ran."""
-    return (*HEADER[:5], OVER_TRANSFORMERS, *HEADER[5:]) if ran_transformers(results) else HEADER
 
 
 def columns_of(report: dict[str, Any]) -> tuple[str, ...]:
@@ -171,46 +146,26 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
 
 def markdown(report: dict[str, Any]) -> str:
     """report.md."""
-    if report["target"] is None:
-        return replay_markdown(report)
-    whole = overall(report["results"])
-    columns = header(whole)
-    return "\n\n".join(
-        [
-            "# Evaluation",
-            setting_sentence(report),
-            markdown_table(columns, [cells(row, columns) for row in whole], 2),
-            *skipped_note(whole),
-            EXPLANATION,
-            *([EXPLANATION_TRANSFORMERS] if ran_transformers(whole) else []),
-            "![speedup](speedup.png)",
-            "![accepted drafts per step](accepted_length.png)",
-            "## Decoding time by part of a step",
-            markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), [time_cells(row) for row in whole], 2),
-            "![time shares](time_share.png)",
+    whole, replayed = overall(report["results"]), report["target"] is None
+    both = any(row["drafter"] == TRANSFORMERS for row in whole)
+    # the speed over transformers' own `generate` comes after γ's interval
+    columns = (*HEADER[:5], OVER_TRANSFORMERS, *HEADER[5:]) if both else columns_of(report)
+    table = markdown_table(columns, [cells(row, columns) for row in whole], 2)
+    accepted = "![accepted drafts per step](accepted_length.png)"
+    if replayed:
+        given = ", ".join(f"{key} {value}" for key, value in report["settings"].items() if value is not None)
+        parts = ["# Replayed answers", f"{given}.", table, EXPLANATION_REPLAY, accepted]
+    else:
+        times = markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), [time_cells(row) for row in whole], 2)
+        parts = [
+            *("# Evaluation", setting_sentence(report), table, *skipped_note(whole), EXPLANATION),
+            *([EXPLANATION_TRANSFORMERS] if both else []),
+            *("![speedup](speedup.png)", accepted),
+            *("## Decoding time by part of a step", times, "![time shares](time_share.png)"),
             *source_table(whole),
             *findings_note(report["findings"]),
-            *category_tables(report["results"]),
-            "",
         ]
-    )
-
-
-def replay_markdown(report: dict[str, Any]) -> str:
-    """report.md of replayed answers."""
-    rows = [cells(row, REPLAY_HEADER) for row in overall(report["results"])]
-    given = ", ".join(f"{key} {value}" for key, value in report["settings"].items() if value is not None)
-    return "\n\n".join(
-        [
-            "# Replayed answers",
-            f"{given}.",
-            markdown_table(REPLAY_HEADER, rows, 2),
-            EXPLANATION_REPLAY,
-            "![accepted drafts per step](accepted_length.png)",
-            *category_tables(report["results"]),
-            "",
-        ]
-    )
+    return "\n\n".join([*parts, *category_tables(report["results"]), ""])
 
 
 def setting_sentence(report: dict[str, Any]) -> str:
@@ -234,21 +189,19 @@ def time_cells(row: dict[str, Any]) -> list[str]:
 
 def skipped_note(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A sentence when turns did not fit the context, else nothing."""
-    skipped = [f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in rows if row["skipped"]]
-    if not skipped:
-        return []
-    return [f"Turns skipped because a prompt did not fit the context: {', '.join(skipped)}."]
+    skipped = ", ".join(f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in rows if row["skipped"])
+    return [f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []
 
 
 def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Accepted tokens by source, for drafters with more than one source."""
-    shown = [row for row in rows if len(row.get("accepted_by_source") or {}) > 1]
-    if not shown:
-        return []
     lines = []
-    for row in shown:
-        parts = ", ".join(f"{name} {count:,}" for name, count in row["accepted_by_source"].items())
-        lines.append([row["benchmark"], row["drafter"], parts, f"{row['new_tokens']:,}"])
+    for row in rows:
+        if len(counts := row.get("accepted_by_source") or {}) > 1:
+            parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+            lines.append([row["benchmark"], row["drafter"], parts, f"{row['new_tokens']:,}"])
+    if not lines:
+        return []
     return ["## Accepted tokens by source", markdown_table((*HEADER[:2], "by source", "new tokens"), lines, 3)]
 
 
@@ -270,18 +223,13 @@ def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
     parts = []
     timed = any(row["gamma"] is not None for row in results)
     for benchmark in dict.fromkeys(row["benchmark"] for row in results):
+        figures: dict[str, list[str]] = {}
         rows = [row for row in results if row["benchmark"] == benchmark and row["category"] is not None]
-        categories = list(dict.fromkeys(row["category"] for row in rows))
-        if len(categories) < 2:
-            continue
-        drafters = list(dict.fromkeys(row["drafter"] for row in rows))
-        figures = {
-            (row["category"], row["drafter"]): number(row["beta"]) + (f" ({number(row['gamma'])}×)" if timed else "")
-            for row in rows
-        }
-        lines = [[category, *(figures[category, name] for name in drafters)] for category in categories]
-        parts += [
-            f"## {benchmark}: β{' (γ)' if timed else ''} by category",
-            markdown_table(("category", *drafters), lines, 1),
-        ]
+        for row in rows:
+            figure = number(row["beta"]) + (f" ({number(row['gamma'])}×)" if timed else "")
+            figures.setdefault(row["category"], [row["category"]]).append(figure)
+        if len(figures) > 1:
+            columns = ("category", *dict.fromkeys(row["drafter"] for row in rows))
+            title = f"## {benchmark}: β{' (γ)' if timed else ''} by category"
+            parts += [title, markdown_table(columns, list(figures.values()), 1)]
     return parts

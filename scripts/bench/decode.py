@@ -2,11 +2,11 @@
 
     python scripts/bench/decode.py --target TARGET [--compile] [--drafters ctc=RUN/head …] [--threads 2]
 
-- the speed of vanilla over transformers' own `generate` (`--baselines eager static compiled`), on the same prompts;
-- the time to verify a tree of 8, 16, 32, 64 nodes over that of a single row, after `--prompt_tokens` of text;
-- for every drafter, on the same prompts: β, γ over vanilla, and η = γ / β;
-- with `--shape 7b`, a random-weight Llama of that shape replaces the target, and `--scripted 2.3 3.3 4.3` gives γ and η
-  of untrained heads on it with real computation but scripted accepted lengths.
+- vanilla against transformers' own `generate` (`--baselines eager static compiled`), tokens per second, same prompts;
+- verifying a tree of 8, 16, 32, 64 nodes against a step of a single row, behind `--prompt_tokens` of text;
+- for every drafter the same prompts: β, γ against vanilla, and η = γ / β, what of the accepted length becomes speed;
+- with `--shape 7b`, a random-weight Llama of that shape instead of a target, and with `--scripted 2.3 3.3 4.3` the γ
+  and η of untrained heads on it whose accepted lengths are scripted: real computation, acceptance by script.
 
 Arms take turns; figures are medians of the ratios of neighbouring runs, with their quartiles.
 """
@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.checkpoint import head_classes
@@ -37,8 +39,8 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.bench.scripted import ScriptedEngine
-from draft_heads.scripts.bench.timing import interleaved_seconds, ratio
 from draft_heads.scripts.decoding_options import (
+    check_positive,
     configure_target,
     drafter_specs,
     load_drafters,
@@ -51,12 +53,34 @@ NODES = (8, 16, 32, 64)
 BASELINES = ("eager", "static", "compiled")
 
 
+def in_turn(arms: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every arm, the device's work included, the arms in turn; the first round is a discarded warm-up."""
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    for repeat in range(repeats + 1):
+        for name, run in arms.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if repeat:
+                taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+def ratio(over: list[float], under: list[float]) -> dict[str, float]:
+    """Median and quartiles of the ratios of runs that were neighbours."""
+    ratios = [a / b for a, b in zip(over, under)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
+
+
 def random_target(options: argparse.Namespace) -> Target:
-    """A random-weight Llama of a published shape, for measuring speed only."""
+    """A Llama of a published shape, its weights random: for speeds only."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = (
-        getattr(torch, options.dtype) if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
-    )
+    usual = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = getattr(torch, options.dtype) if options.dtype else usual
     config = LlamaConfig(**SHAPES[options.shape], max_position_embeddings=4096, dtype=dtype)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=dtype)
@@ -64,7 +88,7 @@ def random_target(options: argparse.Namespace) -> Target:
 
 
 def prompts(target: Target, count: int, tokens: int) -> list[list[int]]:
-    """Rendered synthetic questions, or random tokens for a target without a tokenizer."""
+    """Rendered questions of the project's own, or random tokens for a target without a tokenizer."""
     if target.tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(1, target.config.vocab_size, (count, tokens), generator=generator).tolist()
@@ -73,43 +97,38 @@ def prompts(target: Target, count: int, tokens: int) -> list[list[int]]:
 
 
 def bench_decoding(
-    target: Target,
-    drafters: dict[str, Any],
-    texts: list[list[int]],
-    new_tokens: int,
-    repeats: int,
-    baselines: Sequence[str] = ("eager",),
+    target: Target, drafters: dict[str, Any], texts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Vanilla over transformers' generate; for each drafter β, γ and η. No EOS: all answers have the same length."""
+    """Vanilla over transformers' generate; for each drafter β, γ and η. Answers have no EOS: all are equally long."""
+    spent: dict[str, list[int]] = {}
     engines = {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()}
-    counts: dict[str, list[int]] = {}
-    arms = {name: decoding(name, engine, texts, new_tokens, counts) for name, engine in engines.items()}
-    arms |= {f"hf_{kind}": hf_decoding(target, kind, texts, new_tokens) for kind in baselines}
-    seconds = interleaved_seconds(arms, repeats, target.device)
+    arms = {name: decoding(name, engine, texts, options.new_tokens, spent) for name, engine in engines.items()}
+    arms |= {f"hf_{kind}": generating(target, kind, texts, options.new_tokens) for kind in options.baselines}
+    taken = in_turn(arms, options.repeats, target.device)
     result: dict[str, Any] = {
-        "vanilla_over_hf_" + ("generate" if kind == "eager" else kind): ratio(seconds[f"hf_{kind}"], seconds["vanilla"])
-        for kind in baselines
+        "vanilla_over_hf_" + ("generate" if kind == "eager" else kind): ratio(taken[f"hf_{kind}"], taken["vanilla"])
+        for kind in options.baselines
     }
-    return result | {name: speed(seconds, name, counts) for name in engines if name != "vanilla"}
+    return result | {name: speed(taken, name, spent) for name in engines if name != "vanilla"}
 
 
 def decoding(
-    name: str, engine: DecodingEngine, texts: list[list[int]], new_tokens: int, counts: dict[str, list[int]]
+    name: str, engine: DecodingEngine, texts: list[list[int]], new_tokens: int, spent: dict[str, list[int]]
 ) -> Callable[[], None]:
-    """A run of one engine over all texts; adds its tokens and target steps to `counts[name]`."""
+    """A run of one engine over all texts; adds its tokens and target steps to `spent[name]`."""
 
     def run() -> None:
-        total = counts.setdefault(name, [0, 0])
+        counts = spent.setdefault(name, [0, 0])
         for text in texts:
             answer = engine.generate(text, GenerationSettings(max_new_tokens=new_tokens))
-            total[0] += len(answer.tokens)
-            total[1] += answer.target_steps
+            counts[0] += len(answer.tokens)
+            counts[1] += answer.target_steps
 
     return run
 
 
-def hf_decoding(target: Target, kind: str, texts: list[list[int]], new_tokens: int) -> Callable[[], None]:
-    """A run of transformers' own greedy loop: eager, with a static cache, or compiled with a static cache."""
+def generating(target: Target, kind: str, texts: list[list[int]], new_tokens: int) -> Callable[[], None]:
+    """A run of transformers' own greedy loop: as it is, with its static cache, or compiled over that."""
     options: dict[str, Any] = {} if kind == "eager" else {"cache_implementation": "static"}
     model = copy.copy(target.model)
     if kind == "compiled":
@@ -126,17 +145,17 @@ def hf_decoding(target: Target, kind: str, texts: list[list[int]], new_tokens: i
     return run
 
 
-def speed(seconds: dict[str, list[float]], name: str, counts: dict[str, list[int]]) -> dict[str, Any]:
+def speed(taken: dict[str, list[float]], name: str, spent: dict[str, list[int]]) -> dict[str, Any]:
     """β, γ with its quartiles, and η of a drafter."""
-    gamma = ratio(seconds["vanilla"], seconds[name])
-    beta = counts[name][0] / counts[name][1]
+    gamma = ratio(taken["vanilla"], taken[name])
+    beta = spent[name][0] / spent[name][1]
     return {"beta": round(beta, 3), "gamma": gamma, "eta": round(gamma["median"] / beta, 3)}
 
 
 def scripted_engines(
     target: Target, kinds: Sequence[str], lengths: Sequence[float], max_nodes: int
 ) -> dict[str, ScriptedEngine]:
-    """An engine for every untrained head and accepted length; ValueError for an impossible length."""
+    """An engine for every untrained head and accepted length; ValueError for a length no step can have."""
     engines = {}
     for kind in kinds if lengths else ():
         head_type, config = head_classes(kind)
@@ -147,37 +166,32 @@ def scripted_engines(
 
 
 def bench_scripted(
-    target: Target, engines: dict[str, ScriptedEngine], texts: list[list[int]], new_tokens: int, repeats: int
+    target: Target, engines: dict[str, ScriptedEngine], texts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """γ and η of untrained heads at scripted accepted lengths, and the bound on η from reading the head's weights.
+    """γ and η of untrained heads at scripted accepted lengths; beside η the bound that reading the head's weights sets.
 
-    The bound is 1 / (1 + weights a draft reads / weights a target step reads): η if verifying a tree took as long as a
-    single row.
+    The bound is 1 / (1 + weights a draft reads / weights of a target step): what a step costs at least, were verifying
+    as cheap as a single row. A forward over one row reads all weights but the embedding's other rows.
     """
-    counts: dict[str, list[int]] = {}
+    spent: dict[str, list[int]] = {}
     vanilla = DecodingEngine(target, VanillaDrafter(target.device))
-    arms = {name: decoding(name, engine, texts, new_tokens, counts) for name, engine in engines.items()}
-    seconds = interleaved_seconds(
-        {"vanilla": decoding("vanilla", vanilla, texts, new_tokens, counts), **arms}, repeats, target.device
-    )
+    arms = {
+        name: decoding(name, engine, texts, options.new_tokens, spent)
+        for name, engine in {"vanilla": vanilla, **engines}.items()
+    }
+    taken = in_turn(arms, options.repeats, target.device)
+    tied = target.lm_head.weight is target.embedding.weight
+    read = target.parameters - (0 if tied else target.embedding.weight.numel())
     found = {}
     for name, engine in engines.items():
         drafted: Any = engine.drafter
-        bound = 1 / (1 + drafted.head.weights_read() / read_in_a_step(target))
-        found[name] = speed(seconds, name, counts) | {"eta_bound": round(bound, 3)}
+        found[name] = speed(taken, name, spent) | {"eta_bound": round(1 / (1 + drafted.head.weights_read() / read), 3)}
     return found
-
-
-def read_in_a_step(target: Target) -> int:
-    """Weights that a forward over one row reads: all except the embedding, unless the LM head shares it."""
-    return target.parameters - (
-        0 if target.lm_head.weight is target.embedding.weight else target.embedding.weight.numel()
-    )
 
 
 @torch.inference_mode()
 def bench_verification(target: Target, text: list[int], repeats: int) -> dict[str, Any]:
-    """Seconds of a step by node count over those of a single row."""
+    """Seconds of a step's forward and acceptance, by node count, over those of one row's."""
 
     def step(nodes: int) -> Callable[[], Any]:
         engine = DecodingEngine(target, FullTrees(nodes, target.device))
@@ -193,14 +207,12 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
 
         return run
 
-    forwards = interleaved_seconds({str(nodes): step(nodes) for nodes in (0, *NODES)}, repeats, target.device)
-    return {
-        "verify_over_step": {str(nodes): ratio(forwards[str(nodes)], forwards["0"]) for nodes in NODES},
-    }
+    forwards = in_turn({str(nodes): step(nodes) for nodes in (0, *NODES)}, repeats, target.device)
+    return {"verify_over_step": {str(nodes): ratio(forwards[str(nodes)], forwards["0"]) for nodes in NODES}}
 
 
 class FullTrees(VanillaDrafter):
-    """Proposes the same binary tree at every step."""
+    """The same binary tree of so many nodes at every step."""
 
     def __init__(self, nodes: int, device: torch.device) -> None:
         super().__init__(device)
@@ -216,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
     add("--drafters", nargs="*", default=[], metavar="NAME[=[KIND:]PATH[,key=value…]]")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--questions", type=int, default=4, help="prompts of a run (default 4)")
-    add("--prompt_tokens", type=int, default=256, help="tokens before the verified trees (default 256)")
+    add("--prompt_tokens", type=int, default=256, help="text behind which trees are verified (default 256)")
     add("--new_tokens", type=int, default=128, help="tokens of an answer (default 128)")
     add("--baselines", nargs="*", choices=BASELINES, default=["eager"], help="transformers' generate (default eager)")
     add("--shape", choices=list(SHAPES), help="a random-weight Llama of this shape instead of --target")
@@ -227,37 +239,37 @@ def parser() -> argparse.ArgumentParser:
 
 
 def table(result: dict[str, Any]) -> Table:
-    """One line for each figure."""
+    """Everything measured, a line each."""
     made = Table("ratio", "median", "quartiles")
     for name, value in result.items():
-        pairs = value.items() if "median" not in value else [("", value)]
-        for key, cell in pairs:
-            if isinstance(cell, dict):
-                made.add_row(f"{name} {key}", f"{cell['median']:.2f}", f"{cell['low']:.2f}–{cell['high']:.2f}")
-            else:
-                made.add_row(f"{name} {key}", f"{cell:.2f}", "")
+        for key, cell in {"": value}.items() if "median" in value else value.items():
+            figures = [cell[part] for part in ("median", "low", "high")] if isinstance(cell, dict) else [cell]
+            made.add_row(f"{name} {key}", f"{figures[0]:.2f}", "–".join(f"{figure:.2f}" for figure in figures[1:]))
     return made
 
 
-def run(options: argparse.Namespace) -> None:
-    if (options.target is None) == (options.shape is None):
-        raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
-    for name in ("max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    target = load_target(options) if options.target else random_target(options)
-    drafters = load_drafters(drafter_specs(options.drafters), target, options.max_nodes)
-    scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
-    if target.max_positions - options.prompt_tokens < max(NODES) + 1:
-        raise ValueError(
-            f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
-            f"{options.prompt_tokens}"
-        )
+def main() -> int:
+    try:
+        options = parse_with_config(parser(), None, ())
+        if (options.target is None) == (options.shape is None):
+            raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
+        check_positive(options, "max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats")
+        target = load_target(options) if options.target else random_target(options)
+        drafters = load_drafters(drafter_specs(options.drafters), target, options.max_nodes)
+        scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
+        if target.max_positions - options.prompt_tokens < max(NODES) + 1:
+            raise ValueError(
+                f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
+                f"{options.prompt_tokens}"
+            )
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     texts = prompts(target, options.questions, options.prompt_tokens)
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
-    result = bench_decoding(target, drafters, texts, options.new_tokens, options.repeats, options.baselines)
+    result = bench_decoding(target, drafters, texts, options)
     if scripted:
-        result |= bench_scripted(target, scripted, texts, options.new_tokens, options.repeats)
+        result |= bench_scripted(target, scripted, texts, options)
     result |= bench_verification(target, filler, 10 * options.repeats)
     Console().print(table(result))
     settings = {"threads": torch.get_num_threads(), "compile": options.compile, "device": str(target.device)}
@@ -266,10 +278,7 @@ def run(options: argparse.Namespace) -> None:
         "verify_over_step": {nodes: value["median"] for nodes, value in result["verify_over_step"].items()},
     }
     print(json.dumps({**result, **medians, "settings": settings}))
-
-
-def main() -> int:
-    return exit_status(lambda: run(parse_with_config(parser(), None, ())))
+    return 0
 
 
 if __name__ == "__main__":

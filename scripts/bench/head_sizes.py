@@ -9,7 +9,6 @@ level, and the LM head once a level where heads share it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
@@ -18,6 +17,8 @@ from transformers import AutoConfig, LlamaConfig
 
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
+from draft_heads.inference.evaluation.report import markdown_table
+from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.options import SHAPES, estimated_parameters
 
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
@@ -45,14 +46,15 @@ def sizes(config: Any) -> list[tuple[str, int, int]]:
 def table(config: Any) -> str:
     """Markdown, bytes of 16-bit weights."""
     target = estimated_parameters(config)
-    lines = ["| head | parameters | read per draft | of the target's step |", "| --- | --- | --- | --- |"]
-    for name, parameters, read in sizes(config):
-        lines.append(f"| {name} | {parameters / 1e6:,.1f} M | {2 * read / 2**20:,.0f} MiB | {read / target:.1%} |")
-    return "\n".join(lines)
+    rows = [
+        (name, f"{parameters / 1e6:,.1f} M", f"{2 * read / 2**20:,.0f} MiB", f"{read / target:.1%}")
+        for name, parameters, read in sizes(config)
+    ]
+    return markdown_table(("head", "parameters", "read per draft", "of the target's step"), rows, 4)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, config=False)
     parser.add_argument("--target", help="take the sizes from this folder's or hub id's configuration")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b", help="without --target: a Llama of this size")
     args = parser.parse_args()

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from draft_heads.heads.losses import ctc_loss_fused, ctc_loss_reference
-from draft_heads.scripts.bench.timing import interleaved_seconds
+from draft_heads.scripts.bench.decode import in_turn
+from draft_heads.scripts.decoding_options import script_parser
 
 ARMS = ("fused", "reference")
 
@@ -28,14 +29,13 @@ ARMS = ("fused", "reference")
 def make_arm(name: str, args: argparse.Namespace, hidden: int) -> Callable[[], float]:
     """A function that runs one forward and backward pass and returns the loss."""
     torch.manual_seed(0)
-    device = torch.device(args.device)
-    frames = torch.randn(args.windows, args.frames, hidden, device=device).requires_grad_()
-    lm_head = torch.randn(args.vocab, hidden, device=device) * hidden**-0.5
-    weight = torch.zeros(hidden, device=device).requires_grad_()
-    bias = torch.full((), 8.0, device=device).requires_grad_()
-    labels = torch.randint(0, args.vocab, (args.windows, args.labels), device=device)
-    lengths = torch.full((args.windows,), args.labels, device=device)
-    closed = torch.ones(args.windows, dtype=torch.bool, device=device)
+    with torch.device(args.device):
+        frames = torch.randn(args.windows, args.frames, hidden).requires_grad_()
+        lm_head = torch.randn(args.vocab, hidden) * hidden**-0.5
+        weight, bias = torch.zeros(hidden).requires_grad_(), torch.full((), 8.0).requires_grad_()
+        labels = torch.randint(0, args.vocab, (args.windows, args.labels))
+        lengths = torch.full((args.windows,), args.labels)
+        closed = torch.ones(args.windows, dtype=torch.bool)
 
     def run() -> float:
         for leaf in (frames, weight, bias):
@@ -53,7 +53,7 @@ def make_arm(name: str, args: argparse.Namespace, hidden: int) -> Callable[[], f
 
 
 def peak_memory(name: str, args: argparse.Namespace, hidden: int) -> int:
-    """Peak bytes of one pass above those in use before it."""
+    """Bytes at the peak of one pass above what was there before it."""
     run = make_arm(name, args, hidden)
     if args.device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -66,50 +66,42 @@ def peak_memory(name: str, args: argparse.Namespace, hidden: int) -> int:
 
 
 def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024
 
 
-def bench_loss(args: argparse.Namespace) -> list[dict[str, object]]:
-    """One row per hidden size: peak bytes and median seconds of both arms, and their ratios."""
-    rows: list[dict[str, object]] = []
-    for hidden in args.hidden:
-        peaks = {}
-        for name in ARMS:
-            command = [sys.executable, __file__, *sys.argv[1:], "--arm", name, "--hidden", str(hidden)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
-        arms = {name: make_arm(name, args, hidden) for name in ARMS}
-        seconds = interleaved_seconds(arms, args.repeats, torch.device(args.device))
-        ratios = [f / r for f, r in zip(seconds["fused"], seconds["reference"])]
-        row = {
-            "hidden": hidden,
-            "peak_bytes": peaks,
-            "memory_ratio": round(peaks["fused"] / peaks["reference"], 4),
-            "median_seconds": {name: round(statistics.median(values), 4) for name, values in seconds.items()},
-            "time_ratio": round(statistics.median(ratios), 4),
-            "time_ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
-        }
-        rows.append(row)
-        print(
-            f"H={hidden}: peak {peaks['fused'] / 2**20:.0f} MiB fused, {peaks['reference'] / 2**20:.0f} MiB reference "
-            f"(ratio {row['memory_ratio']}); time ratio {row['time_ratio']} {row['time_ratio_range']}",
-            flush=True,
-        )
-    return rows
+def bench_loss(args: argparse.Namespace, hidden: int) -> dict[str, object]:
+    """Peak bytes and median seconds of both arms at one hidden size, and their ratios; the row is printed too."""
+    peaks = {}
+    for name in ARMS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--arm", name, "--hidden", str(hidden)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    arms = {name: make_arm(name, args, hidden) for name in ARMS}
+    seconds = in_turn(arms, args.repeats, torch.device(args.device))
+    ratios = [f / r for f, r in zip(seconds["fused"], seconds["reference"])]
+    row = {
+        "hidden": hidden,
+        "peak_bytes": peaks,
+        "memory_ratio": round(peaks["fused"] / peaks["reference"], 4),
+        "median_seconds": {name: round(statistics.median(values), 4) for name, values in seconds.items()},
+        "time_ratio": round(statistics.median(ratios), 4),
+        "time_ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+    }
+    print(
+        f"H={hidden}: peak {peaks['fused'] / 2**20:.0f} MiB fused, {peaks['reference'] / 2**20:.0f} MiB reference "
+        f"(ratio {row['memory_ratio']}); time ratio {row['time_ratio']} {row['time_ratio_range']}",
+        flush=True,
+    )
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, config=False)
     parser.add_argument("--loss", action="store_true", help="compare the CTC losses")
-    parser.add_argument("--windows", type=int, default=1024)
-    parser.add_argument("--frames", type=int, default=8)
-    parser.add_argument("--labels", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=32000)
+    for name, default in {"windows": 1024, "frames": 8, "labels": 4, "vocab": 32000, "repeats": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
@@ -127,11 +119,8 @@ def main() -> None:
         "processor": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "windows": args.windows,
-        "frames": args.frames,
-        "labels": args.labels,
-        "vocab": args.vocab,
-        "rows": bench_loss(args),
+        **{name: getattr(args, name) for name in ("windows", "frames", "labels", "vocab")},
+        "rows": [bench_loss(args, hidden) for hidden in args.hidden],
     }
     print(json.dumps(result))
 

@@ -11,30 +11,20 @@ lossless_matrix.json and lossless_matrix.md; the exit status is 0 only when noth
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
@@ -44,10 +34,11 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.lossless import Oracle, Turn, judge_all
+from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import script_parser
 
 HEADS: dict[str, dict[str, Any]] = {"ctc": {}, "chimera": {}, "medusa": {}, "hydra": {"prefix_attention": True}}
 """Kind of head → its settings."""
@@ -89,11 +80,18 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+
+
+def random_model(model_type: str, **settings: Any) -> Any:
+    """A causal language model of `_SIZES` with random weights."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings, **_SIZES))
+
+
 RANDOM_TARGETS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(sliding_window=16, **_SIZES)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_WINDOW, **_SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_WINDOW, **_SIZES)),
+    "llama": partial(random_model, "llama"),
+    "mistral": partial(random_model, "mistral", sliding_window=16),
+    "qwen2": partial(random_model, "qwen2", **_WINDOW),
+    "qwen3": partial(random_model, "qwen3", **_WINDOW),
 }
 
 
@@ -195,16 +193,14 @@ class _Cell:
 
     def decode(self, label: str, trained: str, text: str) -> dict[str, Any]:
         """A row of the report: every prompt with one drafter, its node budgets taking turns."""
-        engines = {}
+        engines = []
         for nodes in BUDGETS:
             spec = DrafterSpec.parse("drafter=" + text.format(nodes=nodes, columns=min(nodes, 8)))
-            engines[nodes] = DecodingEngine(self.target, _CellBuilder(self, nodes).build(spec))
-        turns, steps = [], 0
-        for index, prompt in enumerate(self.prompts):
-            answer = engines[BUDGETS[index % len(BUDGETS)]].generate(prompt, self.settings)
-            turns.append(Turn(tuple(prompt), tuple(answer.tokens), f"{self.name} prompt {index}"))
-            steps += answer.target_steps
-        counts = judge_all(self.oracle, turns)
+            engines.append(DecodingEngine(self.target, _CellBuilder(self, nodes).build(spec)))
+        taking_turns = zip(itertools.cycle(engines), self.prompts)
+        answers = [engine.generate(prompt, self.settings) for engine, prompt in taking_turns]
+        turns = zip(self.prompts, [answer.tokens for answer in answers])
+        counts, steps = judge_all(self.oracle, turns), sum(answer.target_steps for answer in answers)
         row = {"target": Path(self.name).name, "dtype": self.dtype_name, "drafter": label, "trained": trained}
         return {**row, **counts.as_dict(), "tokens": counts.tokens, "beta": round(counts.tokens / steps, 3)}
 
@@ -226,15 +222,8 @@ class _CellBuilder(DrafterBuilder):
 
     def __init__(self, cell: _Cell, max_nodes: int) -> None:
         super().__init__(cell.target, max_nodes)
-        self.cell = cell
-
-    def head(self, kind: str, path: str) -> DraftHead:
-        """See `_Cell.head`."""
-        return self.cell.head(kind, path)
-
-    def draft_model(self, kind: str, path: str) -> Target:
-        """See `noisy_copy`."""
-        return self.cell.draft_model
+        self.head = cell.head
+        self.draft_model = lambda kind, path: cell.draft_model
 
 
 def check(
@@ -246,7 +235,7 @@ def check(
     return [cell.decode(*drafter) for kind in kinds for drafter in cell.drafters(kind)]
 
 
-def _check(arguments: tuple[str, str, int, Sequence[str]]) -> list[dict[str, Any]]:
+def _check(arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
     return check(*arguments)
 
 
@@ -264,7 +253,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, config=False)
     parser.add_argument("--targets", nargs="*", default=[], help="folders of targets beside the random-weight ones")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="heads, free (of training), hybrid")

@@ -57,12 +57,10 @@ def kills(defect: Defect) -> bool:
         path = copy / defect.file
         path.write_text(path.read_text(encoding="utf-8").replace(defect.right, defect.wrong), encoding="utf-8")
         environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            *["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", ""],  # the slow tests too
-            *defect.tests.split(maxsplit=9),
-        ]
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+        pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", ""]  # the slow tests too
+        done = subprocess.run(
+            [*pytest, *defect.tests.split(maxsplit=9)], cwd=copy, env=environment, capture_output=True, text=True
+        )
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest could not run for {defect.name!r}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done.returncode == 1

@@ -8,6 +8,7 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.lossless import judge_all
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
@@ -16,6 +17,7 @@ __all__ = [
     "RANDOM_TARGETS",
     "ForkedDrafter",
     "ScriptedDrafter",
+    "check_prompts",
     "load_target",
     "make_head",
     "make_prompts",
@@ -93,3 +95,9 @@ def small_model(seed=5, positions=256, vocabulary=211, dtype=torch.float64):
         eos_token_id=None,
     )
     return Target(LlamaForCausalLM(config).to(dtype), name="small")
+
+
+def check_prompts(target, drafter, prompts, settings, oracle):
+    """Decode every prompt with `drafter` and judge it."""
+    engine = DecodingEngine(target, drafter)
+    return judge_all(oracle, [(prompt, engine.generate(list(prompt), settings).tokens) for prompt in prompts])

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine, padded_nodes
-from draft_heads.inference.evaluation.lossless import Oracle, Turn, judge_all
+from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.host_sync import host_sync_allowed, no_host_sync
 from draft_heads.inference.sampling import Sampling
@@ -201,10 +201,7 @@ def test_in_half_precision_every_difference_is_a_near_tie(kind, dtype):
     rules = GenerationSettings(40)
     oracle = Oracle(target, rules)
     engine = DecodingEngine(target, make_drafter(target, kind, {}), ahead=True)
-    turns = [
-        Turn(tuple(prompt), tuple(engine.generate(prompt, rules).tokens), f"prompt {index}")
-        for index, prompt in enumerate(make_prompts(target, 2))
-    ]
+    turns = [(prompt, engine.generate(prompt, rules).tokens) for prompt in make_prompts(target, 2)]
     assert judge_all(oracle, turns).unexplained == 0
 
 

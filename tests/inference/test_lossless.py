@@ -7,11 +7,11 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.evaluation import lossless
 from draft_heads.inference.evaluation.lossless import (
+    Difference,
     LosslessCounts,
     Oracle,
-    Turn,
-    check_prompts,
     first_difference,
     gap_noise,
     judge,
@@ -20,6 +20,7 @@ from draft_heads.inference.evaluation.lossless import (
 )
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from tests.inference.models import check_prompts
 
 PROMPT = (3, 1, 4, 1, 5)
 
@@ -111,7 +112,7 @@ def test_the_context_limit_ends_the_answer():
 def test_answers_are_computed_once_per_prompt(monkeypatch):
     oracle = Oracle(make_target(), settings())
     first = oracle.answer(PROMPT)
-    monkeypatch.setattr(oracle, "_generate", lambda prompt: pytest.fail("asked again"))
+    monkeypatch.setattr(lossless, "hf_generate", lambda *given: pytest.fail("asked again"))
     assert oracle.answer(list(PROMPT)) is first
 
 
@@ -143,7 +144,7 @@ def test_first_difference():
 def test_equal_answers_are_identical():
     target = make_target()
     oracle = Oracle(target, settings())
-    counts = judge_all(oracle, [Turn(PROMPT, tuple(oracle.answer(PROMPT)))])
+    counts = judge_all(oracle, [(PROMPT, tuple(oracle.answer(PROMPT)))])
     assert counts.as_dict() == {"identical_turns": 1, "turns": 1, "near_ties": 0, "unexplained": 0}
     assert counts.tokens == 12
     assert oracle.measured_noise is None
@@ -154,7 +155,7 @@ def test_tokens_closer_than_the_noise_are_a_near_tie():
     best = with_twin_of_the_best_token(target, 0.0)
     oracle = Oracle(target, settings())
     assert oracle.answer(PROMPT)[0] == min(best, 39)
-    difference = judge(oracle, Turn(PROMPT, (max(best, 39), 0, 0)))
+    difference = judge(oracle, PROMPT, (max(best, 39), 0, 0))
     assert difference.near_tie
     assert (difference.position, difference.gap) == (0, 0.0)
     assert difference.noise > 0
@@ -163,7 +164,7 @@ def test_tokens_closer_than_the_noise_are_a_near_tie():
 def test_tokens_further_apart_than_the_noise_are_unexplained():
     target = make_target()
     with_twin_of_the_best_token(target, 1e-3)
-    difference = judge(Oracle(target, settings()), Turn(PROMPT, (39,)))
+    difference = judge(Oracle(target, settings()), PROMPT, (39,))
     assert not difference.near_tie
     assert difference.gap > difference.noise > 0
 
@@ -183,14 +184,14 @@ def test_the_gap_is_measured_one_precision_higher():
 def test_float64_allows_no_difference():
     target = make_target(torch.float64)
     best = with_twin_of_the_best_token(target, 0.0)
-    difference = judge(Oracle(target, settings()), Turn(PROMPT, (max(best, 39),)))
+    difference = judge(Oracle(target, settings()), PROMPT, (max(best, 39),))
     assert not difference.near_tie
 
 
 def test_a_missing_or_extra_token_is_unexplained():
     oracle = Oracle(make_target(), settings())
     answer = oracle.answer(PROMPT)
-    short, long = (judge(oracle, Turn(PROMPT, tokens)) for tokens in (tuple(answer[:-1]), (*answer, 7)))
+    short, long = (judge(oracle, PROMPT, tokens) for tokens in (tuple(answer[:-1]), (*answer, 7)))
     assert (short.position, short.expected, short.received) == (11, answer[-1], None)
     assert (long.position, long.expected, long.received) == (12, None, 7)
     assert not short.near_tie
@@ -203,14 +204,15 @@ def test_only_the_first_difference_counts():
     oracle = Oracle(target, settings())
     answer = oracle.answer(PROMPT)
     far = tuple((token + 1) % 39 for token in answer[1:])
-    counts = judge_all(oracle, [Turn(PROMPT, (max(best, 39), *far)), Turn(PROMPT, tuple(answer))])
+    counts = judge_all(oracle, [(PROMPT, (max(best, 39), *far)), (PROMPT, tuple(answer))])
     assert counts.as_dict() == {"identical_turns": 1, "turns": 2, "near_ties": 1, "unexplained": 0}
     assert counts.tokens_per_near_tie == 24
     assert counts.differences[0].position == 0
 
 
 def test_counts_add_up():
-    total = LosslessCounts(1, 3, 1, 1, 50) + LosslessCounts(2, 2, 0, 0, 30)
+    tie, gap = Difference(0, 1, 2, True), Difference(0, 1, 2, False)
+    total = LosslessCounts.of([None, tie, gap], 50) + LosslessCounts.of([None, None], 30)
     assert total.as_dict() == {"identical_turns": 3, "turns": 5, "near_ties": 1, "unexplained": 1}
     assert total.tokens_per_near_tie == 80
 
@@ -228,4 +230,3 @@ def test_check_prompts_decodes_with_the_engine():
         model.lm_head.weight[[3, 4]] = model.lm_head.weight[[4, 3]]
     changed = check_prompts(target, VanillaDrafter(), [*prompts, (1,)], longer, oracle)
     assert changed.unexplained > 0
-    assert changed.differences[0].turn.label.startswith("prompt ")

@@ -9,12 +9,12 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.lossless import Oracle, check_prompts
+from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling, gumbel, uniform
 from draft_heads.inference.tree import DraftTree, ancestor_rows
 from draft_heads.inference.verify import TypicalAcceptance, greedy_path
-from tests.inference.models import ScriptedDrafter, load_target, make_prompts
+from tests.inference.models import ScriptedDrafter, check_prompts, load_target, make_prompts
 
 
 def all_trees(nodes, vocabulary, depth):

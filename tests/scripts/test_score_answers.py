@@ -87,7 +87,7 @@ def test_a_turn_without_a_step_after_the_prefill_has_no_idxs_ratio(tmp_path, cap
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "not JSON"),
+        ("{", "malformed JSON"),
         ("[]", "a row must be a JSON object, got list"),
         ('{"question_id": 3}', "choices must be a list"),
         ('{"question_id": null, "choices": []}', "question_id must be a number or a string, got None"),
@@ -103,7 +103,7 @@ def test_malformed_rows_name_file_line_and_reason(line, reason, files, tmp_path,
         file.write(line + "\n")
     assert score_answers.main(files) == 1
     message = capsys.readouterr().err
-    assert f"{tmp_path / 'a.jsonl'}:3: " in message
+    assert f"{tmp_path / 'a.jsonl'}, line 3, row 2: " in message
     assert reason in message
 
 
@@ -122,4 +122,4 @@ def test_a_question_the_questions_file_lacks_is_an_error(files, tmp_path, capsys
 def test_an_empty_file_is_an_error(files, tmp_path, capsys):
     files[3] = write(tmp_path / "empty.jsonl", [])
     assert score_answers.main(files) == 1
-    assert "empty.jsonl: has no rows" in capsys.readouterr().err
+    assert "empty.jsonl is empty" in capsys.readouterr().err
