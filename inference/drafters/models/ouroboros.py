@@ -92,7 +92,9 @@ class OuroborosDrafter(DraftModelDrafter):
         self._proposed: DraftTree | None = None
 
     @classmethod
-    def from_options(cls, path: str, build: Builder, **options: Any) -> OuroborosDrafter:
+    def from_options(  # type: ignore[override]
+        cls, path: str, build: Builder, **options: Any
+    ) -> OuroborosDrafter:
         """See `Drafter.from_options`."""
         return cls(build.draft_model(cls.kind, path), **options)
 
