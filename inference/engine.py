@@ -23,7 +23,7 @@ from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-from draft_heads.inference.verify import TypicalAcceptance, accept_exact
+from draft_heads.inference.verify import Accept, TypicalAcceptance, accept_exact
 
 _RESERVED = 8192  # positions of a cache whose address compiled programs or CUDA graphs hold
 
@@ -51,6 +51,7 @@ class DecodingEngine:
         on_gpu = target.device.type == "cuda" and drafter.on_device
         self.ahead = on_gpu if ahead is None else ahead
         self._captured = CapturedSteps() if captured is None and on_gpu and self.ahead and target.fused else captured
+        self._accept: Accept = accept_exact
         self._cache: KVCache | None = None
         self._end = torch.zeros((), dtype=torch.long, device=target.device)  # length at which the text must end
         self._draft, self._verify = self._draft_step, self._verify_step
@@ -200,7 +201,7 @@ class DecodingEngine:
         typical: TypicalAcceptance | None,
     ) -> tuple[VerifiedStep, Tensor]:
         """`verify_step` for one sequence, and the tensor for `PendingReadback`."""
-        accept = accept_exact if typical is None else typical
+        accept = self._accept if typical is None else typical
         depth, layers = self.drafter.max_depth, self.drafter.target_layers
         one = base[None], tree.map(lambda x: x[None]), depth, end[None]
         step = verify_step(self.target, cache, *one, sampling, accept, layers).map(lambda x: x[0])

@@ -38,8 +38,9 @@ class ScriptedEngine(DecodingEngine):
         self._counts = torch.tensor(counts, device=target.device)
         self._turn = torch.zeros(1, dtype=torch.long, device=target.device)
         super().__init__(target, drafter, **options)
+        self._accept = self._scripted_rows
 
-    def _accept(
+    def _scripted_rows(
         self, tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The first rows, as many as scheduled; see `inference.verify.Accept`."""
