@@ -14,7 +14,7 @@ ROWS = [[5 + (7 * i + 3 * j) % 290 for j in range(4 + 5 * i)] for i in range(7)]
 def test_labels_are_the_models_choice_one_position_earlier():
     model = random_llama().double()
     labelled = Target(model, byte_tokenizer(template("chatml"))).label(ROWS, keep_hidden=True)
-    for row, (greedy, hidden) in zip(ROWS, labelled):
+    for row, (greedy, hidden, _) in zip(ROWS, labelled):
         out = model(torch.tensor([row]), output_hidden_states=True)
         assert greedy == [-100] + out.logits[0, :-1].argmax(-1).tolist()
         assert hidden.shape == (len(row), 32)
@@ -23,7 +23,7 @@ def test_labels_are_the_models_choice_one_position_earlier():
 
 def test_labelled_hidden_states_are_those_that_training_computes():
     target = Target(random_llama().double(), byte_tokenizer(template("chatml")))
-    for row, (_, hidden) in zip(ROWS, target.label(ROWS, keep_hidden=True)):
+    for row, (_, hidden, _) in zip(ROWS, target.label(ROWS, keep_hidden=True)):
         ids = torch.tensor([row])
         recomputed, _ = target.forward_rows(ids, torch.ones_like(ids), torch.arange(len(row))[None])
         torch.testing.assert_close(hidden, recomputed[0])
