@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -203,3 +204,14 @@ print(len(engine.generate([1, 2, 3]).tokens))
     train += " --max_steps 2 --max_minutes 0 --per_device_train_batch_size 2 --simulate_rows 1 --threads 1"
     assert "run/head" in run_installed(installed, tmp_path, *train.split())
     assert (tmp_path / "run" / "head" / "model.safetensors").is_file()
+
+
+def test_contributing_lists_every_source_file():
+    """The list at the end of CONTRIBUTING.md names every file of the four rooms, in its folder's part of the list."""
+    listed = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Every file")[1]
+    for room in ("train", "heads", "data", "inference"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            if path.name != "__init__.py":
+                assert re.search(rf"\b{re.escape(path.name)}\b", listed), f"{path} is not in CONTRIBUTING's list"
+    for name in re.findall(r"\b\w+\.py\b", listed):
+        assert any(ROOT.glob(f"*/**/{name}")), f"CONTRIBUTING lists {name}, which is no file"
