@@ -8,7 +8,6 @@ target's own token at each position given the text before it (-100 at position 0
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
 what the chat template adds after them. A conversation with the same user turns as an earlier one would get the same
 answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out and trained on.
-With `answer_prefix` the target continues the first tokens of recorded answers, which makes such conversations differ.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows,
 repeated, fingerprint, bad_rows}, end_token_ids, shards [{file, rows, first_row, source_rows, skipped, cut, …}], counts
@@ -74,7 +73,7 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
     if options.shuffle_seed is not None:
         loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
     if options.labels == "generate":
-        distinct = without_repeats(loaded.dataset, options.answer_prefix)
+        distinct = without_repeats(loaded.dataset)
         loaded.repeated = len(loaded.dataset) - len(distinct)
         loaded.dataset = distinct
     if options.limit is not None:

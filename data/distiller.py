@@ -11,7 +11,6 @@ import datasets
 import torch
 
 from draft_heads.data.answers import Answer, answer_prompts
-from draft_heads.data.collate import unit_hash
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.dtypes import DTYPES
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes
@@ -141,9 +140,9 @@ class Distiller:
         """Answer the first pending turn of every row, or end the conversation where its prompt does not fit."""
         answering, prompts = [], []
         for row in rows:
-            turn = row.pending.pop(0)
+            messages = row.messages[: row.pending.pop(0) + 1]
             try:
-                prompt = self._prompt(row, turn)
+                prompt = row.ids + self.renderer.next_turn(messages) if row.ids else self.renderer.prompt(messages)
             except ConversationError as error:
                 self._reject(row, error)
                 continue
@@ -162,40 +161,13 @@ class Distiller:
                 row.pending = []
                 row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
 
-    def _prompt(self, row: Row, turn: int) -> list[int]:
-        recorded = self._recorded_prefix(row, turn)
-        if not row.ids:
-            return self.renderer.prompt(row.messages[: turn + 1]) + recorded
-        return row.ids + self.renderer.next_turn(row.messages[: turn + 1]) + recorded
 
-    def _recorded_prefix(self, row: Row, turn: int) -> list[int]:
-        """The tokens of the recorded answer that the target continues: at most half of them."""
-        wanted = prefix_length(row.id, self.options.answer_prefix)
-        answered = turn + 1 < len(row.messages) and row.messages[turn + 1]["role"] == "assistant"
-        if not wanted or not answered:
-            return []
-        ids = self.target.tokenizer(
-            row.messages[turn + 1]["content"], add_special_tokens=False, truncation=True, max_length=2 * wanted
-        )["input_ids"]
-        return list(ids[: len(ids) // 2])
-
-
-def prefix_length(row_id: str, longest: int) -> int:
-    """How many recorded tokens the target continues in this row: 0 to `longest`, a hash of its id."""
-    return int(unit_hash(f"answer prefix:{row_id}") * (longest + 1))
-
-
-def without_repeats(conversations: datasets.Dataset, answer_prefix: int) -> datasets.Dataset:
-    """Leave out conversations for which the target would generate the same answers as for an earlier one.
-
-    Equal user and system turns get equal greedy answers; where the target continues a recorded answer, the recorded
-    answers are compared too.
-    """
+def without_repeats(conversations: datasets.Dataset) -> datasets.Dataset:
+    """Leave out conversations whose user and system turns are those of an earlier one: they get the same answers."""
     seen: set[str] = set()
     keep = []
     for number, record in enumerate(conversations):
-        continued = prefix_length(record["id"], answer_prefix) > 0
-        read = [turn for turn in record["messages"] if continued or turn["role"] != "assistant"]
+        read = [turn for turn in record["messages"] if turn["role"] != "assistant"]
         key = json.dumps(read, ensure_ascii=True, sort_keys=True)
         if key not in seen:
             seen.add(key)
