@@ -9,13 +9,14 @@ from typing import Any
 
 import datasets
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.dtypes import DTYPES
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes
 from draft_heads.data.labeller import Labeller
-from draft_heads.data.progress import DistillProgress
 from draft_heads.data.rendering import ChatRenderer, ConversationError
 
 # (prompts, most new tokens of each, progress) → an answer each
@@ -35,6 +36,22 @@ class Row:
     skipped: str | None = None
     cut: bool = False
     finish: str = "end"
+
+
+class DistillProgress(Progress):
+    """Two bars: conversations labelled or skipped, and answers written in the current turn of a shard."""
+
+    def __init__(self, show: bool) -> None:
+        columns = (
+            TextColumn("{task.description:<14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[note]}"),
+        )
+        super().__init__(*columns, console=Console(stderr=True), disable=not show)
+        self.rows = self.add_task("conversations", total=None, note="")
+        self.answers = self.add_task("answers", total=None, visible=False, note="")
 
 
 class Distiller:
@@ -94,7 +111,7 @@ class Distiller:
                     yield record | {name: hidden_bytes(x.to(self.hidden_dtype)) for name, x in columns if x is not None}
                 else:
                     labelled[i] = record
-            self.progress.add_rows(len(batch))
+            self.progress.advance(self.progress.rows, len(batch))
         for i in sorted(labelled):
             yield labelled[i]
 
@@ -152,8 +169,10 @@ class Distiller:
             else:
                 row.pending, row.cut = [], bool(row.ids)
         limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
-        self.progress.start_turn(len(prompts))
-        for row, prompt, answer in zip(answering, prompts, self._answerer(prompts, limits, self.progress.add_answers)):
+        bars = self.progress
+        bars.reset(bars.answers, total=len(prompts), visible=True)
+        answers = self._answerer(prompts, limits, lambda count: bars.advance(bars.answers, count))
+        for row, prompt, answer in zip(answering, prompts, answers):
             row.mask += [False] * (len(prompt) - len(row.ids)) + [True] * len(answer.tokens)
             row.ids = prompt + answer.tokens
             row.finish = answer.finish
