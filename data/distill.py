@@ -31,9 +31,9 @@ from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.conversations import Conversations, read_conversations
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller, DistillProgress, without_repeats
-from draft_heads.data.dtypes import dtype_name
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
+from draft_heads.data.options import dtype_name
 from draft_heads.data.shards import ShardFolder
 
 _TRAINED = "black on green"

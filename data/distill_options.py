@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draft_heads.data.dtypes import DTYPES
-from draft_heads.data.options import check_options, option
+from draft_heads.data.options import DTYPES, check_options, option
 
 
 @dataclass

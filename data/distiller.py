@@ -14,9 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.dtypes import DTYPES
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes
 from draft_heads.data.labeller import Labeller
+from draft_heads.data.options import DTYPES
 from draft_heads.data.rendering import ChatRenderer, ConversationError
 
 # (prompts, most new tokens of each, progress) → an answer each
