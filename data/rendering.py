@@ -33,18 +33,12 @@ class ConversationError(ValueError):
 
 
 class _Turn(NamedTuple):
-    """Character positions of one assistant turn in the rendered text.
+    """Character positions of one assistant turn in the rendered text."""
 
-    start    where the target would start to write
-    aligned  True when `start` is the end of the generation prompt: tokens that begin before it are the prompt's
-    content  end of the content
-    end      end of what the template adds for this turn (end-of-turn token, line break …)
-    """
-
-    start: int
-    aligned: bool
-    content: int
-    end: int
+    start: int  # where the target would start to write
+    aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
+    content: int  # end of the content
+    end: int  # end of what the template adds for this turn (end-of-turn token, line break …)
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
