@@ -31,7 +31,11 @@ class AnswerServer:
         self._end_token_ids = list(end_token_ids)
         self._concurrency = concurrency
         self._cut_loops = cut_loops
-        self.model = model or self._first_model()
+        if model is None:
+            if not (models := self._call("/models", None)["data"]):
+                raise ValueError(f"--base_url {self.url} serves no model; pass --model_name")
+            model = str(models[0]["id"])
+        self.model = model
 
     def answers(
         self, prompts: list[list[int]], limits: list[int], progress: Callable[[int], None] = lambda count: None
@@ -45,18 +49,9 @@ class AnswerServer:
         return answers
 
     def _answer(self, prompt: list[int], limit: int) -> Answer:
-        reply = self._call(
-            "/completions",
-            {
-                "model": self.model,
-                "prompt": prompt,
-                "max_tokens": limit,
-                "temperature": 0,
-                "stop_token_ids": self._end_token_ids,
-                "return_token_ids": True,
-            },
-        )
-        choice = reply["choices"][0]
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
+        asked |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True}
+        choice = self._call("/completions", asked)["choices"][0]
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
             raise ValueError(
@@ -74,12 +69,6 @@ class AnswerServer:
                 f"tokens {self._end_token_ids}; serve the model that --target names, with its own tokenizer"
             )
         return Answer(tokens, "limit")
-
-    def _first_model(self) -> str:
-        models = self._call("/models", None)["data"]
-        if not models:
-            raise ValueError(f"--base_url {self.url} serves no model; pass --model_name")
-        return str(models[0]["id"])
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         request = urllib.request.Request(

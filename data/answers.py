@@ -67,7 +67,9 @@ def _answer_batch(target: Labeller, prompts: list[list[int]], limits: list[int],
     finish: dict[int, Literal["end", "limit", "loop"]] = {}
     detectors = [LoopDetector() for _ in prompts] if cut_loops else []
     active = list(range(len(prompts)))
-    cache = preallocated_cache(target.model.config, width + max(limits))
+    cache = DynamicCache(config=target.model.config)
+    capacity = width + max(limits)
+    cache.layers = [_InPlaceLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     while True:
         out = target.model(
             input_ids=ids_BL,
@@ -100,15 +102,8 @@ def _answer_batch(target: Labeller, prompts: list[list[int]], limits: list[int],
             active = [active[slot] for slot in keep]
 
 
-def preallocated_cache(config: Any, capacity: int) -> DynamicCache:
-    """A DynamicCache whose full-attention layers write into buffers of `capacity` tokens instead of concatenating."""
-    cache = DynamicCache(config=config)
-    cache.layers = [_InPlaceLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
-
-
 class _InPlaceLayer(DynamicLayer):
-    """Keys and values are views of the filled part of two buffers of `capacity` tokens."""
+    """Keys and values are views of the filled part of two buffers of `capacity` tokens: no step concatenates."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()

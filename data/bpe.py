@@ -31,10 +31,9 @@ def train_tokenizer(
         ]
     )
     bpe.decoder = decoders.ByteLevel()
-    special = [PAD, BOS, EOS, *ROLES.values()]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=special,
+        special_tokens=[PAD, BOS, EOS, *ROLES.values()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -23,13 +23,8 @@ logger = logging.getLogger(__name__)
 
 ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing"), "assistant"),
 }
 FEATURES = datasets.Features(
     {
@@ -41,15 +36,11 @@ FEATURES = datasets.Features(
 
 @dataclass
 class Conversations:
-    """What a source holds: `dataset` with columns `id` and `messages`, and the rows that could not be used.
+    """What a source holds, and the rows that could not be used."""
 
-    bad_rows: "FILE, line N, row K: reason" of each
-    repeated: rows left out because an earlier one has the same user turns (only when answers are generated).
-    """
-
-    dataset: datasets.Dataset
-    bad_rows: list[str] = field(default_factory=list)
-    repeated: int = 0
+    dataset: datasets.Dataset  # columns `id` and `messages`
+    bad_rows: list[str] = field(default_factory=list)  # "FILE, line N, row K: reason" of each
+    repeated: int = 0  # rows left out as an earlier one has the same user turns (only when answers are generated)
 
 
 def load_conversations(source: str, split: str = "train", skip_bad_rows: bool = False) -> datasets.Dataset:

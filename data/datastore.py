@@ -6,12 +6,14 @@
     starts.npy      [vocab_size + 2] index in `suffixes` of the first suffix that begins with each token
 
 Numbers are little-endian and unsigned. No looked-up phrase contains a separator, so no match spans two conversations.
-`python scripts/build_datastore.py` makes the folder (`data/build_datastore.py`).
+`python scripts/build_datastore.py` makes the folder.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from draft_heads.data.conversations import load_conversations
+from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import tokenizer_hash
 
 FORMAT_VERSION = 1
 MANIFEST = "datastore.json"
 DEPTH = 32  # tokens: the longest phrase looked up plus the continuation that is read after it
+_BATCH = 256  # conversations tokenised at once
 
 
 @dataclass(frozen=True)
@@ -117,3 +122,95 @@ def _memory_map(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
             f"{array.dtype} of shape {array.shape}; {remedy}"
         )
     return np.asarray(array)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Building
+
+
+def build_datastore(
+    dataset: str,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    limit: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, of: None,
+) -> dict[str, Any]:
+    """Write the conversations of a file, folder or hub id as a datastore; returns its manifest.
+
+    `tokenizer` has a chat template, with which conversations are rendered as the target sees them; `progress` is called
+    with stage, done, of. ConversationError with file, row and reason for a bad row, ValueError for no rows.
+    """
+    rows = load_conversations(dataset)
+    if limit is not None:
+        rows = rows.select(range(min(limit, len(rows))))
+    if not len(rows):
+        raise ValueError(f"--dataset {dataset} holds no conversation; pass a file with at least one")
+    vocabulary = 1 + max(tokenizer.get_vocab().values())
+    digest = hashlib.sha256()
+    parts: list[NDArray[Any]] = []
+    conversations = rows["messages"]
+    for first in range(0, len(rows), _BATCH):
+        progress("conversations", first, len(rows))
+        batch = conversations[first : first + _BATCH]
+        digest.update(json.dumps(batch).encode())
+        texts: Any = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in batch]
+        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+            parts.append(np.array([*ids, vocabulary], unsigned(vocabulary)))
+    progress("conversations", len(rows), len(rows))
+    tokens = np.concatenate(parts)
+    del parts
+    suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(tokens, minlength=vocabulary + 1))])
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "tokens": len(tokens),
+        "conversations": len(rows),
+        "vocab_size": vocabulary,
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "depth": DEPTH,
+        "dataset": {"name": Path(dataset).name, "limit": limit, "fingerprint": digest.hexdigest()[:16]},
+    }
+    arrays = {"tokens": tokens, "suffixes": suffixes.astype(unsigned(len(tokens))), "starts": starts.astype("<u8")}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+    return manifest
+
+
+def suffix_array(
+    tokens: NDArray[np.integer], depth: int = 32, progress: Callable[[int, int], None] = lambda done, of: None
+) -> NDArray[np.int64]:
+    """[N] int64, the positions in `tokens [N]` sorted by the first `depth` tokens of the suffix that begins there.
+
+    For the tokens 1 2 1 2 3 the suffixes in order are 1 2 1 2 3, 1 2 3, 2 1 2 3, 2 3, 3: the array is 0 2 1 3 4.
+    Prefix doubling: each round sorts by pairs of ranks and so doubles the sorted depth. `depth` is a power of two.
+    Equal suffixes keep the order of the text; a shorter suffix sorts before a longer one that begins with it. Needs 32
+    bytes of memory per token. `progress(done, of)` is called with the number of rounds.
+    """
+    if depth < 1 or depth & (depth - 1):
+        raise ValueError(f"the depth of a suffix array is a power of two; got {depth}; choose 16, 32 or 64")
+    rounds = depth.bit_length()
+    progress(0, rounds)
+    order = np.argsort(tokens, kind="stable")
+    rank = _ranks(np.asarray(tokens)[order], order)
+    for done in range(1, rounds):
+        progress(done, rounds)
+        if len(rank) == 0 or rank.max() == len(rank):
+            break  # all ranks differ
+        half = 1 << (done - 1)
+        second = np.zeros_like(rank)
+        second[:-half] = rank[half:]
+        pair = rank * (len(rank) + 1) + second
+        order = np.argsort(pair, kind="stable")
+        rank = _ranks(pair[order], order)
+    progress(rounds, rounds)
+    return order
+
+
+def _ranks(ordered: NDArray[np.integer], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[N] int64 from 1, equal keys have equal ranks: `ordered` are the sorted keys, `order` their positions."""
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.cumsum(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(order)])
+    return rank

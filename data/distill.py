@@ -8,7 +8,6 @@ target's own token at each position given the text before it (-100 at position 0
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
 what the chat template adds after them. A conversation with the same user turns as an earlier one would get the same
 answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out and trained on.
-With `answer_prefix` the target continues the first tokens of recorded answers, which makes such conversations differ.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows,
 repeated, fingerprint, bad_rows}, end_token_ids, shards [{file, rows, first_row, source_rows, skipped, cut, …}], counts
@@ -24,16 +23,20 @@ from dataclasses import asdict
 from typing import Any
 
 import datasets
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.conversations import Conversations, read_conversations
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.distiller import Answerer, Distiller, without_repeats
-from draft_heads.data.dtypes import dtype_name
+from draft_heads.data.distiller import Answerer, Distiller, DistillProgress, without_repeats
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
-from draft_heads.data.progress import DistillProgress
+from draft_heads.data.options import dtype_name
 from draft_heads.data.shards import ShardFolder
+
+_TRAINED = "black on green"
 
 
 def distill(
@@ -58,12 +61,14 @@ def distill(
         tokens = distiller.count_tokens(rest)
         print(check_disk(tokens, options.labels == "argmax", hidden_size, distiller.hidden_dtype, output))
     folder.begin()
-    with DistillProgress(show_progress) as distiller.progress:
-        distiller.progress.start(folder.next_row, len(loaded.dataset))
+    with DistillProgress(show_progress) as bars:
+        distiller.progress = bars
+        bars.update(bars.rows, completed=folder.next_row, total=len(loaded.dataset))
         while folder.next_row < len(loaded.dataset):
             _write_shard(folder, distiller, loaded.dataset)
             counts = folder.manifest["counts"]
-            distiller.progress.set_note(f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}")
+            note = f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}"
+            bars.update(bars.rows, note=note)
     folder.finish()
     return folder.manifest
 
@@ -74,7 +79,7 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
     if options.shuffle_seed is not None:
         loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
     if options.labels == "generate":
-        distinct = without_repeats(loaded.dataset, options.answer_prefix)
+        distinct = without_repeats(loaded.dataset)
         loaded.repeated = len(loaded.dataset) - len(distinct)
         loaded.dataset = distinct
     if options.limit is not None:
@@ -87,7 +92,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     last = min(first + distiller.options.shard_rows, len(conversations))
     rows = distiller.rows(conversations.select(range(first, last)), first)
     kept = [row for row in rows if row.skipped is None]
-    distiller.progress.add_rows(len(rows) - len(kept))
+    distiller.progress.advance(distiller.progress.rows, len(rows) - len(kept))
     counts = {
         "rows": len(kept),
         "tokens": sum(len(row.ids) for row in kept),
@@ -121,6 +126,9 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
 def _header(source: str, distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     """The part of the manifest that must be equal for a second run to continue this one."""
     target, options = distiller.target, distiller.options
+    digest = hashlib.sha256()
+    for record in loaded.dataset:
+        digest.update(json.dumps([record["id"], record["messages"]], ensure_ascii=True).encode())
     settings = asdict(options)
     for name in ("labels", "split", "batch_size", "base_url", "model_name"):
         del settings[name]
@@ -138,18 +146,11 @@ def _header(source: str, distiller: Distiller, loaded: Conversations) -> dict[st
             "split": options.split,
             "rows": len(loaded.dataset),
             "repeated": loaded.repeated,
-            "fingerprint": _data_fingerprint(loaded.dataset),
+            "fingerprint": digest.hexdigest()[:16],
             "bad_rows": loaded.bad_rows,
         },
         "end_token_ids": list(target.end_token_ids),
     }
-
-
-def _data_fingerprint(dataset: datasets.Dataset) -> str:
-    digest = hashlib.sha256()
-    for record in dataset:
-        digest.update(json.dumps([record["id"], record["messages"]], ensure_ascii=True).encode())
-    return digest.hexdigest()[:16]
 
 
 def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | None:
@@ -161,3 +162,29 @@ def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | Non
         options.base_url, target.end_token_ids, options.model_name, options.batch_size, options.cut_loops
     )
     return server.answers
+
+
+def preview(target: Labeller, source: str, count: int, options: DistillOptions) -> None:
+    """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
+    conversations = select_conversations(source, options).dataset
+    chosen = conversations.select(range(min(count, len(conversations))))
+    console = Console()
+    for row in Distiller(target, options, server_answerer(target, options)).rows(chosen):
+        console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")
+        if row.skipped is not None:
+            console.print(f"skipped: {row.skipped}", markup=False)
+            continue
+        console.print(coloured(target.tokenizer, row.ids, row.mask))
+    console.print(Text("trained tokens", style=_TRAINED))
+
+
+def coloured(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
+    """The text of `ids`, special tokens shown, runs of `mask` in colour."""
+    text = Text()
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or mask[end] != mask[start]:
+            run = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            text.append(str(run), style=_TRAINED if mask[start] else "")
+            start = end
+    return text

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from draft_heads.data.dtypes import DTYPES
-from draft_heads.data.options import check_options, option
+from draft_heads.data.options import DTYPES, check_options, option
 
 
 @dataclass
@@ -18,9 +17,6 @@ class DistillOptions:
     shuffle_seed: int | None = option(None, "shuffle the conversations before --limit")
     max_length: int | None = option(None, "longest row in tokens (the target's positions, at most 2048)", least=1)
     max_new_tokens: int = option(512, "longest generated answer (512)", least=1)
-    answer_prefix: int = option(
-        0, "let the target continue the first 0 to N tokens (by row) of recorded answers (0: answer from the start)"
-    )
     cut_loops: bool = option(False, "end a generated answer where it begins to loop")
     hidden_states: str | None = option(
         None, f"cache the target's hidden states: the target's own type, or one of {', '.join(DTYPES)}", const="target"
@@ -38,11 +34,6 @@ class DistillOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.answer_prefix < 0 or (self.answer_prefix and self.labels != "generate"):
-            raise ValueError(
-                "--answer_prefix must be 0 or more, and goes with --labels generate; received "
-                f"{self.answer_prefix} with {self.labels}"
-            )
         if self.hidden_states not in (None, "target", *DTYPES):
             raise ValueError(
                 f"--hidden_states {self.hidden_states} is unknown; pass target or one of {', '.join(DTYPES)}"

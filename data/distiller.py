@@ -9,14 +9,14 @@ from typing import Any
 
 import datasets
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draft_heads.data.answers import Answer, answer_prompts
-from draft_heads.data.collate import unit_hash
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.dtypes import DTYPES
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes
 from draft_heads.data.labeller import Labeller
-from draft_heads.data.progress import DistillProgress
+from draft_heads.data.options import DTYPES
 from draft_heads.data.rendering import ChatRenderer, ConversationError
 
 # (prompts, most new tokens of each, progress) → an answer each
@@ -36,6 +36,22 @@ class Row:
     skipped: str | None = None
     cut: bool = False
     finish: str = "end"
+
+
+class DistillProgress(Progress):
+    """Two bars: conversations labelled or skipped, and answers written in the current turn of a shard."""
+
+    def __init__(self, show: bool) -> None:
+        columns = (
+            TextColumn("{task.description:<14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[note]}"),
+        )
+        super().__init__(*columns, console=Console(stderr=True), disable=not show)
+        self.rows = self.add_task("conversations", total=None, note="")
+        self.answers = self.add_task("answers", total=None, visible=False, note="")
 
 
 class Distiller:
@@ -95,7 +111,7 @@ class Distiller:
                     yield record | {name: hidden_bytes(x.to(self.hidden_dtype)) for name, x in columns if x is not None}
                 else:
                     labelled[i] = record
-            self.progress.add_rows(len(batch))
+            self.progress.advance(self.progress.rows, len(batch))
         for i in sorted(labelled):
             yield labelled[i]
 
@@ -141,9 +157,9 @@ class Distiller:
         """Answer the first pending turn of every row, or end the conversation where its prompt does not fit."""
         answering, prompts = [], []
         for row in rows:
-            turn = row.pending.pop(0)
+            messages = row.messages[: row.pending.pop(0) + 1]
             try:
-                prompt = self._prompt(row, turn)
+                prompt = row.ids + self.renderer.next_turn(messages) if row.ids else self.renderer.prompt(messages)
             except ConversationError as error:
                 self._reject(row, error)
                 continue
@@ -153,8 +169,10 @@ class Distiller:
             else:
                 row.pending, row.cut = [], bool(row.ids)
         limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
-        self.progress.start_turn(len(prompts))
-        for row, prompt, answer in zip(answering, prompts, self._answerer(prompts, limits, self.progress.add_answers)):
+        bars = self.progress
+        bars.reset(bars.answers, total=len(prompts), visible=True)
+        answers = self._answerer(prompts, limits, lambda count: bars.advance(bars.answers, count))
+        for row, prompt, answer in zip(answering, prompts, answers):
             row.mask += [False] * (len(prompt) - len(row.ids)) + [True] * len(answer.tokens)
             row.ids = prompt + answer.tokens
             row.finish = answer.finish
@@ -162,40 +180,13 @@ class Distiller:
                 row.pending = []
                 row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
 
-    def _prompt(self, row: Row, turn: int) -> list[int]:
-        recorded = self._recorded_prefix(row, turn)
-        if not row.ids:
-            return self.renderer.prompt(row.messages[: turn + 1]) + recorded
-        return row.ids + self.renderer.next_turn(row.messages[: turn + 1]) + recorded
 
-    def _recorded_prefix(self, row: Row, turn: int) -> list[int]:
-        """The tokens of the recorded answer that the target continues: at most half of them."""
-        wanted = prefix_length(row.id, self.options.answer_prefix)
-        answered = turn + 1 < len(row.messages) and row.messages[turn + 1]["role"] == "assistant"
-        if not wanted or not answered:
-            return []
-        ids = self.target.tokenizer(
-            row.messages[turn + 1]["content"], add_special_tokens=False, truncation=True, max_length=2 * wanted
-        )["input_ids"]
-        return list(ids[: len(ids) // 2])
-
-
-def prefix_length(row_id: str, longest: int) -> int:
-    """How many recorded tokens the target continues in this row: 0 to `longest`, a hash of its id."""
-    return int(unit_hash(f"answer prefix:{row_id}") * (longest + 1))
-
-
-def without_repeats(conversations: datasets.Dataset, answer_prefix: int) -> datasets.Dataset:
-    """Leave out conversations for which the target would generate the same answers as for an earlier one.
-
-    Equal user and system turns get equal greedy answers; where the target continues a recorded answer, the recorded
-    answers are compared too.
-    """
+def without_repeats(conversations: datasets.Dataset) -> datasets.Dataset:
+    """Leave out conversations whose user and system turns are those of an earlier one: they get the same answers."""
     seen: set[str] = set()
     keep = []
     for number, record in enumerate(conversations):
-        continued = prefix_length(record["id"], answer_prefix) > 0
-        read = [turn for turn in record["messages"] if continued or turn["role"] != "assistant"]
+        read = [turn for turn in record["messages"] if turn["role"] != "assistant"]
         key = json.dumps(read, ensure_ascii=True, sort_keys=True)
         if key not in seen:
             seen.add(key)

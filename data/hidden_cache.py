@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_heads.data.dtypes import dtype_name
+from draft_heads.data.options import dtype_name
 
 STATE_COLUMNS = ("hidden", "aux_hidden")
 """Columns of a dataset: what the LM head reads, and the outputs of `--target_layers` side by side."""

@@ -11,32 +11,23 @@ from transformers import PreTrainedTokenizerBase
 
 
 class Labelled(NamedTuple):
-    """A target's labels and hidden states of one text.
+    """A target's labels and hidden states of one text, the states on the CPU, or None where not asked for.
 
-    greedy_ids  [L], `greedy_ids[i] = argmax LM(h_{i-1})`, its token for position i given the text before it; -100 at
-                position 0. Example: ids [5, 7, 9] give [-100, argmax LM(h_0), argmax LM(h_1)].
-    hidden      [L, H] on the CPU, or None where it was not asked for
-    aux_hidden  [L, k·H], the outputs of k layers side by side, like `hidden`
+    Example: the ids [5, 7, 9] have the greedy_ids [-100, argmax LM(h_0), argmax LM(h_1)].
     """
 
-    greedy_ids: list[int]
-    hidden: Tensor | None
-    aux_hidden: Tensor | None
+    greedy_ids: list[int]  # [L], the target's token for each position given the text before it; -100 at position 0
+    hidden: Tensor | None  # [L, H]
+    aux_hidden: Tensor | None  # [L, k·H], the outputs of k layers side by side
 
 
 class Labeller(Protocol):
-    """A frozen causal LM that answers prompts and gives its greedy token at every position of a text.
+    """A frozen causal LM that answers prompts and gives its greedy token at every position of a text."""
 
-    name            folder or hub id it was loaded from
-    adapter         PEFT adapter that was merged into it, or None
-    model           the transformers model, which writes answers (`data.answers`)
-    tokenizer       with the chat template in use
-    """
-
-    name: str
-    adapter: str | None
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
+    name: str  # folder or hub id it was loaded from
+    adapter: str | None  # PEFT adapter that was merged into it
+    model: Any  # the transformers model, which writes answers (`data.answers`)
+    tokenizer: PreTrainedTokenizerBase  # with the chat template in use
 
     @property
     def device(self) -> torch.device:

@@ -14,11 +14,6 @@ class LoopDetector:
     """Incremental form of `loop_start`: `push` a token and get whether the text now ends in a loop."""
 
     def __init__(self, max_period: int = 40, copies: int = 3, min_tokens: int = 12) -> None:
-        if max_period < 1 or copies < 2 or min_tokens < 1:
-            raise ValueError(
-                f"a loop needs max_period >= 1, copies >= 2 and min_tokens >= 1; received {max_period}, {copies}, "
-                f"{min_tokens}"
-            )
         self._tokens: list[int] = []
         self._max_period = max_period
         # A text ends with c copies of a block of p tokens iff its last (c - 1)·p tokens equal those p earlier.
@@ -47,7 +42,4 @@ def loop_start(tokens: Sequence[int], max_period: int = 40, copies: int = 3, min
     four tokens; `[7] * 20` → 12, since a block of one token needs twelve copies.
     """
     detector = LoopDetector(max_period, copies, min_tokens)
-    for end, token in enumerate(tokens, start=1):
-        if detector.push(token):
-            return end
-    return None
+    return next((end for end, token in enumerate(tokens, start=1) if detector.push(token)), None)

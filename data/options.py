@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+
 
 def option(default: Any, help: str, choices: Sequence[str] = (), least: int | None = None, const: Any = None) -> Any:
     """A dataclass field that is a flag; `choices` and `least` are checked by `check_options`.
@@ -58,3 +62,17 @@ def true_or_false(text: str) -> bool:
     if text.lower() not in words:
         raise ValueError(f"must be true or false; got {text!r}")
     return words[text.lower()]
+
+
+def dtype_named(flag: str, name: str | None) -> torch.dtype | None:
+    """The type that the option `flag` names; None for None and `auto`; ValueError for an unknown name."""
+    if name in (None, "auto"):
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"{flag} {name} is unknown; pass one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")

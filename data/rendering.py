@@ -33,18 +33,12 @@ class ConversationError(ValueError):
 
 
 class _Turn(NamedTuple):
-    """Character positions of one assistant turn in the rendered text.
+    """Character positions of one assistant turn in the rendered text."""
 
-    start    where the target would start to write
-    aligned  True when `start` is the end of the generation prompt: tokens that begin before it are the prompt's
-    content  end of the content
-    end      end of what the template adds for this turn (end-of-turn token, line break …)
-    """
-
-    start: int
-    aligned: bool
-    content: int
-    end: int
+    start: int  # where the target would start to write
+    aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
+    content: int  # end of the content
+    end: int  # end of what the template adds for this turn (end-of-turn token, line break …)
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
@@ -200,23 +194,15 @@ class ChatRenderer:
             # The target writes the whitespace between the generation prompt and the content: "ASSISTANT:" is the
             # prompt, " Hello." the answer.
             aligned = before.startswith(prompt) and not before[len(prompt) :].strip()
-            turns.append(
-                _Turn(len(prompt) if aligned else start, aligned, content, content + len(own)),
-            )
+            turns.append(_Turn(len(prompt) if aligned else start, aligned, content, content + len(own)))
         return turns
 
     # ---- tokens --------------------------------------------------------------------------------------------
 
     def _token_span(self, turn: _Turn, ids: list[int], offsets: list[tuple[int, int]]) -> tuple[int, int]:
         """[first, last) token of a turn, its end-of-turn token included."""
-        first = next(
-            (
-                i
-                for i, (start, end) in enumerate(offsets)
-                if end > turn.start and (start >= turn.start or not turn.aligned)
-            ),
-            len(ids),
-        )
+        begins = (end > turn.start and (start >= turn.start or not turn.aligned) for start, end in offsets)
+        first = next((i for i, found in enumerate(begins) if found), len(ids))
         last = first
         while last < len(ids) and offsets[last][0] < turn.content:
             last += 1
@@ -225,12 +211,7 @@ class ChatRenderer:
 
     def _end_of_turn_after(self, first: int, end: int, ids: list[int], offsets: list[tuple[int, int]]) -> int | None:
         """Index after the first special token at or after token `first` that begins before character `end`."""
-        for i in range(first, len(ids)):
-            if offsets[i][0] >= end:
-                break
-            if ids[i] in self._special:
-                return i + 1
-        return None
+        return next((i + 1 for i in range(first, len(ids)) if ids[i] in self._special and offsets[i][0] < end), None)
 
     def _mask_from_generation_blocks(
         self, messages: Messages, ids: list[int], offsets: list[tuple[int, int]], turns: list[_Turn]
@@ -265,5 +246,4 @@ def _end_of_placeholder(text: str, placeholder: str) -> int:
 
 
 def _common_prefix(one: str, other: str) -> str:
-    length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    return one[:length]
+    return one[: next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))]

@@ -46,17 +46,6 @@ class DistilledDataset:
         return list(self.manifest["settings"].get("target_layers") or [])
 
 
-def row_features(states: Sequence[str] = ()) -> datasets.Features:
-    """Columns of a shard; `states` are the raw bytes of an [L, ·] tensor each, its type in the manifest."""
-    columns: dict[str, Any] = {
-        "id": datasets.Value("string"),
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "assistant_mask": datasets.List(datasets.Value("bool")),
-        "greedy_ids": datasets.List(datasets.Value("int32")),
-    }
-    return datasets.Features({**columns, **dict.fromkeys(states, datasets.Value("large_binary"))})
-
-
 class ShardFolder:
     """The writing side of one output folder."""
 
@@ -95,9 +84,9 @@ class ShardFolder:
         """Remove shards that the manifest does not list, and temporary files."""
         if not self.manifest["shards"]:
             (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
-        named = {shard["file"] for shard in self.manifest["shards"]}
+        named = {MANIFEST, *(shard["file"] for shard in self.manifest["shards"])}
         for path in self.folder.iterdir():
-            if _is_own_file(path) and path.name not in named | {MANIFEST}:
+            if _is_own_file(path) and path.name not in named:
                 path.unlink()
 
     @property
@@ -109,18 +98,28 @@ class ShardFolder:
     def write(
         self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], states: Sequence[str] = ()
     ) -> None:
-        """Write one shard; `entry` (first_row, source_rows, skipped …) is added to the manifest as it is."""
+        """Write one shard; `entry` (first_row, source_rows, skipped …) is added to the manifest as it is.
+
+        states: the columns of raw bytes, an [L, ·] tensor each, its type in the manifest
+        """
         name = f"shard-{len(self.manifest['shards']):05d}.arrow"
         path = self.folder / name
         temporary = path.with_suffix(".arrow.tmp")
-        schema = row_features(states).arrow_schema
+        columns: dict[str, Any] = {
+            "id": datasets.Value("string"),
+            "input_ids": datasets.List(datasets.Value("int32")),
+            "assistant_mask": datasets.List(datasets.Value("bool")),
+            "greedy_ids": datasets.List(datasets.Value("int32")),
+            **dict.fromkeys(states, datasets.Value("large_binary")),
+        }
+        schema = datasets.Features(columns).arrow_schema
         written = 0
         with temporary.open("wb") as file:
             with pa.ipc.new_stream(file, schema) as stream:
                 rows, size = iter(rows), 1 if states else 256
                 while batch := list(itertools.islice(rows, size)):
-                    columns = {key: [row[key] for row in batch] for key in schema.names}
-                    stream.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
+                    cells = {key: [row[key] for row in batch] for key in schema.names}
+                    stream.write_batch(pa.RecordBatch.from_pydict(cells, schema=schema))
                     written += len(batch)
             file.flush()
             os.fsync(file.fileno())

@@ -42,20 +42,13 @@ class TargetView:
 
 @dataclass
 class HeadLoss:
-    """One training forward: what to minimise and what to report.
+    """One training forward: what to minimise and what to report; the last two fields in evaluation only."""
 
-    total     [] sum of the loss over windows; the trainer divides by the number of windows of the global batch
-    windows   [] int64, how many windows (anchors with at least one label) entered `total`
-    parts     named detached scalars: sums over the same windows, or counts (names ending in `_count`)
-    correct   [U, 5] float, windows whose label at each offset is among the 1, 2, … 5 best drafts (evaluation only)
-    counted   [U] float, windows that have a label at each offset (evaluation only)
-    """
-
-    total: Tensor
-    windows: Tensor
-    parts: dict[str, Tensor] = field(default_factory=dict)
-    correct: Tensor | None = None
-    counted: Tensor | None = None
+    total: Tensor  # [] sum of the loss over windows; the trainer divides by the windows of the global batch
+    windows: Tensor  # [] int64, how many windows (anchors with at least one label) entered `total`
+    parts: dict[str, Tensor] = field(default_factory=dict)  # [] each, detached: sums, or counts (named `…_count`)
+    correct: Tensor | None = None  # [U, 5] float, windows whose label is among the 1, 2, … 5 best drafts
+    counted: Tensor | None = None  # [U] float, windows that have a label at each offset
 
     @classmethod
     def zero(cls, windows: int, device: torch.device) -> HeadLoss:
@@ -76,20 +69,13 @@ class HeadLoss:
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of text as a head reads it; what is not given gets the meaning of whole, unpacked rows.
+    """A batch of text as a head reads it."""
 
-    hidden        [B, L, H], what the target's LM head reads at each token
-    input_ids     [B, L] int64, the text
-    segment_ids   [B, L] int64, 0 = padding, 1.. = conversation inside a packed row
-    position_ids  [B, L] int64, restarting per conversation
-    aux_hidden    [B, L, k·H], the outputs of the k `target_layers` side by side; None for a head without any
-    """
-
-    hidden: Tensor
-    input_ids: Tensor
-    segment_ids: Tensor
-    position_ids: Tensor
-    aux_hidden: Tensor | None = None
+    hidden: Tensor  # [B, L, H], what the target's LM head reads at each token
+    input_ids: Tensor  # [B, L] int64, the text
+    segment_ids: Tensor  # [B, L] int64, 0 = padding, 1.. = conversation inside a packed row
+    position_ids: Tensor  # [B, L] int64, restarting per conversation
+    aux_hidden: Tensor | None = None  # [B, L, k·H], the outputs of the k `target_layers` side by side, if any
 
     @classmethod
     def of(

@@ -56,11 +56,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            size,
-        )
+        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, size
         self.rope_theta = config.rope_theta
         self.attention_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.q_proj = nn.Linear(hidden, self.heads * size, bias=False)

@@ -24,16 +24,12 @@ from draft_heads.heads.accuracy import TOP, top_hits
 
 @dataclass(frozen=True)
 class PrefixState:
-    """Forward probabilities of M prefixes *before* each frame: column t holds γ_{t} for t = 0..T−1.
+    """Forward probabilities of M prefixes *before* each frame: column t holds γ_{t} for t = 0..T−1."""
 
-    in_label  [M, T] γⁿ, in_blank [M, T] γᵇ, last [M] int64 the prefix's last label (−1: the empty prefix)
-    repeated  [M] Σ_t γⁿ_{t−1}·p_t(last): what a frame that repeats the last label adds to no child
-    """
-
-    in_label: Tensor
-    in_blank: Tensor
-    last: Tensor
-    repeated: Tensor
+    in_label: Tensor  # [M, T] γⁿ
+    in_blank: Tensor  # [M, T] γᵇ
+    last: Tensor  # [M] int64, the prefix's last label (−1: the empty prefix)
+    repeated: Tensor  # [M] Σ_t γⁿ_{t−1}·p_t(last): what a frame that repeats the last label adds to no child
 
 
 def empty_prefix(blank_runs: Tensor) -> PrefixState:
@@ -70,14 +66,10 @@ def runs(probs: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelRuns:
-    """How a label that begins at frame s goes on, for L labels.
+    """How a label that begins at frame s goes on up to frame j: probabilities at (s, j) of L labels."""
 
-    in_label  [..., T, T] at (s, j): the probability that every frame between s and j emits the label
-    in_blank  [..., T, T] at (s, j): that they emit it for some frames, then blank up to frame j−1, once or more
-    """
-
-    in_label: Tensor
-    in_blank: Tensor
+    in_label: Tensor  # [..., T, T], that every frame between s and j emits the label
+    in_blank: Tensor  # [..., T, T], that they emit it for some frames, then blank up to frame j−1, once or more
 
     @classmethod
     def of(cls, label_runs: Tensor, blank_runs: Tensor) -> LabelRuns:

@@ -27,20 +27,13 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Windows:
-    """Anchors and their labels.
+    """Anchors and their labels."""
 
-    anchors  [B, A] int64, index of the last committed token, ascending; where `valid` is false: 0
-    valid    [B, A] bool
-    labels   [B, A, U] int64, 0 beyond `lengths`
-    lengths  [B, A] int64, labels in the window; at least 1 where valid
-    closed   [B, A] bool, nothing may follow the labels (the turn ended, or the window is full)
-    """
-
-    anchors: Tensor
-    valid: Tensor
-    labels: Tensor
-    lengths: Tensor
-    closed: Tensor
+    anchors: Tensor  # [B, A] int64, index of the last committed token, ascending; where `valid` is false: 0
+    valid: Tensor  # [B, A] bool
+    labels: Tensor  # [B, A, U] int64, 0 beyond `lengths`
+    lengths: Tensor  # [B, A] int64, labels in the window; at least 1 where valid
+    closed: Tensor  # [B, A] bool, nothing may follow the labels (the turn ended, or the window is full)
 
     def gather(self, rows: Tensor, ahead: int = 0) -> Tensor:
         """[N, H], what `rows [B, L, H]` holds `ahead` indices behind the anchor of each valid window."""

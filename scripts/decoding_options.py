@@ -13,9 +13,9 @@ import torch
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.config_file import parse_with_config
-from draft_heads.data.dtypes import DTYPES, dtype_name, dtype_named
 from draft_heads.data.files import write_text
 from draft_heads.data.loops import LoopDetector
+from draft_heads.data.options import DTYPES, dtype_name, dtype_named
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter

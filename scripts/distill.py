@@ -20,11 +20,9 @@ from rich.table import Table
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.config_file import read_config
-from draft_heads.data.distill import distill
+from draft_heads.data.distill import distill, preview
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.dtypes import DTYPES
-from draft_heads.data.options import add_flags, option_names
-from draft_heads.data.preview import preview
+from draft_heads.data.options import DTYPES, add_flags, option_names
 from draft_heads.inference.target.target import Target
 
 

@@ -17,8 +17,7 @@ from transformers import AutoConfig, HfArgumentParser, TrainingArguments
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.config_file import read_config
-from draft_heads.data.dtypes import dtype_named
-from draft_heads.data.options import add_flags, option, option_names
+from draft_heads.data.options import add_flags, dtype_named, option, option_names
 from draft_heads.heads.config import HeadConfig
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
@@ -82,19 +81,15 @@ class HeadTrainingArguments(TrainingArguments):
             raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
         self.remove_unused_columns = False
         self.label_names = []
-        if not torch.accelerator.is_available():
-            self._prepare_cpu_processes()
-        super().__post_init__()
-
-    def _prepare_cpu_processes(self) -> None:
-        """Several processes on CPU: accelerate picks no backend by itself when DeepSpeed is asked for, so name gloo."""
-        if not self.deepspeed:
+        on_cpu = not torch.accelerator.is_available()
+        if on_cpu and not self.deepspeed:
             self.use_cpu = True
-        elif "LOCAL_RANK" in os.environ:
+        elif on_cpu and "LOCAL_RANK" in os.environ:  # with DeepSpeed on CPU accelerate picks no backend, so name gloo
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
             self.accelerator_config = {"use_configured_state": True}
+        super().__post_init__()
 
 
 def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:

@@ -14,13 +14,12 @@ import datasets
 import torch
 from transformers import set_seed
 
-from draft_heads.data.collate import DraftCollator, split_held_out
+from draft_heads.data.collate import DraftCollator, label_counts, split_held_out
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.data.shards import DistilledDataset, load_distilled
-from draft_heads.data.token_counts import label_counts
 from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.checkpoint import head_classes, save_head
-from draft_heads.heads.config import HeadConfig, target_sizes
+from draft_heads.heads.config import target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions, parse_options
@@ -46,7 +45,13 @@ def train_head(kind: str, propose_from: ProposeFrom) -> None:
         )
         target.check_layers(settings["target_layers"])
         training, held_out, data, collator = load_data(run, target, settings["target_layers"])
-        config = head_config(config_type, settings, run, target, data)
+        config = config_type(
+            **target_sizes(target.config),
+            **settings,
+            end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
+            target=run.target,
+            target_fingerprint=target.fingerprint(),
+        )
     except (ValueError, OSError) as error:
         sys.exit(f"train/{kind}.py: {error}")
 
@@ -66,7 +71,11 @@ def train_head(kind: str, propose_from: ProposeFrom) -> None:
         propose_from=lambda head, rows, view: propose_from(head, rows, view, run.simulate_nodes),
     )
     trainer.start_head()
-    fit(trainer, resume)
+    if resume is not None:
+        trainer.clock.resume(resume)
+        print(f"resuming {resume} ({trainer.clock.elapsed:.1f} minutes in)", flush=True)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    trainer.final_metrics = trainer.evaluate()
     print(f"head: {export(trainer, run, settings, data)}", flush=True)
 
 
@@ -118,19 +127,6 @@ def _load_labelled(folder: str, run: RunOptions, target: Target) -> DistilledDat
     return distilled
 
 
-def head_config(
-    kind: type[HeadConfig], settings: dict[str, Any], run: RunOptions, target: Target, data: list[DistilledDataset]
-) -> HeadConfig:
-    """The head's configuration: its settings, the target's sizes and identity, the tokens that end a turn."""
-    return kind(
-        **target_sizes(target.config),
-        **settings,
-        end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
-        target=run.target,
-        target_fingerprint=target.fingerprint(),
-    )
-
-
 def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
     """Make the head draft from the most frequent labels of its training rows; returns a line with their coverage.
 
@@ -145,15 +141,6 @@ def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
         f"draft vocabulary: {len(chosen)} of {config.vocab_size} tokens, {covered:.2%} of the {int(counts.sum())} "
         "training answer tokens"
     )
-
-
-def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
-    """Train, from the checkpoint if there is one, then evaluate once more."""
-    if resume is not None:
-        trainer.clock.resume(resume)
-        print(f"resuming {resume} ({trainer.clock.elapsed:.1f} minutes in)", flush=True)
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    trainer.final_metrics = trainer.evaluate()
 
 
 def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: list[DistilledDataset]) -> Path:

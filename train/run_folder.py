@@ -20,7 +20,7 @@ _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eva
 def prepare_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
     """Check --output_dir against these settings; returns the checkpoint to resume from, None for a fresh start.
 
-    Raises ValueError, naming `--overwrite`, for a finished run, other settings, or a folder of something else.
+    ValueError, naming `--overwrite`, for a finished run, other settings, or a folder of something else.
     """
     folder = Path(args.output_dir or "")
     with args.main_process_first(desc="preparing the run's folder"):
@@ -61,10 +61,7 @@ def _prepare(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
 
 def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:
     """Everything that decides what is learned, as JSON values."""
-    training = {
-        key: value
-        for key, value in args.to_sanitized_dict().items()
-        if isinstance(value, (int, float, str, bool, type(None)))
-    }
+    plain = (int, float, str, bool, type(None))
+    training = {key: value for key, value in args.to_sanitized_dict().items() if isinstance(value, plain)}
     settings = {**vars(run), **head, **training}
     return {key: value for key, value in settings.items() if key not in _FREE}

@@ -121,7 +121,7 @@ class DraftHeadTrainer(Trainer):
         for batch in batch_samples:
             inputs = {name: value.to(device) for name, value in batch.items() if "hidden" not in name}
             count += head.count_windows(seed=self.state.global_step, **inputs)
-        return self.accelerator.gather(count[None]).sum() if self.args.world_size > 1 else count
+        return self.accelerator.reduce(count)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
@@ -144,12 +144,8 @@ class DraftHeadTrainer(Trainer):
         if not self.args.max_minutes:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is None:
-            self.lr_scheduler = wall_time_scheduler(
-                self.args.lr_scheduler_type,
-                optimizer or self.optimizer,
-                self.args.get_warmup_steps(num_training_steps),
-                self.clock,
-            )
+            name, warmup = self.args.lr_scheduler_type, self.args.get_warmup_steps(num_training_steps)
+            self.lr_scheduler = wall_time_scheduler(name, optimizer or self.optimizer, warmup, self.clock)
         return self.lr_scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -180,10 +176,7 @@ class DraftHeadTrainer(Trainer):
         head = self.accelerator.unwrap_model(self.model_wrapped)
         was_training = head.training
         head.eval()
-        metrics = {
-            **self._loss_metrics(head, self._share(dataset)),
-            **self._simulation_metrics(head),
-        }
+        metrics = self._loss_metrics(head, self._share(dataset)) | self._simulation_metrics(head)
         head.train(was_training)
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         named[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - start, 2)
@@ -193,9 +186,6 @@ class DraftHeadTrainer(Trainer):
 
     def _share(self, dataset: Any) -> Any:
         return dataset.select(range(self.args.process_index, len(dataset), self.args.world_size))
-
-    def _sum_over_processes(self, values: Tensor) -> Tensor:
-        return self.accelerator.reduce(values, reduction="sum") if self.args.world_size > 1 else values
 
     @torch.no_grad()
     def _loss_metrics(self, head: DraftHead, dataset: Any) -> dict[str, float]:
@@ -209,9 +199,9 @@ class DraftHeadTrainer(Trainer):
             total += torch.stack([loss.total.double(), loss.windows.double()])
             if loss.correct is not None and loss.counted is not None:
                 hits += torch.cat([loss.correct, loss.counted[:, None]], dim=1).double()
-        summed, windows = self._sum_over_processes(total).tolist()
+        summed, windows = self.accelerator.reduce(total).tolist()
         metrics = {"loss": summed / windows if windows else math.nan, "windows": windows}
-        for offset, (top_1, *_, counted) in enumerate(self._sum_over_processes(hits).tolist(), start=1):
+        for offset, (top_1, *_, counted) in enumerate(self.accelerator.reduce(hits).tolist(), start=1):
             metrics[f"accuracy_{offset}"] = top_1 / counted if counted else math.nan
         return metrics
 
@@ -226,5 +216,5 @@ class DraftHeadTrainer(Trainer):
                 states = self.target.states_of(batch, head.config.target_layers)
                 runs += simulate_row(head, {**batch, **states}, self.view, self.propose_from)
         totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
-        tokens, steps = self._sum_over_processes(totals).tolist()
+        tokens, steps = self.accelerator.reduce(totals).tolist()
         return {"simulated_beta": tokens / steps if steps else math.nan}

@@ -40,19 +40,16 @@ class WallClock(TrainerCallback):
         """Go on from the minutes a checkpoint has used."""
         self._before = self.elapsed = float(json.loads((checkpoint / MARKER).read_text())["minutes"])
 
-    def _agree(self, device: torch.device) -> None:
-        now = torch.tensor(self._before + (time.monotonic() - self._start) / 60, device=device)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.broadcast(now, src=0)
-        self.elapsed = float(now)
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.max_minutes:
             return
-        self._agree(args.device)
+        now = torch.tensor(self._before + (time.monotonic() - self._start) / 60, device=args.device)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.broadcast(now, src=0)
+        self.elapsed = float(now)
         if self.elapsed >= self.max_minutes:
             control.should_training_stop = True
             control.should_save = True  # a kill between here and the export costs nothing

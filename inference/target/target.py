@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.data.chat_template import load_tokenizer
-from draft_heads.data.dtypes import dtype_named
 from draft_heads.data.fingerprint import target_fingerprint
 from draft_heads.data.labeller import Labelled
+from draft_heads.data.options import dtype_named
 from draft_heads.data.rendering import end_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_heads.data.conversations import ConversationError, load_conversations
 from draft_heads.data.distill import distill
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.distiller import prefix_length
 from draft_heads.data.rendering import ChatRenderer, render_conversation, render_prompt
 from draft_heads.data.shards import load_distilled
 from draft_heads.inference.target.target import Target
@@ -133,25 +132,6 @@ def test_questions_asked_before_are_answered_once_and_counted(target, source, tm
     assert manifest["data"]["repeated"] == 3 and manifest["data"]["rows"] == 10
     recorded = run_distill(target, str(twice), str(tmp_path / "argmax"))
     assert recorded["counts"]["rows"] == 13 and recorded["data"]["repeated"] == 0
-
-
-def test_the_target_continues_the_beginning_of_recorded_answers(target, source, tmp_path):
-    options = {"labels": "generate", "max_new_tokens": 4, "answer_prefix": 6}
-    run_distill(target, source, str(tmp_path / "out"), **options)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    lengths = set()
-    for row, conversation in zip(rows_of(tmp_path / "out"), load_conversations(source)):
-        messages = conversation["messages"]
-        answer = tokenizer(messages[1]["content"], add_special_tokens=False)["input_ids"]
-        length = min(prefix_length(row["id"], 6), len(answer) // 2)
-        prompt = render_prompt(tokenizer, messages[:1]) + answer[:length]
-        start = row["assistant_mask"].index(True)
-        assert row["input_ids"][:start] == prompt
-        assert row["input_ids"][start:][:4] == row["greedy_ids"][start:][:4]
-        lengths.add(length)
-    assert len(lengths) > 2
-    with pytest.raises(ValueError, match="--answer_prefix must be 0 or more, and goes with --labels generate"):
-        run_distill(target, source, str(tmp_path / "no"), answer_prefix=3)
 
 
 def test_long_rows_are_cut_or_skipped_and_listed(target, source, tmp_path):

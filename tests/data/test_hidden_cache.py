@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from draft_heads.data.dtypes import DTYPES
 from draft_heads.data.hidden_cache import hidden_bytes, hidden_from_bytes
+from draft_heads.data.options import DTYPES
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -54,8 +54,3 @@ def test_detector_reports_every_token_of_a_loop_and_recovers():
         *[False, False, False, True, True],
         *[False, False, False, True],
     ]
-
-
-def test_impossible_rule_is_refused():
-    with pytest.raises(ValueError, match="copies >= 2"):
-        LoopDetector(copies=1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draft_heads.data.token_counts import label_counts
+from draft_heads.data.collate import label_counts
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.checkpoint import HEADS, load_head, save_head
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, cut_before_outside, frequent_tokens

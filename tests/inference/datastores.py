@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-import draft_heads.data.build_datastore
 import draft_heads.data.datastore
-from draft_heads.data.build_datastore import build_datastore
-from draft_heads.data.datastore import Datastore
+from draft_heads.data.datastore import Datastore, build_datastore
 
 
 def write_datastore(folder, corpora, vocabulary, monkeypatch):
@@ -19,8 +17,7 @@ def write_datastore(folder, corpora, vocabulary, monkeypatch):
     ]
     source = folder.with_suffix(".json")
     source.write_text(json.dumps(rows))
-    for module in (draft_heads.data.build_datastore, draft_heads.data.datastore):
-        monkeypatch.setattr(module, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
+    monkeypatch.setattr(draft_heads.data.datastore, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
     build_datastore(str(source), StubTokenizer(vocabulary), folder)
     return Datastore.open(folder)
 

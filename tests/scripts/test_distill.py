@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_heads.data.preview import coloured
+from draft_heads.data.distill import coloured
 from draft_heads.data.shards import load_distilled
 from draft_heads.scripts import distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, write_sharegpt

@@ -22,10 +22,9 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
-from draft_heads.data.collate import DraftCollator
+from draft_heads.data.collate import DraftCollator, label_counts
 from draft_heads.data.shards import load_distilled
 from draft_heads.data.synthetic.corpus import conversations
-from draft_heads.data.token_counts import label_counts
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
