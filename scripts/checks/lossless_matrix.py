@@ -66,18 +66,10 @@ BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 NEW_TOKENS = 64
 _SIZES: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
+    **{"vocab_size": 211, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
     "initializer_range": 0.3,  # sharper than usual: greedy text of a random model should not be one token for ever
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "pad_token_id": 0,
+    **{"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0},
 }
 _WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 
@@ -157,15 +149,6 @@ def trained_head(
     return head.eval()
 
 
-def noisy_copy(name: str, dtype: torch.dtype) -> Target:
-    """A draft model that often agrees with a target: the target with noise on its weights."""
-    model = load_target(name, dtype)
-    torch.manual_seed(2)
-    for parameter in model.model.parameters():
-        parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn_like(parameter)
-    return model
-
-
 class _Cell:
     """One target in one precision: its prompts, its own answers, heads trained on them and a draft model."""
 
@@ -214,7 +197,12 @@ class _Cell:
 
     @cached_property
     def draft_model(self) -> Target:
-        return noisy_copy(self.name, DTYPES[self.dtype_name])
+        """A draft model that often agrees with the target: the target with noise on its weights."""
+        model = load_target(self.name, self.target.dtype)
+        torch.manual_seed(2)
+        for parameter in model.model.parameters():
+            parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn_like(parameter)
+        return model
 
 
 class _CellBuilder(DrafterBuilder):
@@ -226,22 +214,16 @@ class _CellBuilder(DrafterBuilder):
         self.draft_model = lambda kind, path: cell.draft_model
 
 
-def check(
-    name: str, dtype_name: str, count: int, kinds: Sequence[str] = KINDS, steps: int = 200
-) -> list[dict[str, Any]]:
-    """A row of counts for each drafter of `kinds` on one target in one precision, heads trained for so many steps."""
+def check(cell: tuple[str, str, int], kinds: Sequence[str] = KINDS, steps: int = 200) -> list[dict[str, Any]]:
+    """A row of counts for each drafter of `kinds` on a (target, precision, prompts), heads trained for so many steps."""
     torch.set_num_threads(1)
-    cell = _Cell(name, dtype_name, count, steps)
-    return [cell.decode(*drafter) for kind in kinds for drafter in cell.drafters(kind)]
-
-
-def _check(arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
-    return check(*arguments)
+    decoded = _Cell(*cell, steps)
+    return [decoded.decode(*drafter) for kind in kinds for drafter in decoded.drafters(kind)]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: the rows, then the totals by precision."""
-    parts = [markdown_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows], 4)]
+    parts = [markdown_table(list(rows[0]), [list(map(str, row.values())) for row in rows], 4)]
     for dtype in DTYPES:
         chosen = [row for row in rows if row["dtype"] == dtype]
         total = {key: sum(row[key] for row in chosen) for key in ("tokens", "turns", "near_ties", "unexplained")}
@@ -263,10 +245,12 @@ def main() -> int:
     for folder in args.targets:
         AutoConfig.from_pretrained(folder)  # a wrong path fails here, not after an hour
     args.output.mkdir(parents=True, exist_ok=True)
-    cells = [(name, dtype, args.prompts, args.kinds) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
+    cells = [(name, dtype, args.prompts) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
     rows: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        for found in track(pool.imap_unordered(_check, cells), "lossless", len(cells), console=Console()):
+        for found in track(
+            pool.imap_unordered(partial(check, kinds=args.kinds), cells), "lossless", len(cells), console=Console()
+        ):
             rows += found
             (args.output / "lossless_matrix.json").write_text(json.dumps(rows, indent=1) + "\n")
     rows.sort(key=lambda row: (row["target"], row["dtype"], row["drafter"], row["trained"]))
