@@ -17,7 +17,6 @@ from draft_heads.data.dtypes import DTYPES, dtype_name, dtype_named
 from draft_heads.data.files import write_text
 from draft_heads.data.loops import LoopDetector
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
@@ -154,17 +153,12 @@ def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     return distinct_specs(["vanilla", *(text for text in texts if text != "vanilla")])
 
 
-def load_drafters(specs: Sequence[DrafterSpec], target: Target, max_nodes: int) -> dict[str, Drafter]:
-    """The drafters by the names that reports use."""
-    return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
-
-
 def load_engines(
     specs: Sequence[DrafterSpec], target: Target, max_nodes: int, batch_size: int
 ) -> dict[str, DecodingEngine | BatchEngine]:
     """An engine for every drafter, by the names that reports use; batch engines if `batch_size` is above 1."""
     if batch_size == 1:
-        return {name: DecodingEngine(target, x) for name, x in load_drafters(specs, target, max_nodes).items()}
+        return {spec.name: DecodingEngine(target, build_drafter(spec, target, max_nodes)) for spec in specs}
     builder = DrafterBuilder(target, max_nodes)
     return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
 
@@ -220,13 +214,8 @@ def write_tuned(path: Path, tuned: dict[str, Any], target: Target) -> None:
 
 def describe_target(target: Target) -> dict[str, Any]:
     """The `target` entry of a report."""
-    return {
-        "path": target.name,
-        "parameters": target.parameters,
-        "dtype": dtype_name(target.dtype),
-        "device": str(target.device),
-        "fingerprint": target.fingerprint(),
-    }
+    what = {"path": target.name, "parameters": target.parameters, "dtype": dtype_name(target.dtype)}
+    return {**what, "device": str(target.device), "fingerprint": target.fingerprint()}
 
 
 def describe_settings(options: argparse.Namespace) -> dict[str, Any]:

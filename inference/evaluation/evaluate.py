@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -108,7 +107,10 @@ def evaluate(
     warm_up(engines.values(), oracle.settings, benchmarks, render)
     records: list[TurnRecord] = []
     done, total = 0, sum(len(benchmark.questions) for benchmark in benchmarks) * len(engines)
-    with _existing_objects_frozen():
+    # A scan of all existing objects takes a quarter of a second, charged to the drafter that triggers it.
+    gc.collect()
+    gc.freeze()
+    try:
         for benchmark in benchmarks:
             for group, start in enumerate(range(0, len(benchmark.questions), group_size)):
                 questions = range(len(benchmark.questions))[start : start + group_size]
@@ -118,28 +120,12 @@ def evaluate(
                         records += answered
                         on_answer(answered)
                         done += 1
-    progress("decoded", total, total)
-    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
-    return Evaluation(
-        benchmarks,
-        tuple(engines),
-        judge_records(oracle, records, progress),
-        oracle.measured_noise,
-        {name: drafter.sources for name, drafter in drafters.items()},
-        findings_of(drafters),
-    )
-
-
-@contextmanager
-def _existing_objects_frozen() -> Iterator[None]:
-    """Keep the garbage collector from scanning existing objects: a scan takes a quarter of a second, charged to the
-    drafter that triggers it."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
     finally:
         gc.unfreeze()
+    progress("decoded", total, total)
+    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
+    judged, sources = judge_records(oracle, records, progress), {name: x.sources for name, x in drafters.items()}
+    return Evaluation(benchmarks, tuple(engines), judged, oracle.measured_noise, sources, findings_of(drafters))
 
 
 def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
@@ -168,9 +154,7 @@ def answer_questions(
     messages: dict[int, Messages] = {index: [] for index in indices}
     answered: dict[int, list[TurnRecord]] = {index: [] for index in indices}
     for turn in range(max(len(benchmark.questions[index].turns) for index in indices)):
-        unanswered = [
-            index for index in indices if len(benchmark.questions[index].turns) > turn == len(answered[index])
-        ]
+        unanswered = [i for i in indices if len(benchmark.questions[i].turns) > turn == len(answered[i])]
         for index in unanswered:
             messages[index].append({"role": "user", "content": benchmark.questions[index].turns[turn]})
         prompts = [tuple(render(messages[index])) for index in unanswered]
@@ -216,16 +200,13 @@ def time_engines(
                 engine.generate(prompt[::-1], settings)
         for key in drafter_order(list(engines), turn):
             answer, (tokens, steps, seconds) = engines[key].generate(prompt, settings), totals[key]
-            taken = answer.seconds["total"]
-            totals[key] = tokens + len(answer.tokens), steps + answer.target_steps, seconds + taken
+            seconds += answer.seconds["total"]
+            totals[key] = tokens + len(answer.tokens), steps + answer.target_steps, seconds
     return totals
 
 
 def warm_up(
-    engines: Iterable[AnyEngine],
-    settings: GenerationSettings,
-    benchmarks: Sequence[Benchmark],
-    render: Render,
+    engines: Iterable[AnyEngine], settings: GenerationSettings, benchmarks: Sequence[Benchmark], render: Render
 ) -> None:
     """Discard a short answer to the first question that fits, so that allocation and compilation are not timed.
 

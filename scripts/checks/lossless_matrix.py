@@ -215,7 +215,7 @@ class _CellBuilder(DrafterBuilder):
 
 
 def check(cell: tuple[str, str, int], kinds: Sequence[str] = KINDS, steps: int = 200) -> list[dict[str, Any]]:
-    """A row of counts for each drafter of `kinds` on a (target, precision, prompts), heads trained for so many steps."""
+    """A row of counts for each drafter of `kinds` on a cell (target, precision, prompts); `steps` train a head."""
     torch.set_num_threads(1)
     decoded = _Cell(*cell, steps)
     return [decoded.decode(*drafter) for kind in kinds for drafter in decoded.drafters(kind)]
