@@ -85,14 +85,9 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     table.add_column("count")
     table.add_column("", justify="right")
     names = {
-        "rows": "rows",
-        "tokens": "tokens",
-        "trained_tokens": "trained tokens",
-        "agreement": "text and label agree",
-        "skipped": "skipped: no room or bad",
-        "cut": "cut at max_length",
-        "unfinished": "ended at max_new_tokens",
-        "loops": "cut at a loop",
+        **{"rows": "rows", "tokens": "tokens", "trained_tokens": "trained tokens", "agreement": "text and label agree"},
+        **{"skipped": "skipped: no room or bad", "cut": "cut at max_length"},
+        **{"unfinished": "ended at max_new_tokens", "loops": "cut at a loop"},
     }
     for key, name in names.items():
         value = counts.get(key)

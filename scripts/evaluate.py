@@ -36,9 +36,7 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
-    decoding_parser,
-    describe_settings,
-    describe_target,
+    describe_run,
     drafter_specs,
     generation_settings,
     load_engines,
@@ -97,12 +95,12 @@ def run(options: argparse.Namespace) -> None:
     clear_output(options.output)
     answers = AnswerFiles(options.output, list(engines))
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)
-    report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
+    report = build_report(evaluation, **describe_run(options, target), seed=options.seed)
     show_report(console, options.output, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return exit_status(lambda: run(parse_options(decoding_parser(__doc__), arguments)))
+    return exit_status(lambda: run(parse_options(__doc__, arguments)))
 
 
 if __name__ == "__main__":

@@ -139,10 +139,6 @@ class LosslessCounts:
         verdicts = list(judged)
         return cls(len(verdicts), tokens, [difference for difference in verdicts if difference is not None])
 
-    def __add__(self, other: LosslessCounts) -> LosslessCounts:
-        differences = self.differences + other.differences
-        return LosslessCounts(self.turns + other.turns, self.tokens + other.tokens, differences)
-
     @property
     def identical_turns(self) -> int:
         return self.turns - len(self.differences)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.data.rendering import render_prompt
@@ -129,15 +130,10 @@ def trained_head(
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for step in range(steps):
         batch = [texts[(step * 4 + row) % len(texts)] for row in range(4)]
-        length = max(len(prompt) + len(answer) for prompt, answer in batch)
-        ids = torch.zeros(len(batch), length, dtype=torch.long)
-        mask, segments = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids)
-        for row, (prompt, answer) in enumerate(batch):
-            end = len(prompt) + len(answer)
-            ids[row, :end] = torch.tensor(prompt + answer)
-            mask[row, len(prompt) : end] = True
-            segments[row, :end] = 1
-        positions = torch.arange(length).expand_as(ids)
+        rows = [torch.tensor(prompt + answer) for prompt, answer in batch]
+        ids, segments = pad_sequence(rows, True), pad_sequence([torch.ones_like(row) for row in rows], True)
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        mask = segments.bool() & (positions >= torch.tensor([[len(prompt)] for prompt, _ in batch]))
         hidden, _ = target.forward_rows(ids, segments, positions)
         if step == 0:
             head.start_from(hidden[mask], view)
