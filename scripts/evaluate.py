@@ -24,9 +24,8 @@ from draft_heads.inference.evaluation.answers import AnswerFiles
 from draft_heads.inference.evaluation.evaluate import (
     TRANSFORMERS,
     VANILLA,
-    BatchedEngine,
+    AnyEngine,
     Benchmark,
-    Engine,
     Evaluation,
     TurnRecord,
     evaluate,
@@ -64,7 +63,7 @@ def same_number(answer: str, reference: str) -> bool:
 def decode_and_judge(
     options: argparse.Namespace,
     target: Target,
-    engines: Mapping[str, Engine | BatchedEngine],
+    engines: Mapping[str, AnyEngine],
     benchmarks: Sequence[Benchmark],
     console: Console,
     on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
@@ -91,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     target = load_target(options)
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
     hf_engines = {TRANSFORMERS: HFGenerate(target)} if hf_generate else {}
-    engines: dict[str, Engine | BatchedEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
+    engines: dict[str, AnyEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
     clear_output(options.output)
     answers = AnswerFiles(options.output, list(engines))
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)

@@ -78,8 +78,7 @@ def describe_difference(record: TurnRecord, target: Target) -> dict[str, Any]:
 
 def sentence(difference: dict[str, Any]) -> str:
     """One unexplained difference for the terminal."""
-    gap, noise = difference["gap"], difference["noise"]
-    size = "" if gap is None else f", gap {gap:.3g}, noise {noise:.3g}"
+    size = "" if difference["gap"] is None else ", gap {gap:.3g}, noise {noise:.3g}".format(**difference)
     return (
         f"{difference['drafter']}: {difference['benchmark']} question {difference['question_id']}, turn "
         f"{difference['turn']}, new token {difference['position']}: expected {difference['expected']} "

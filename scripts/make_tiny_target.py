@@ -42,7 +42,6 @@ from draft_heads.scripts.decoding_options import script_parser
 PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt by repetition
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
 
-
 INTEGERS = {
     "vocab_size": (1024, "size of a trained tokenizer"),
     "hidden": (128, "hidden size, a multiple of 32"),
@@ -283,10 +282,8 @@ def main(argv: list[str] | None = None) -> dict:
         bare = [] if options.dataset else drills(options.conversations // 2, options.seed, "train")
         practice = render(tokenizer, [parse_record(row)[1] for row in bare], options.max_length) if bare else []
 
-    model = build_model(tokenizer, options)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    parameters = sum(p.numel() for p in model.parameters())
-    size = sum(len(ids) for ids, _ in rows)
+    model = build_model(tokenizer, options).to("cuda" if torch.cuda.is_available() else "cpu")
+    parameters, size = sum(p.numel() for p in model.parameters()), sum(len(ids) for ids, _ in rows)
     console.print(f"{len(rows):,} conversations, {size:,} tokens, {parameters:,} parameters")
     trained = train(model, practice, rows, options, console)
 

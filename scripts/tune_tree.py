@@ -52,8 +52,8 @@ def simulated_betas(
     head: DraftHead, target: Target, rows: Any, collator: DraftCollator, max_nodes: int, grid: list[float]
 ) -> dict[float, float]:
     """Temperature → β over all greedy answers of the rows; NaN where they hold none."""
-    draft = importlib.import_module(f"draft_heads.train.{head.config.kind}").propose_from
-    view, propose_from = target.view(), partial(draft, max_nodes=max_nodes)
+    trainer = importlib.import_module(f"draft_heads.train.{head.config.kind}")
+    view, propose_from = target.view(), partial(trainer.propose_from, max_nodes=max_nodes)
     totals = {temperature: torch.zeros(2) for temperature in grid}
     for row in track(rows, "walking held-out rows"):
         batch = {name: value.to(target.device) for name, value in collator([row]).items()}

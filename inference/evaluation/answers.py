@@ -170,13 +170,11 @@ class AnswerScore:
         self.questions += 1
         self.turns += len(answer.turns)
         self.equal_texts += [turn.text for turn in answer.turns] == [turn.text for turn in baseline.turns]
-        for turn in answer.turns:
-            self.steps += turn.steps
-            self.tokens += turn.new_tokens
-            self.seconds += turn.wall_time
-        for turn in baseline.turns:
-            self.baseline_tokens += turn.new_tokens
-            self.baseline_seconds += turn.wall_time
+        self.steps += sum(turn.steps for turn in answer.turns)
+        self.tokens += sum(turn.new_tokens for turn in answer.turns)
+        self.seconds += sum(turn.wall_time for turn in answer.turns)
+        self.baseline_tokens += sum(turn.new_tokens for turn in baseline.turns)
+        self.baseline_seconds += sum(turn.wall_time for turn in baseline.turns)
 
     @property
     def beta(self) -> float | None:
@@ -192,9 +190,8 @@ class AnswerScore:
     @property
     def gamma(self) -> float | None:
         """Baseline seconds per token / drafter seconds per token, each over all tokens of the file."""
-        if not (self.tokens and self.seconds and self.baseline_tokens):
-            return None
-        return (self.baseline_seconds / self.baseline_tokens) / (self.seconds / self.tokens)
+        timed = self.tokens and self.seconds and self.baseline_tokens
+        return (self.baseline_seconds / self.baseline_tokens) / (self.seconds / self.tokens) if timed else None
 
 
 def score_answers(

@@ -123,8 +123,14 @@ def evaluate(
     finally:
         gc.unfreeze()
     progress("decoded", total, total)
+    prompts = list(dict.fromkeys(record.prompt for record in records))
+    for done, prompt in enumerate(prompts):  # the oracle answers every prompt before the first difference is judged
+        progress("checking against generate", done, len(prompts))
+        oracle.answer(prompt)
+    progress("checking against generate", len(prompts), len(prompts))
+    judged = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
     drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
-    judged, sources = judge_records(oracle, records, progress), {name: x.sources for name, x in drafters.items()}
+    sources = {name: drafter.sources for name, drafter in drafters.items()}
     return Evaluation(benchmarks, tuple(engines), judged, oracle.measured_noise, sources, findings_of(drafters))
 
 
@@ -220,15 +226,3 @@ def warm_up(
             prompt = tuple(render([{"role": "user", "content": " ".join(question.turns[0].split()[::-1])}]))
             if _generate_or_none(engine, [prompt], short) != [None]:
                 break
-
-
-def judge_records(
-    oracle: Oracle, records: Sequence[TurnRecord], progress: Progress = lambda stage, done, of: None
-) -> list[TurnRecord]:
-    """The records with their differences; the oracle answers every prompt before the first difference is judged."""
-    prompts = list(dict.fromkeys(record.prompt for record in records))
-    for done, prompt in enumerate(prompts):
-        progress("checking against generate", done, len(prompts))
-        oracle.answer(prompt)
-    progress("checking against generate", len(prompts), len(prompts))
-    return [replace(record, difference=judge(oracle, record.prompt, record.generation.tokens)) for record in records]

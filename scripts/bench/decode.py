@@ -79,8 +79,7 @@ def ratio(over: list[float], under: list[float]) -> dict[str, float]:
 def random_target(options: argparse.Namespace) -> Target:
     """A Llama of a published shape, its weights random: for speeds only."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    usual = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = getattr(torch, options.dtype) if options.dtype else usual
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     config = LlamaConfig(**SHAPES[options.shape], max_position_embeddings=4096, dtype=dtype)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=dtype)

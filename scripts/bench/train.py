@@ -77,8 +77,7 @@ def bench_loss(args: argparse.Namespace, hidden: int) -> dict[str, object]:
     seconds = in_turn({name: make_arm(name, args, hidden) for name in ARMS}, args.repeats, device)
     ratios = [f / r for f, r in zip(seconds["fused"], seconds["reference"])]
     row = {
-        "hidden": hidden,
-        "peak_bytes": peaks,
+        **{"hidden": hidden, "peak_bytes": peaks},
         "memory_ratio": round(peaks["fused"] / peaks["reference"], 4),
         "median_seconds": {name: round(statistics.median(values), 4) for name, values in seconds.items()},
         "time_ratio": round(statistics.median(ratios), 4),

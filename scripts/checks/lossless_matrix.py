@@ -175,7 +175,9 @@ class _Cell:
         engines = []
         for nodes in BUDGETS:
             spec = DrafterSpec.parse("drafter=" + text.format(nodes=nodes, columns=min(nodes, 8)))
-            engines.append(DecodingEngine(self.target, _CellBuilder(self, nodes).build(spec)))
+            builder = DrafterBuilder(self.target, nodes)  # with heads and draft models that come from no file
+            builder.head, builder.draft_model = self.head, lambda kind, path: self.draft_model
+            engines.append(DecodingEngine(self.target, builder.build(spec)))
         taking_turns = zip(itertools.cycle(engines), self.prompts)
         answers = [engine.generate(prompt, self.settings) for engine, prompt in taking_turns]
         turns = zip(self.prompts, [answer.tokens for answer in answers])
@@ -199,15 +201,6 @@ class _Cell:
         for parameter in model.model.parameters():
             parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn_like(parameter)
         return model
-
-
-class _CellBuilder(DrafterBuilder):
-    """Takes heads and draft models from a cell instead of from files."""
-
-    def __init__(self, cell: _Cell, max_nodes: int) -> None:
-        super().__init__(cell.target, max_nodes)
-        self.head = cell.head
-        self.draft_model = lambda kind, path: cell.draft_model
 
 
 def check(cell: tuple[str, str, int], kinds: Sequence[str] = KINDS, steps: int = 200) -> list[dict[str, Any]]:

@@ -127,9 +127,9 @@ def test_speedup_bars_are_gamma(report):
 
 
 def test_baselines_are_grey_and_leave_the_colours_to_drafters(report):
-    colours = plots._colours(["vanilla", "transformers", "fast"])
-    assert colours["fast"] == plots._colours(["vanilla", "fast"])["fast"]
-    assert len(set(colours.values())) == 3
+    styles = plots._styles(["vanilla", "transformers", "fast"])
+    assert styles["fast"] == plots._styles(["vanilla", "fast"])["fast"]
+    assert len({colour for colour, _, _ in styles.values()}) == 3
 
 
 def test_accepted_length_curve_is_the_share_of_steps_that_accept_at_least(report):
