@@ -45,7 +45,6 @@ lint: $(READY)
 
 # TARGETS adds folders of real targets to the matrix: make lossless TARGETS="path/to/model"
 lossless: $(READY)
-	$(BIN)/python scripts/checks/lossless_trees.py
 	$(BIN)/python scripts/checks/lossless_matrix.py --prompts 200 --targets $(TARGET) $(TARGETS) --output runs/lossless
 
 clean:

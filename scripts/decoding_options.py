@@ -17,7 +17,6 @@ from draft_heads.data.files import write_text
 from draft_heads.data.loops import LoopDetector
 from draft_heads.data.options import DTYPES, dtype_name, dtype_named
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
@@ -33,7 +32,6 @@ REPORTED = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "acceptance", "seed"),
     *("max_nodes", "limit", "stop_at_loops", "batch_size", "compile", "attention"),
 )
-REQUIRED = ("target", "drafters", "benchmarks", "output")
 
 
 def script_parser(description: str | None, config: bool = True) -> argparse.ArgumentParser:
@@ -67,8 +65,11 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def decoding_parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags of `scripts/evaluate.py` and `scripts/lossless.py`."""
+def parse_options(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The flags of `scripts/evaluate.py` and `scripts/lossless.py`, over the defaults of --config, checked.
+
+    ValueError says rule, value and remedy.
+    """
     parser = target_parser(description)
     add = parser.add_argument
     add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="vanilla always runs")
@@ -85,12 +86,7 @@ def decoding_parser(description: str | None) -> argparse.ArgumentParser:
     add("--top_p", type=float, default=1.0, help="sample from the most probable tokens of this total only; 1: all")
     add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
-    return parser
-
-
-def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse flags over the defaults of --config and check them; ValueError says rule, value and remedy."""
-    options = parse_with_config(parser, arguments, REQUIRED)
+    options = parse_with_config(parser, arguments, ("target", "drafters", "benchmarks", "output"))
     check_positive(options, "max_new_tokens", "max_nodes", "limit", "threads", "batch_size")
     if options.acceptance not in ACCEPTANCE:
         raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
@@ -154,17 +150,12 @@ def drafter_specs(texts: Sequence[str]) -> list[DrafterSpec]:
     return distinct_specs(["vanilla", *(text for text in texts if text != "vanilla")])
 
 
-def load_drafters(specs: Sequence[DrafterSpec], target: Target, max_nodes: int) -> dict[str, Drafter]:
-    """The drafters by the names that reports use."""
-    return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}
-
-
 def load_engines(
     specs: Sequence[DrafterSpec], target: Target, max_nodes: int, batch_size: int
 ) -> dict[str, DecodingEngine | BatchEngine]:
     """An engine for every drafter, by the names that reports use; batch engines if `batch_size` is above 1."""
     if batch_size == 1:
-        return {name: DecodingEngine(target, x) for name, x in load_drafters(specs, target, max_nodes).items()}
+        return {spec.name: DecodingEngine(target, build_drafter(spec, target, max_nodes)) for spec in specs}
     builder = DrafterBuilder(target, max_nodes)
     return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
 
@@ -218,18 +209,9 @@ def write_tuned(path: Path, tuned: dict[str, Any], target: Target) -> None:
     write_text(path, json.dumps({**tuned, "environment": environment(str(target.device))}, indent=1) + "\n")
 
 
-def describe_target(target: Target) -> dict[str, Any]:
-    """The `target` entry of a report."""
-    return {
-        "path": target.name,
-        "parameters": target.parameters,
-        "dtype": dtype_name(target.dtype),
-        "device": str(target.device),
-        "fingerprint": target.fingerprint(),
-    }
-
-
-def describe_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The `settings` entry of a report."""
+def describe_run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
+    """The `target` and `settings` entries of a report."""
+    model = {"path": target.name, "parameters": target.parameters, "dtype": dtype_name(target.dtype)}
+    model |= {"device": str(target.device), "fingerprint": target.fingerprint()}
     lossy = {"acceptance": "typical (LOSSY)"} if options.acceptance == "typical" else {}
-    return {name: getattr(options, name) for name in REPORTED} | lossy
+    return {"target": model, "settings": {name: getattr(options, name) for name in REPORTED} | lossy}

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
-from draft_heads.data.config_file import read_config
+from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.distill import distill, preview
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.options import DTYPES, add_flags, option_names
@@ -29,7 +29,7 @@ from draft_heads.inference.target.target import Target
 def parser() -> argparse.ArgumentParser:
     """One flag per field of DistillOptions, the target's flags, input and output."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", metavar="FILE.yaml", help="the flags below as YAML keys; flags override them")
+    p.add_argument("--config", type=Path, metavar="FILE.yaml", help="the flags below as YAML keys; flags override them")
     p.add_argument("--target", help="folder or hub id of the target")
     p.add_argument("--dataset", help="ShareGPT or messages JSON/JSONL file, dataset folder or hub id")
     p.add_argument("--output", help="folder to write")
@@ -46,10 +46,7 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Defaults, then --config, then flags; SystemExit with a sentence for unknown or missing ones."""
     p = parser()
-    config = p.parse_known_args(argv)[0].config
-    if config is not None:
-        p.set_defaults(**read_config(Path(config), p))
-    args = p.parse_args(argv)
+    args = parse_with_config(p, argv, ())
     needed = ["target", "dataset"] + ([] if args.preview else ["output"])
     if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
         p.error(f"{', '.join(missing)} needed")
@@ -83,14 +80,9 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     table.add_column("count")
     table.add_column("", justify="right")
     names = {
-        "rows": "rows",
-        "tokens": "tokens",
-        "trained_tokens": "trained tokens",
-        "agreement": "text and label agree",
-        "skipped": "skipped: no room or bad",
-        "cut": "cut at max_length",
-        "unfinished": "ended at max_new_tokens",
-        "loops": "cut at a loop",
+        **{"rows": "rows", "tokens": "tokens", "trained_tokens": "trained tokens", "agreement": "text and label agree"},
+        **{"skipped": "skipped: no room or bad", "cut": "cut at max_length"},
+        **{"unfinished": "ended at max_new_tokens", "loops": "cut at a loop"},
     }
     for key, name in names.items():
         value = counts.get(key)

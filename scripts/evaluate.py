@@ -24,9 +24,8 @@ from draft_heads.inference.evaluation.answers import AnswerFiles
 from draft_heads.inference.evaluation.evaluate import (
     TRANSFORMERS,
     VANILLA,
-    BatchedEngine,
+    AnyEngine,
     Benchmark,
-    Engine,
     Evaluation,
     TurnRecord,
     evaluate,
@@ -36,9 +35,7 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
-    decoding_parser,
-    describe_settings,
-    describe_target,
+    describe_run,
     drafter_specs,
     generation_settings,
     load_engines,
@@ -66,7 +63,7 @@ def same_number(answer: str, reference: str) -> bool:
 def decode_and_judge(
     options: argparse.Namespace,
     target: Target,
-    engines: Mapping[str, Engine | BatchedEngine],
+    engines: Mapping[str, AnyEngine],
     benchmarks: Sequence[Benchmark],
     console: Console,
     on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
@@ -93,16 +90,16 @@ def run(options: argparse.Namespace) -> None:
     target = load_target(options)
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
     hf_engines = {TRANSFORMERS: HFGenerate(target)} if hf_generate else {}
-    engines: dict[str, Engine | BatchedEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
+    engines: dict[str, AnyEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
     clear_output(options.output)
     answers = AnswerFiles(options.output, list(engines))
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)
-    report = build_report(evaluation, describe_target(target), describe_settings(options), options.seed)
+    report = build_report(evaluation, **describe_run(options, target), seed=options.seed)
     show_report(console, options.output, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return exit_status(lambda: run(parse_options(decoding_parser(__doc__), arguments)))
+    return exit_status(lambda: run(parse_options(__doc__, arguments)))
 
 
 if __name__ == "__main__":

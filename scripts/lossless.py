@@ -22,15 +22,7 @@ from draft_heads.inference.evaluation.evaluate import TurnRecord
 from draft_heads.inference.evaluation.metrics import lossless_counts
 from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import (
-    decoding_parser,
-    describe_settings,
-    describe_target,
-    drafter_specs,
-    load_engines,
-    load_target,
-    parse_options,
-)
+from draft_heads.scripts.decoding_options import describe_run, drafter_specs, load_engines, load_target, parse_options
 from draft_heads.scripts.evaluate import decode_and_judge, load_benchmarks
 
 SHOWN = 5  # unexplained differences printed; lossless.json has all
@@ -53,16 +45,10 @@ def run(options: argparse.Namespace) -> bool:
         figures = {"tokens": counts.tokens, "tokens_per_near_tie": counts.tokens_per_near_tie}
         results.append({"drafter": name, **counts.as_dict(), **figures})
     differences = [describe_difference(record, target) for record in evaluation.records if record.difference]
-    report = {
-        "target": describe_target(target),
-        "settings": describe_settings(options),
-        "noise": evaluation.noise,
-        "results": results,
-        "differences": differences,
-        "environment": environment(str(target.device)),
-    }
+    measured = {"noise": evaluation.noise, "results": results, "differences": differences}
+    report = {**describe_run(options, target), **measured, "environment": environment(str(target.device))}
     write_json(options.output / "lossless.json", report)
-    console.print(table(report["results"]))
+    console.print(table(results))
     unexplained = [difference for difference in differences if not difference["near_tie"]]
     for difference in unexplained[:SHOWN]:
         console.print(sentence(difference), highlight=False, markup=False)
@@ -92,8 +78,7 @@ def describe_difference(record: TurnRecord, target: Target) -> dict[str, Any]:
 
 def sentence(difference: dict[str, Any]) -> str:
     """One unexplained difference for the terminal."""
-    gap, noise = difference["gap"], difference["noise"]
-    size = "" if gap is None else f", gap {gap:.3g}, noise {noise:.3g}"
+    size = "" if difference["gap"] is None else ", gap {gap:.3g}, noise {noise:.3g}".format(**difference)
     return (
         f"{difference['drafter']}: {difference['benchmark']} question {difference['question_id']}, turn "
         f"{difference['turn']}, new token {difference['position']}: expected {difference['expected']} "
@@ -114,7 +99,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return exit_status(lambda: run(parse_options(decoding_parser(__doc__), arguments)))
+    return exit_status(lambda: run(parse_options(__doc__, arguments)))
 
 
 if __name__ == "__main__":

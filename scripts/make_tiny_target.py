@@ -42,7 +42,6 @@ from draft_heads.scripts.decoding_options import script_parser
 PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt by repetition
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
 
-
 INTEGERS = {
     "vocab_size": (1024, "size of a trained tokenizer"),
     "hidden": (128, "hidden size, a multiple of 32"),
@@ -114,17 +113,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
     """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
     heads, ends = options.hidden // 32, list(end_token_ids(tokenizer))
     marks = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = {"hidden_size": options.hidden, "intermediate_size": options.hidden * 5 // 2}
+    sizes |= {"num_hidden_layers": options.layers, "max_position_embeddings": 2 * options.max_length}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads}
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 5 // 2,
-        num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
-        max_position_embeddings=2 * options.max_length,
         initializer_range=options.hidden**-0.5,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
+        **sizes,
         **marks,
     )
     model = LlamaForCausalLM(config)
@@ -160,21 +157,17 @@ def loss_of(model: LlamaForCausalLM, ids_BL: torch.Tensor, mask_BL: torch.Tensor
     return cross_entropy(model.lm_head(hidden_BLH[written]).float(), ids_BL[:, 1:][written])
 
 
-def build_optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, which needs about half of Adam's steps; AdamW for everything else."""
-    blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    taken = set(map(id, blocks))
-    others = [p for p in model.parameters() if id(p) not in taken]
-    muon = torch.optim.Muon([{"params": blocks, "peak_lr": 5 * learning_rate}], weight_decay=0.01)
-    adam = torch.optim.AdamW([{"params": others, "peak_lr": learning_rate}], betas=(0.9, 0.97), weight_decay=0.0)
-    return [muon, adam]
-
-
 def train(
     model: LlamaForCausalLM, practice: list[Row], rows: list[Row], options: argparse.Namespace, console: Console
 ) -> dict:
-    """Train for `--max_minutes`, `PRACTICE` of it on `practice` if any: 50 steps warm-up, linear decay from half."""
-    optimizers = build_optimizers(model, options.learning_rate)
+    """Train for `--max_minutes`, `PRACTICE` of it on `practice` if any: 50 steps warm-up, linear decay from half.
+
+    Muon for the blocks' matrices, which needs about half of Adam's steps; AdamW for everything else.
+    """
+    peak, blocks = options.learning_rate, {id(p): p for p in model.model.layers.parameters() if p.ndim == 2}
+    others = [p for p in model.parameters() if id(p) not in blocks]
+    muon = torch.optim.Muon([{"params": list(blocks.values()), "peak_lr": 5 * peak}], weight_decay=0.01)
+    adam = torch.optim.AdamW([{"params": others, "peak_lr": peak}], betas=(0.9, 0.97), weight_decay=0.0)
     columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
     start, steps, tokens, average = time.monotonic(), 0, 0, math.nan
     model.train()
@@ -184,12 +177,12 @@ def train(
         practising = batches(practice, options.batch_tokens, options.seed) if practice else stream
         while (done := (time.monotonic() - start) / (60 * options.max_minutes)) < 1:
             ids, mask = next(practising if done < PRACTICE else stream)
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            for group in muon.param_groups + adam.param_groups:
                 group["lr"] = group["peak_lr"] * min((steps + 1) / 50, 1.0, 2 * (1 - done))
             loss = loss_of(model, ids, mask)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
+            for optimizer in (muon, adam):
                 optimizer.step()
                 optimizer.zero_grad()
             steps, tokens = steps + 1, tokens + ids.numel()
@@ -263,23 +256,12 @@ train, test and measure draft heads without a download; it knows its corpus and 
 
 Made by
 
-    {command}
+    {}
 
-{measured}
+{}
 
-{made}
+{}
 """
-
-
-def write_card(output: Path, facts: dict, figures: dict) -> None:
-    """README.md of the folder: what it is, the command that made it, what was measured."""
-    measured = [(text, str(figures[key])) for key, text in MEASURED.items() if key in figures]
-    made = [(key.replace("_", " "), str(value)) for key, value in facts.items() if key != "command"]
-    tables = {
-        "measured": markdown_table(("measured", ""), measured, 2),
-        "made": markdown_table(("made with", ""), made, 2),
-    }
-    (output / "README.md").write_text(CARD.format(command=facts["command"], **tables), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -300,10 +282,8 @@ def main(argv: list[str] | None = None) -> dict:
         bare = [] if options.dataset else drills(options.conversations // 2, options.seed, "train")
         practice = render(tokenizer, [parse_record(row)[1] for row in bare], options.max_length) if bare else []
 
-    model = build_model(tokenizer, options)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    parameters = sum(p.numel() for p in model.parameters())
-    size = sum(len(ids) for ids, _ in rows)
+    model = build_model(tokenizer, options).to("cuda" if torch.cuda.is_available() else "cpu")
+    parameters, size = sum(p.numel() for p in model.parameters()), sum(len(ids) for ids, _ in rows)
     console.print(f"{len(rows):,} conversations, {size:,} tokens, {parameters:,} parameters")
     trained = train(model, practice, rows, options, console)
 
@@ -311,20 +291,21 @@ def main(argv: list[str] | None = None) -> dict:
     tokenizer.save_pretrained(output)
     with console.status("measuring on unseen prompts"):
         figures = measure(Target(model, tokenizer), unseen, options)
+    command = shlex.join(["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)])
     facts = {
-        "command": shlex.join(["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)]),
         "parameters": parameters,
         "conversations": len(rows),
         **trained,
         "device": f"{model.device.type}, {options.threads} threads, {platform.machine()}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
+        **{module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},
     }
-    write_card(output, facts, figures)
+    measured = [(text, str(figures[key])) for key, text in MEASURED.items() if key in figures]
+    made = [(key.replace("_", " "), str(value)) for key, value in facts.items()]
+    tables = markdown_table(("measured", ""), measured, 2), markdown_table(("made with", ""), made, 2)
+    (output / "README.md").write_text(CARD.format(command, *tables), encoding="utf-8")
     console.print(f"wrote {output}: model, tokenizer and README.md with the figures below")
-    print(json.dumps({**facts, **figures}))
+    print(json.dumps({"command": command, **facts, **figures}))
     return figures
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.progress import track
 
 from draft_heads.data.benchmarks import load_benchmark
-from draft_heads.data.config_file import parse_with_config
+from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
@@ -93,27 +93,26 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        args = parse_with_config(parser(), arguments, ("target", "draft_model", "benchmarks", "output"))
-        check_positive(args, "prompts", "new_tokens", *FLAGS.values())
-        if min(args.phrases) < 2:
-            raise ValueError(f"--phrases must be at least 2; got {min(args.phrases)}")
-        files = parse_benchmarks(args.benchmarks)
-        questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
-        target = load_target(args)
-        model = load_draft_model("ouroboros", args.draft_model, target)
-        prompts = fitting_prompts([row.turns[0] for row in questions], target)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> None:
+    check_positive(args, "prompts", "new_tokens", *FLAGS.values())
+    if min(args.phrases) < 2:
+        raise ValueError(f"--phrases must be at least 2; got {min(args.phrases)}")
+    files = parse_benchmarks(args.benchmarks)
+    questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
+    target = load_target(args)
+    model = load_draft_model("ouroboros", args.draft_model, target)
+    prompts = fitting_prompts([row.turns[0] for row in questions], target)
     grids = {name: getattr(args, flag) for name, flag in FLAGS.items()}
     best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.end_token_ids))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):
         print("no setting is faster than decoding without drafts on this machine")
     write_tuned(args.output, {**best, "measured": measured}, target)
     print(f"written: {', '.join(f'{name} {value}' for name, value in best.items())} in {args.output}")
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    required = ("target", "draft_model", "benchmarks", "output")
+    return exit_status(lambda: run(parse_with_config(parser(), arguments, required)))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.progress import track
 
 from draft_heads.data.collate import DraftCollator
 from draft_heads.data.config_file import parse_with_config
-from draft_heads.heads.base import DraftHead, Rows, TargetView
+from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.vanilla import VanillaDrafter
@@ -33,7 +34,7 @@ from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser, write_tuned
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import load_data
-from draft_heads.train.simulate import ProposeAt, simulate_row
+from draft_heads.train.simulate import simulate_row
 
 NODES = (2, 4, 8, 16, 32, 64)
 COUNTS = {
@@ -51,14 +52,9 @@ def simulated_betas(
     head: DraftHead, target: Target, rows: Any, collator: DraftCollator, max_nodes: int, grid: list[float]
 ) -> dict[float, float]:
     """Temperature → β over all greedy answers of the rows; NaN where they hold none."""
-    draft = importlib.import_module(f"draft_heads.train.{head.config.kind}").propose_from
-    view = target.view()
+    trainer = importlib.import_module(f"draft_heads.train.{head.config.kind}")
+    view, propose_from = target.view(), partial(trainer.propose_from, max_nodes=max_nodes)
     totals = {temperature: torch.zeros(2) for temperature in grid}
-
-    def propose_from(head: DraftHead, row: Rows, view: TargetView) -> ProposeAt:
-        made: ProposeAt = draft(head, row, view, max_nodes)
-        return made
-
     for row in track(rows, "walking held-out rows"):
         batch = {name: value.to(target.device) for name, value in collator([row]).items()}
         batch |= target.states_of(batch, head.config.target_layers)
@@ -125,10 +121,8 @@ def main() -> None:
     speeds = decoding_speed(head, target, prompts, args.nodes, args.new_tokens)
     fastest = max(speeds, key=lambda count: speeds[count]["gamma"])
     for count, speed in speeds.items():
-        print(
-            f"{count:>3} nodes  β {speed['beta']:.2f}  γ {speed['gamma']:.2f}  {speed['milliseconds_a_step']:.2f} ms a "
-            f"step{'  <' if count == fastest else ''}"
-        )
+        figures = f"β {speed['beta']:.2f}  γ {speed['gamma']:.2f}  {speed['milliseconds_a_step']:.2f} ms a step"
+        print(f"{count:>3} nodes  {figures}{'  <' if count == fastest else ''}")
     if speeds[fastest]["gamma"] < 1:
         print("no number of nodes is faster than decoding without drafts on this machine")
     tuned = {"tree_temperature": best, "max_nodes": fastest, "simulated_beta": betas, "speed": speeds}

@@ -45,10 +45,6 @@ class Answer:
     def key(self) -> QuestionKey:
         return self.benchmark, self.question_id
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return tuple(turn.text for turn in self.turns)
-
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, line and row; object) of every row; ValueError names file, line and reason."""
@@ -89,10 +85,8 @@ def _parse_answer(row: dict[str, Any]) -> Answer:
     if "decoding_steps" not in choice and "idxs" not in choice:
         raise ValueError("choices[0] must have decoding_steps or idxs (steps per turn), has neither")
     texts = _column(choice, "turns", str)
-    if "decoding_steps" in choice:
-        steps = _column(choice, "decoding_steps", int, len(texts))
-    else:
-        steps = [index + 1 for index in _column(choice, "idxs", int, len(texts))]
+    counted, first = ("decoding_steps", 0) if "decoding_steps" in choice else ("idxs", 1)
+    steps = [first + count for count in _column(choice, counted, int, len(texts))]
     new_tokens = _column(choice, "new_tokens", int, len(texts))
     wall_time = _column(choice, "wall_time", int | float, len(texts))
     benchmark = row.get("benchmark")
@@ -126,15 +120,12 @@ class AnswerFiles:
         for stale in self.folder.glob("*.jsonl"):
             stale.unlink()
         for name in drafters:
-            self.path(name).write_text("", encoding="utf-8")
-
-    def path(self, drafter: str) -> Path:
-        return self.folder / f"{drafter}.jsonl"
+            (self.folder / f"{name}.jsonl").touch()
 
     def add(self, turns: Sequence[TurnRecord]) -> None:
         """Append one question's turns; a question without an answered turn gets no line."""
         if turns:
-            with self.path(turns[0].drafter).open("a", encoding="utf-8") as file:
+            with (self.folder / f"{turns[0].drafter}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(answer_row(turns), ensure_ascii=False) + "\n")
 
 
@@ -178,14 +169,12 @@ class AnswerScore:
         """Count one question."""
         self.questions += 1
         self.turns += len(answer.turns)
-        self.equal_texts += answer.texts == baseline.texts
-        for turn in answer.turns:
-            self.steps += turn.steps
-            self.tokens += turn.new_tokens
-            self.seconds += turn.wall_time
-        for turn in baseline.turns:
-            self.baseline_tokens += turn.new_tokens
-            self.baseline_seconds += turn.wall_time
+        self.equal_texts += [turn.text for turn in answer.turns] == [turn.text for turn in baseline.turns]
+        self.steps += sum(turn.steps for turn in answer.turns)
+        self.tokens += sum(turn.new_tokens for turn in answer.turns)
+        self.seconds += sum(turn.wall_time for turn in answer.turns)
+        self.baseline_tokens += sum(turn.new_tokens for turn in baseline.turns)
+        self.baseline_seconds += sum(turn.wall_time for turn in baseline.turns)
 
     @property
     def beta(self) -> float | None:
@@ -201,9 +190,8 @@ class AnswerScore:
     @property
     def gamma(self) -> float | None:
         """Baseline seconds per token / drafter seconds per token, each over all tokens of the file."""
-        if not (self.tokens and self.seconds and self.baseline_tokens):
-            return None
-        return (self.baseline_seconds / self.baseline_tokens) / (self.seconds / self.tokens)
+        timed = self.tokens and self.seconds and self.baseline_tokens
+        return (self.baseline_seconds / self.baseline_tokens) / (self.seconds / self.tokens) if timed else None
 
 
 def score_answers(
@@ -224,8 +212,7 @@ def score_answers(
         raise ValueError(f"every answered question must be in the questions file; it lacks {some(missing)}")
     scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
     for key, answer in answers.items():
-        groups = {None, categories[answer.question_id]} if categories is not None else {None}
-        for group in groups:
+        for group in {None, categories[answer.question_id] if categories is not None else None}:
             scores.setdefault(group, AnswerScore()).add(answer, baseline[key])
     return scores
 

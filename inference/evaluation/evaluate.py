@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -108,7 +107,10 @@ def evaluate(
     warm_up(engines.values(), oracle.settings, benchmarks, render)
     records: list[TurnRecord] = []
     done, total = 0, sum(len(benchmark.questions) for benchmark in benchmarks) * len(engines)
-    with _existing_objects_frozen():
+    # A scan of all existing objects takes a quarter of a second, charged to the drafter that triggers it.
+    gc.collect()
+    gc.freeze()
+    try:
         for benchmark in benchmarks:
             for group, start in enumerate(range(0, len(benchmark.questions), group_size)):
                 questions = range(len(benchmark.questions))[start : start + group_size]
@@ -118,28 +120,18 @@ def evaluate(
                         records += answered
                         on_answer(answered)
                         done += 1
-    progress("decoded", total, total)
-    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
-    return Evaluation(
-        benchmarks,
-        tuple(engines),
-        judge_records(oracle, records, progress),
-        oracle.measured_noise,
-        {name: drafter.sources for name, drafter in drafters.items()},
-        findings_of(drafters),
-    )
-
-
-@contextmanager
-def _existing_objects_frozen() -> Iterator[None]:
-    """Keep the garbage collector from scanning existing objects: a scan takes a quarter of a second, charged to the
-    drafter that triggers it."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
     finally:
         gc.unfreeze()
+    progress("decoded", total, total)
+    prompts = list(dict.fromkeys(record.prompt for record in records))
+    for done, prompt in enumerate(prompts):  # the oracle answers every prompt before the first difference is judged
+        progress("checking against generate", done, len(prompts))
+        oracle.answer(prompt)
+    progress("checking against generate", len(prompts), len(prompts))
+    judged = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
+    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
+    sources = {name: drafter.sources for name, drafter in drafters.items()}
+    return Evaluation(benchmarks, tuple(engines), judged, oracle.measured_noise, sources, findings_of(drafters))
 
 
 def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
@@ -168,9 +160,7 @@ def answer_questions(
     messages: dict[int, Messages] = {index: [] for index in indices}
     answered: dict[int, list[TurnRecord]] = {index: [] for index in indices}
     for turn in range(max(len(benchmark.questions[index].turns) for index in indices)):
-        unanswered = [
-            index for index in indices if len(benchmark.questions[index].turns) > turn == len(answered[index])
-        ]
+        unanswered = [i for i in indices if len(benchmark.questions[i].turns) > turn == len(answered[i])]
         for index in unanswered:
             messages[index].append({"role": "user", "content": benchmark.questions[index].turns[turn]})
         prompts = [tuple(render(messages[index])) for index in unanswered]
@@ -216,16 +206,13 @@ def time_engines(
                 engine.generate(prompt[::-1], settings)
         for key in drafter_order(list(engines), turn):
             answer, (tokens, steps, seconds) = engines[key].generate(prompt, settings), totals[key]
-            taken = answer.seconds["total"]
-            totals[key] = tokens + len(answer.tokens), steps + answer.target_steps, seconds + taken
+            seconds += answer.seconds["total"]
+            totals[key] = tokens + len(answer.tokens), steps + answer.target_steps, seconds
     return totals
 
 
 def warm_up(
-    engines: Iterable[AnyEngine],
-    settings: GenerationSettings,
-    benchmarks: Sequence[Benchmark],
-    render: Render,
+    engines: Iterable[AnyEngine], settings: GenerationSettings, benchmarks: Sequence[Benchmark], render: Render
 ) -> None:
     """Discard a short answer to the first question that fits, so that allocation and compilation are not timed.
 
@@ -239,15 +226,3 @@ def warm_up(
             prompt = tuple(render([{"role": "user", "content": " ".join(question.turns[0].split()[::-1])}]))
             if _generate_or_none(engine, [prompt], short) != [None]:
                 break
-
-
-def judge_records(
-    oracle: Oracle, records: Sequence[TurnRecord], progress: Progress = lambda stage, done, of: None
-) -> list[TurnRecord]:
-    """The records with their differences; the oracle answers every prompt before the first difference is judged."""
-    prompts = list(dict.fromkeys(record.prompt for record in records))
-    for done, prompt in enumerate(prompts):
-        progress("checking against generate", done, len(prompts))
-        oracle.answer(prompt)
-    progress("checking against generate", len(prompts), len(prompts))
-    return [replace(record, difference=judge(oracle, record.prompt, record.generation.tokens)) for record in records]

@@ -53,12 +53,11 @@ class HFGenerate:
         criteria = [stop_rule] if settings.stop is not None or settings.stop_strings else []
         tokens = hf_generate(self.target, prompt_ids, settings, limit, criteria)[: stop_rule.length]
         elapsed = time.perf_counter() - start
+        reason = "length" if limit == settings.max_new_tokens else "context"
         if tokens and tokens[-1] in settings.eos_token_ids:
             reason = "eos"
         elif stop_rule.length is not None:
             reason = "stop"
-        else:
-            reason = "length" if limit == settings.max_new_tokens else "context"
         seconds = {"draft": 0.0, "verify": elapsed, "accept": 0.0, "other": 0.0, "total": elapsed}
         return Generation(tokens, [1] * len(tokens), [-1] * len(tokens), seconds, reason)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -139,10 +140,6 @@ class LosslessCounts:
         verdicts = list(judged)
         return cls(len(verdicts), tokens, [difference for difference in verdicts if difference is not None])
 
-    def __add__(self, other: LosslessCounts) -> LosslessCounts:
-        differences = self.differences + other.differences
-        return LosslessCounts(self.turns + other.turns, self.tokens + other.tokens, differences)
-
     @property
     def identical_turns(self) -> int:
         return self.turns - len(self.differences)
@@ -166,10 +163,8 @@ class LosslessCounts:
 
 def first_difference(expected: Sequence[int], received: Sequence[int]) -> int | None:
     """Index of the first token that differs, or where the shorter one ends: ([5, 6], [5, 6, 7]) -> 2."""
-    for position, (token, other) in enumerate(zip(expected, received)):
-        if token != other:
-            return position
-    return None if len(expected) == len(received) else min(len(expected), len(received))
+    pairs = zip_longest(expected, received)
+    return next((position for position, (token, other) in enumerate(pairs) if token != other), None)
 
 
 def judge(oracle: Oracle, prompt: Sequence[int], tokens: Sequence[int]) -> Difference | None:

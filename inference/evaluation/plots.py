@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle, product
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -20,14 +21,14 @@ TIME_COLOURS = {"draft": "#e69f00", "verify": "#0072b2", "accept": "#009e73", "o
 def speedup(results: Sequence[Row]) -> Figure:
     """Gamma per drafter with its interval, grouped by benchmark; a line at vanilla's 1."""
     rows, benchmarks, drafters = _overall(results)
-    colours = _colours(drafters)
+    styles = _styles(drafters)
     figure = Figure(figsize=(max(5.0, 1.6 + 0.75 * len(rows)), 4.2), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(drafters)
     annotation: Any = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8}
     annotation["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for index, drafter in enumerate(drafters):
-        hatch = ("", "//", "xx")[_palette_cycle(drafters, drafter) % 3]
+        colour, hatch, _ = styles[drafter]
         for group, benchmark in enumerate(benchmarks):
             row = rows[benchmark, drafter]
             if row["gamma"] is None:
@@ -36,13 +37,9 @@ def speedup(results: Sequence[Row]) -> Figure:
             low, high = row["gamma_ci95"]
             error = [[max(row["gamma"] - low, 0)], [max(high - row["gamma"], 0)]]
             label = drafter if group == 0 else None
-            axes.bar(x, row["gamma"], width * 0.9, color=colours[drafter], hatch=hatch, label=label)
+            axes.bar(x, row["gamma"], width * 0.9, color=colour, hatch=hatch, label=label)
             axes.errorbar(x, row["gamma"], yerr=error, color="#333333", capsize=3, linewidth=1)
-            axes.annotate(
-                f"{row['gamma']:.2f}×\nβ {row['beta']:.2f}",
-                (x, max(high, row["gamma"])),
-                **annotation,
-            )
+            axes.annotate(f"{row['gamma']:.2f}×\nβ {row['beta']:.2f}", (x, max(high, row["gamma"])), **annotation)
     axes.axhline(1.0, color="#333333", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(benchmarks)), benchmarks)
     axes.set_ylabel("speedup γ over vanilla")
@@ -58,13 +55,12 @@ def accepted_length(results: Sequence[Row]) -> Figure:
     rows, benchmarks, drafters = _overall(results)
     accepted = {key: _at_least(row["accept_length_histogram"]) for key, row in rows.items()}
     drafting = [name for name in drafters if any(accepted[benchmark, name] for benchmark in benchmarks)]
-    colours = _colours(drafters)
+    styles = _styles(drafters)
     figure, panels = _panels(max(5.0, 4.2 * len(benchmarks)), 4.2, benchmarks)
     for axes, benchmark in zip(panels, benchmarks):
         for drafter in drafting:
-            shares = accepted[benchmark, drafter]
-            style = ("-", "--", ":")[_palette_cycle(drafters, drafter) % 3]
-            look: Any = {"marker": "o", "markersize": 4, "color": colours[drafter], "linestyle": style}
+            shares, (colour, _, line) = accepted[benchmark, drafter], styles[drafter]
+            look: Any = {"marker": "o", "markersize": 4, "color": colour, "linestyle": line}
             axes.plot(range(1, len(shares) + 1), shares, label=drafter, **look)
         axes.set_xlabel("drafted tokens accepted, at least")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -122,16 +118,12 @@ def _overall(results: Sequence[Row]) -> tuple[dict[tuple[str, str], Row], list[s
     return rows, benchmarks, list(dict.fromkeys(drafter for _, drafter in rows))
 
 
-def _colours(drafters: Sequence[str]) -> dict[str, str]:
+def _styles(drafters: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+    """Drafter → colour, hatch and line style; the palette's every reuse has its own hatch and line style."""
+    styles = product((("", "-"), ("//", "--"), ("xx", ":")), DRAFTER_COLOURS)
     others = [name for name in drafters if name not in BASELINE_GREYS]
-    colours = {name: DRAFTER_COLOURS[index % len(DRAFTER_COLOURS)] for index, name in enumerate(others)}
-    return colours | BASELINE_GREYS
-
-
-def _palette_cycle(drafters: Sequence[str], drafter: str) -> int:
-    """How often the palette was used up before this drafter; each cycle has its own hatch and line style."""
-    others = [name for name in drafters if name not in BASELINE_GREYS]
-    return others.index(drafter) // len(DRAFTER_COLOURS) if drafter in others else 0
+    drafting = {name: (colour, *look) for name, (look, colour) in zip(others, cycle(styles))}
+    return drafting | {name: (grey, "", "-") for name, grey in BASELINE_GREYS.items()}
 
 
 def _finish(axes: Axes, grid: str = "y") -> None:

@@ -23,19 +23,11 @@ from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
-@dataclass(frozen=True)
 class TokenizerTarget:
     """Replaces the target for text drafters, which read only these attributes."""
 
-    tokenizer: Any
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.tokenizer)
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.vocab_size, self.device = tokenizer, len(tokenizer), torch.device("cpu")
 
 
 def replay(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Generation:

@@ -16,11 +16,7 @@ from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, result_rows
 
-PICTURES = {
-    "speedup.png": plots.speedup,
-    "accepted_length.png": plots.accepted_length,
-    "time_share.png": plots.time_share,
-}
+PICTURES = {f"{draw.__name__}.png": draw for draw in (plots.speedup, plots.accepted_length, plots.time_share)}
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
 REPLAY_PICTURES = ("accepted_length.png",)
 REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
@@ -77,13 +73,12 @@ def clear_output(folder: Path, finished: str = "report.json") -> None:
 
 def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
     """Write pictures, report.md and, last and atomically, report.json; returns the paths of the pictures."""
-    pictures = []
-    for name in PICTURES if report["target"] else REPLAY_PICTURES:
+    names = PICTURES if report["target"] else REPLAY_PICTURES
+    for name in names:
         PICTURES[name](report["results"]).savefig(folder / name, dpi=150)
-        pictures.append(folder / name)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")
     write_json(folder / "report.json", report)
-    return pictures
+    return [folder / name for name in names]
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -111,8 +106,7 @@ def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     """A row's figures in the order of `columns`."""
     interval = row["gamma_ci95"]
     figures = {
-        "benchmark": row["benchmark"],
-        "drafter": row["drafter"],
+        **row,  # benchmark and drafter
         "β": number(row["beta"]),
         "γ": f"{number(row['gamma'])}×",
         "95 %": "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
@@ -146,22 +140,29 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
 
 def markdown(report: dict[str, Any]) -> str:
     """report.md."""
-    whole, replayed = overall(report["results"]), report["target"] is None
-    both = any(row["drafter"] == TRANSFORMERS for row in whole)
+    whole, both = overall(report["results"]), any(row["drafter"] == TRANSFORMERS for row in report["results"])
     # the speed over transformers' own `generate` comes after γ's interval
     columns = (*HEADER[:5], OVER_TRANSFORMERS, *HEADER[5:]) if both else columns_of(report)
     table = markdown_table(columns, [cells(row, columns) for row in whole], 2)
     accepted = "![accepted drafts per step](accepted_length.png)"
-    if replayed:
+    if report["target"] is None:
         given = ", ".join(f"{key} {value}" for key, value in report["settings"].items() if value is not None)
         parts = ["# Replayed answers", f"{given}.", table, EXPLANATION_REPLAY, accepted]
     else:
-        times = markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), [time_cells(row) for row in whole], 2)
+        times = []
+        for row in whole:
+            shares = ["–" if row["time_share"] is None else f"{row['time_share'][key]:.1%}" for key in TIME_KEYS]
+            times.append([row["benchmark"], row["drafter"], *shares, number(row["wall_seconds"], ".1f")])
+        skipped = ", ".join(f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in whole if row["skipped"])
         parts = [
-            *("# Evaluation", setting_sentence(report), table, *skipped_note(whole), EXPLANATION),
+            *("# Evaluation", setting_sentence(report), table),
+            *([f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []),
+            EXPLANATION,
             *([EXPLANATION_TRANSFORMERS] if both else []),
             *("![speedup](speedup.png)", accepted),
-            *("## Decoding time by part of a step", times, "![time shares](time_share.png)"),
+            "## Decoding time by part of a step",
+            markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), times, 2),
+            "![time shares](time_share.png)",
             *source_table(whole),
             *findings_note(report["findings"]),
         ]
@@ -181,18 +182,6 @@ def setting_sentence(report: dict[str, Any]) -> str:
     return "; ".join(parts) + "."
 
 
-def time_cells(row: dict[str, Any]) -> list[str]:
-    share = row["time_share"]
-    shares = ["–" if share is None else f"{share[key]:.1%}" for key in TIME_KEYS]
-    return [row["benchmark"], row["drafter"], *shares, number(row["wall_seconds"], ".1f")]
-
-
-def skipped_note(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A sentence when turns did not fit the context, else nothing."""
-    skipped = ", ".join(f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in rows if row["skipped"])
-    return [f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []
-
-
 def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Accepted tokens by source, for drafters with more than one source."""
     lines = []
@@ -200,9 +189,8 @@ def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
         if len(counts := row.get("accepted_by_source") or {}) > 1:
             parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
             lines.append([row["benchmark"], row["drafter"], parts, f"{row['new_tokens']:,}"])
-    if not lines:
-        return []
-    return ["## Accepted tokens by source", markdown_table((*HEADER[:2], "by source", "new tokens"), lines, 3)]
+    table = markdown_table((*HEADER[:2], "by source", "new tokens"), lines, 3)
+    return ["## Accepted tokens by source", table] if lines else []
 
 
 def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
@@ -220,8 +208,7 @@ def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
 
 def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
     """β, and γ where it was measured, by category: one table for each benchmark that has more than one."""
-    parts = []
-    timed = any(row["gamma"] is not None for row in results)
+    parts, timed = [], any(row["gamma"] is not None for row in results)
     for benchmark in dict.fromkeys(row["benchmark"] for row in results):
         figures: dict[str, list[str]] = {}
         rows = [row for row in results if row["benchmark"] == benchmark and row["category"] is not None]

@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_heads.data.config_file import parse_with_config
+from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.checkpoint import head_classes
@@ -43,7 +44,7 @@ from draft_heads.scripts.decoding_options import (
     check_positive,
     configure_target,
     drafter_specs,
-    load_drafters,
+    load_engines,
     load_target,
     target_parser,
 )
@@ -55,15 +56,14 @@ BASELINES = ("eager", "static", "compiled")
 
 def in_turn(arms: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds of every arm, the device's work included, the arms in turn; the first round is a discarded warm-up."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for repeat in range(repeats + 1):
         for name, run in arms.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize()
             start = time.perf_counter()
             run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize()
             if repeat:
                 taken[name].append(time.perf_counter() - start)
     return taken
@@ -79,8 +79,7 @@ def ratio(over: list[float], under: list[float]) -> dict[str, float]:
 def random_target(options: argparse.Namespace) -> Target:
     """A Llama of a published shape, its weights random: for speeds only."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    usual = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = getattr(torch, options.dtype) if options.dtype else usual
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     config = LlamaConfig(**SHAPES[options.shape], max_position_embeddings=4096, dtype=dtype)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=dtype)
@@ -97,39 +96,42 @@ def prompts(target: Target, count: int, tokens: int) -> list[list[int]]:
 
 
 def bench_decoding(
-    target: Target, drafters: dict[str, Any], texts: list[list[int]], options: argparse.Namespace
+    target: Target,
+    engines: dict[str, Any],
+    texts: list[list[int]],
+    options: argparse.Namespace,
+    baselines: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Vanilla over transformers' generate; for each drafter β, γ and η. Answers have no EOS: all are equally long."""
-    spent: dict[str, list[int]] = {}
-    engines = {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()}
-    arms = {name: decoding(name, engine, texts, options.new_tokens, spent) for name, engine in engines.items()}
-    arms |= {f"hf_{kind}": generating(target, kind, texts, options.new_tokens) for kind in options.baselines}
+    """Vanilla over transformers' generate; for each other engine β, γ with its quartiles, and η.
+
+    Answers have no EOS: all are equally long.
+    """
+    spent = {name: [0, 0] for name in engines}  # tokens, target steps
+
+    def decode(name: str) -> None:
+        for text in texts:
+            answer = engines[name].generate(text, GenerationSettings(max_new_tokens=options.new_tokens))
+            spent[name][0] += len(answer.tokens)
+            spent[name][1] += answer.target_steps
+
+    arms: dict[str, Callable[[], None]] = {name: partial(decode, name) for name in engines}
+    arms |= {f"hf_{kind}": generating(target, kind, texts, options.new_tokens) for kind in baselines}
     taken = in_turn(arms, options.repeats, target.device)
     result: dict[str, Any] = {
         "vanilla_over_hf_" + ("generate" if kind == "eager" else kind): ratio(taken[f"hf_{kind}"], taken["vanilla"])
-        for kind in options.baselines
+        for kind in baselines
     }
-    return result | {name: speed(taken, name, spent) for name in engines if name != "vanilla"}
-
-
-def decoding(
-    name: str, engine: DecodingEngine, texts: list[list[int]], new_tokens: int, spent: dict[str, list[int]]
-) -> Callable[[], None]:
-    """A run of one engine over all texts; adds its tokens and target steps to `spent[name]`."""
-
-    def run() -> None:
-        counts = spent.setdefault(name, [0, 0])
-        for text in texts:
-            answer = engine.generate(text, GenerationSettings(max_new_tokens=new_tokens))
-            counts[0] += len(answer.tokens)
-            counts[1] += answer.target_steps
-
-    return run
+    for name, (tokens, steps) in spent.items():
+        if name != "vanilla":
+            gamma, beta = ratio(taken["vanilla"], taken[name]), tokens / steps
+            result[name] = {"beta": round(beta, 3), "gamma": gamma, "eta": round(gamma["median"] / beta, 3)}
+    return result
 
 
 def generating(target: Target, kind: str, texts: list[list[int]], new_tokens: int) -> Callable[[], None]:
     """A run of transformers' own greedy loop: as it is, with its static cache, or compiled over that."""
     options: dict[str, Any] = {} if kind == "eager" else {"cache_implementation": "static"}
+    options |= {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
     model = copy.copy(target.model)
     if kind == "compiled":
         model.forward = torch.compile(target.model.forward)
@@ -137,56 +139,32 @@ def generating(target: Target, kind: str, texts: list[list[int]], new_tokens: in
     def run() -> None:
         for text in texts:
             ids = torch.tensor([text], device=target.device)
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens,
-                eos_token_id=None, pad_token_id=0, **options,
-            )  # fmt: skip
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
     return run
 
 
-def speed(taken: dict[str, list[float]], name: str, spent: dict[str, list[int]]) -> dict[str, Any]:
-    """β, γ with its quartiles, and η of a drafter."""
-    gamma = ratio(taken["vanilla"], taken[name])
-    beta = spent[name][0] / spent[name][1]
-    return {"beta": round(beta, 3), "gamma": gamma, "eta": round(gamma["median"] / beta, 3)}
-
-
-def scripted_engines(
-    target: Target, kinds: Sequence[str], lengths: Sequence[float], max_nodes: int
-) -> dict[str, ScriptedEngine]:
+def scripted_engines(target: Target, options: argparse.Namespace) -> dict[str, ScriptedEngine]:
     """An engine for every untrained head and accepted length; ValueError for a length no step can have."""
     engines = {}
-    for kind in kinds if lengths else ():
+    for kind in options.heads if options.scripted else ():
         head_type, config = head_classes(kind)
         head = head_type(config(**target_sizes(target.config))).to(target.device, target.dtype)
-        drafter = drafter_for(head, target, max_nodes)
-        engines |= {f"scripted {kind} {length:g}": ScriptedEngine(target, drafter, length) for length in lengths}
+        drafter = drafter_for(head, target, options.max_nodes)
+        engines |= {
+            f"scripted {kind} {length:g}": ScriptedEngine(target, drafter, length) for length in options.scripted
+        }
     return engines
 
 
-def bench_scripted(
-    target: Target, engines: dict[str, ScriptedEngine], texts: list[list[int]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """γ and η of untrained heads at scripted accepted lengths; beside η the bound that reading the head's weights sets.
+def eta_bound(target: Target, head: Any) -> float:
+    """1 / (1 + weights a draft reads / weights of a target step): η if verifying were as cheap as a single row.
 
-    The bound is 1 / (1 + weights a draft reads / weights of a target step): what a step costs at least, were verifying
-    as cheap as a single row. A forward over one row reads all weights but the embedding's other rows.
+    A forward over one row reads all weights but the embedding's other rows.
     """
-    spent: dict[str, list[int]] = {}
-    vanilla = DecodingEngine(target, VanillaDrafter(target.device))
-    arms = {
-        name: decoding(name, engine, texts, options.new_tokens, spent)
-        for name, engine in {"vanilla": vanilla, **engines}.items()
-    }
-    taken = in_turn(arms, options.repeats, target.device)
     tied = target.lm_head.weight is target.embedding.weight
     read = target.parameters - (0 if tied else target.embedding.weight.numel())
-    found = {}
-    for name, engine in engines.items():
-        drafted: Any = engine.drafter
-        found[name] = speed(taken, name, spent) | {"eta_bound": round(1 / (1 + drafted.head.weights_read() / read), 3)}
-    return found
+    return round(1 / (1 + head.weights_read() / read), 3)
 
 
 @torch.inference_mode()
@@ -248,28 +226,26 @@ def table(result: dict[str, Any]) -> Table:
     return made
 
 
-def main() -> int:
-    try:
-        options = parse_with_config(parser(), None, ())
-        if (options.target is None) == (options.shape is None):
-            raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
-        check_positive(options, "max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats")
-        target = load_target(options) if options.target else random_target(options)
-        drafters = load_drafters(drafter_specs(options.drafters), target, options.max_nodes)
-        scripted = scripted_engines(target, options.heads, options.scripted, options.max_nodes)
-        if target.max_positions - options.prompt_tokens < max(NODES) + 1:
-            raise ValueError(
-                f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
-                f"{options.prompt_tokens}"
-            )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(options: argparse.Namespace) -> None:
+    if (options.target is None) == (options.shape is None):
+        raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
+    check_positive(options, "max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats")
+    target = load_target(options) if options.target else random_target(options)
+    engines = load_engines(drafter_specs(options.drafters), target, options.max_nodes, batch_size=1)
+    scripted = scripted_engines(target, options)
+    if target.max_positions - options.prompt_tokens < max(NODES) + 1:
+        raise ValueError(
+            f"--prompt_tokens must leave {max(NODES) + 1} of the target's {target.max_positions} positions; got "
+            f"{options.prompt_tokens}"
+        )
     texts = prompts(target, options.questions, options.prompt_tokens)
-    filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
-    result = bench_decoding(target, drafters, texts, options)
+    result = bench_decoding(target, engines, texts, options, options.baselines)
     if scripted:
-        result |= bench_scripted(target, scripted, texts, options)
+        vanilla = {"vanilla": DecodingEngine(target, VanillaDrafter(target.device))}
+        for name, found in bench_decoding(target, vanilla | scripted, texts, options).items():
+            drafter: Any = scripted[name].drafter
+            result[name] = found | {"eta_bound": eta_bound(target, drafter.head)}
+    filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result |= bench_verification(target, filler, 10 * options.repeats)
     Console().print(table(result))
     settings = {"threads": torch.get_num_threads(), "compile": options.compile, "device": str(target.device)}
@@ -278,7 +254,10 @@ def main() -> int:
         "verify_over_step": {nodes: value["median"] for nodes, value in result["verify_over_step"].items()},
     }
     print(json.dumps({**result, **medians, "settings": settings}))
-    return 0
+
+
+def main() -> int:
+    return exit_status(lambda: run(parse_with_config(parser(), None, ())))
 
 
 if __name__ == "__main__":

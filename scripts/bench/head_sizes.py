@@ -45,11 +45,9 @@ def sizes(config: Any) -> list[tuple[str, int, int]]:
 
 def table(config: Any) -> str:
     """Markdown, bytes of 16-bit weights."""
-    target = estimated_parameters(config)
-    rows = [
-        (name, f"{parameters / 1e6:,.1f} M", f"{2 * read / 2**20:,.0f} MiB", f"{read / target:.1%}")
-        for name, parameters, read in sizes(config)
-    ]
+    rows, target = [], estimated_parameters(config)
+    for name, parameters, read in sizes(config):
+        rows.append((name, f"{parameters / 1e6:,.1f} M", f"{2 * read / 2**20:,.0f} MiB", f"{read / target:.1%}"))
     return markdown_table(("head", "parameters", "read per draft", "of the target's step"), rows, 4)
 
 

@@ -59,15 +59,11 @@ def peak_memory(name: str, args: argparse.Namespace, hidden: int) -> int:
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # resets the resident set's high-water mark
-    before = _status_bytes("VmRSS")
+    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    clear.write_text("5")  # resets the resident set's high-water mark
+    before = int(status.read_text().split("VmRSS:")[1].split()[0])
     run()
-    return _status_bytes("VmHWM") - before
-
-
-def _status_bytes(field: str) -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[field].split()[0]) * 1024
+    return 1024 * (int(status.read_text().split("VmHWM:")[1].split()[0]) - before)
 
 
 def bench_loss(args: argparse.Namespace, hidden: int) -> dict[str, object]:
@@ -77,12 +73,11 @@ def bench_loss(args: argparse.Namespace, hidden: int) -> dict[str, object]:
         command = [sys.executable, __file__, *sys.argv[1:], "--arm", name, "--hidden", str(hidden)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
-    arms = {name: make_arm(name, args, hidden) for name in ARMS}
-    seconds = in_turn(arms, args.repeats, torch.device(args.device))
+    device = torch.device(args.device)
+    seconds = in_turn({name: make_arm(name, args, hidden) for name in ARMS}, args.repeats, device)
     ratios = [f / r for f, r in zip(seconds["fused"], seconds["reference"])]
     row = {
-        "hidden": hidden,
-        "peak_bytes": peaks,
+        **{"hidden": hidden, "peak_bytes": peaks},
         "memory_ratio": round(peaks["fused"] / peaks["reference"], 4),
         "median_seconds": {name: round(statistics.median(values), 4) for name, values in seconds.items()},
         "time_ratio": round(statistics.median(ratios), 4),

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.data.rendering import render_prompt
@@ -66,18 +67,10 @@ BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 NEW_TOKENS = 64
 _SIZES: dict[str, Any] = {
-    "vocab_size": 211,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
+    **{"vocab_size": 211, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
     "initializer_range": 0.3,  # sharper than usual: greedy text of a random model should not be one token for ever
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "pad_token_id": 0,
+    **{"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0},
 }
 _WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 
@@ -137,15 +130,10 @@ def trained_head(
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for step in range(steps):
         batch = [texts[(step * 4 + row) % len(texts)] for row in range(4)]
-        length = max(len(prompt) + len(answer) for prompt, answer in batch)
-        ids = torch.zeros(len(batch), length, dtype=torch.long)
-        mask, segments = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids)
-        for row, (prompt, answer) in enumerate(batch):
-            end = len(prompt) + len(answer)
-            ids[row, :end] = torch.tensor(prompt + answer)
-            mask[row, len(prompt) : end] = True
-            segments[row, :end] = 1
-        positions = torch.arange(length).expand_as(ids)
+        rows = [torch.tensor(prompt + answer) for prompt, answer in batch]
+        ids, segments = pad_sequence(rows, True), pad_sequence([torch.ones_like(row) for row in rows], True)
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        mask = segments.bool() & (positions >= torch.tensor([[len(prompt)] for prompt, _ in batch]))
         hidden, _ = target.forward_rows(ids, segments, positions)
         if step == 0:
             head.start_from(hidden[mask], view)
@@ -155,15 +143,6 @@ def trained_head(
         optimizer.step()
         optimizer.zero_grad()
     return head.eval()
-
-
-def noisy_copy(name: str, dtype: torch.dtype) -> Target:
-    """A draft model that often agrees with a target: the target with noise on its weights."""
-    model = load_target(name, dtype)
-    torch.manual_seed(2)
-    for parameter in model.model.parameters():
-        parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn_like(parameter)
-    return model
 
 
 class _Cell:
@@ -196,7 +175,9 @@ class _Cell:
         engines = []
         for nodes in BUDGETS:
             spec = DrafterSpec.parse("drafter=" + text.format(nodes=nodes, columns=min(nodes, 8)))
-            engines.append(DecodingEngine(self.target, _CellBuilder(self, nodes).build(spec)))
+            builder = DrafterBuilder(self.target, nodes)  # with heads and draft models that come from no file
+            builder.head, builder.draft_model = self.head, lambda kind, path: self.draft_model
+            engines.append(DecodingEngine(self.target, builder.build(spec)))
         taking_turns = zip(itertools.cycle(engines), self.prompts)
         answers = [engine.generate(prompt, self.settings) for engine, prompt in taking_turns]
         turns = zip(self.prompts, [answer.tokens for answer in answers])
@@ -214,34 +195,24 @@ class _Cell:
 
     @cached_property
     def draft_model(self) -> Target:
-        return noisy_copy(self.name, DTYPES[self.dtype_name])
+        """A draft model that often agrees with the target: the target with noise on its weights."""
+        model = load_target(self.name, self.target.dtype)
+        torch.manual_seed(2)
+        for parameter in model.model.parameters():
+            parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn_like(parameter)
+        return model
 
 
-class _CellBuilder(DrafterBuilder):
-    """Takes heads and draft models from a cell instead of from files."""
-
-    def __init__(self, cell: _Cell, max_nodes: int) -> None:
-        super().__init__(cell.target, max_nodes)
-        self.head = cell.head
-        self.draft_model = lambda kind, path: cell.draft_model
-
-
-def check(
-    name: str, dtype_name: str, count: int, kinds: Sequence[str] = KINDS, steps: int = 200
-) -> list[dict[str, Any]]:
-    """A row of counts for each drafter of `kinds` on one target in one precision, heads trained for so many steps."""
+def check(cell: tuple[str, str, int], kinds: Sequence[str] = KINDS, steps: int = 200) -> list[dict[str, Any]]:
+    """A row of counts for each drafter of `kinds` on a cell (target, precision, prompts); `steps` train a head."""
     torch.set_num_threads(1)
-    cell = _Cell(name, dtype_name, count, steps)
-    return [cell.decode(*drafter) for kind in kinds for drafter in cell.drafters(kind)]
-
-
-def _check(arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
-    return check(*arguments)
+    decoded = _Cell(*cell, steps)
+    return [decoded.decode(*drafter) for kind in kinds for drafter in decoded.drafters(kind)]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: the rows, then the totals by precision."""
-    parts = [markdown_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows], 4)]
+    parts = [markdown_table(list(rows[0]), [list(map(str, row.values())) for row in rows], 4)]
     for dtype in DTYPES:
         chosen = [row for row in rows if row["dtype"] == dtype]
         total = {key: sum(row[key] for row in chosen) for key in ("tokens", "turns", "near_ties", "unexplained")}
@@ -263,10 +234,12 @@ def main() -> int:
     for folder in args.targets:
         AutoConfig.from_pretrained(folder)  # a wrong path fails here, not after an hour
     args.output.mkdir(parents=True, exist_ok=True)
-    cells = [(name, dtype, args.prompts, args.kinds) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
+    cells = [(name, dtype, args.prompts) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
     rows: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        for found in track(pool.imap_unordered(_check, cells), "lossless", len(cells), console=Console()):
+        for found in track(
+            pool.imap_unordered(partial(check, kinds=args.kinds), cells), "lossless", len(cells), console=Console()
+        ):
             rows += found
             (args.output / "lossless_matrix.json").write_text(json.dumps(rows, indent=1) + "\n")
     rows.sort(key=lambda row: (row["target"], row["dtype"], row["drafter"], row["trained"]))

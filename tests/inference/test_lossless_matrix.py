@@ -23,7 +23,7 @@ CELLS = [
 @pytest.mark.parametrize("name,dtype", CELLS)
 def test_decoding_is_lossless(name, dtype):
     count = len(BUDGETS)  # each prompt has a budget of its own
-    rows = check(name, dtype, count, steps=60)
+    rows = check((name, dtype, count), steps=60)
     assert all(row["turns"] == count and row["tokens"] == count * NEW_TOKENS for row in rows)
     if dtype == "float64":
         assert all(row["identical_turns"] == count for row in rows), rows

@@ -127,9 +127,9 @@ def test_speedup_bars_are_gamma(report):
 
 
 def test_baselines_are_grey_and_leave_the_colours_to_drafters(report):
-    colours = plots._colours(["vanilla", "transformers", "fast"])
-    assert colours["fast"] == plots._colours(["vanilla", "fast"])["fast"]
-    assert len(set(colours.values())) == 3
+    styles = plots._styles(["vanilla", "transformers", "fast"])
+    assert styles["fast"] == plots._styles(["vanilla", "fast"])["fast"]
+    assert len({colour for colour, _, _ in styles.values()}) == 3
 
 
 def test_accepted_length_curve_is_the_share_of_steps_that_accept_at_least(report):
@@ -167,7 +167,7 @@ def write_answers(folder, evaluation, drafters):
 
 def test_answer_files_are_read_back_and_scored(tmp_path, evaluation):
     files = write_answers(tmp_path, evaluation, ["vanilla", "fast"])
-    vanilla, fast = (read_answers(files.path(name)) for name in ("vanilla", "fast"))
+    vanilla, fast = (read_answers(files.folder / f"{name}.jsonl") for name in ("vanilla", "fast"))
     assert list(fast) == [("bench", 1), ("bench", 2), ("bench", 3), ("other", 1)]
     score = score_answers(fast, vanilla)[None]
     assert (score.beta, score.equal_texts) == (20 / 13, 4)
@@ -176,7 +176,7 @@ def test_answer_files_are_read_back_and_scored(tmp_path, evaluation):
 
 def test_answer_rows_are_what_spec_bench_reads(tmp_path, evaluation):
     files = write_answers(tmp_path, evaluation, ["fast"])
-    row = json.loads(files.path("fast").read_text().splitlines()[0])
+    row = json.loads((files.folder / "fast.jsonl").read_text().splitlines()[0])
     choice = row["choices"][0]
     assert (row["question_id"], row["category"], row["model_id"]) == (1, "writing", "fast")
     assert choice["turns"] == ["dcba", "gfe"]
