@@ -15,10 +15,9 @@ from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
-from draft_heads.inference.host_sync import no_host_sync
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
-from draft_heads.inference.target.compiled import program
+from draft_heads.inference.target.compiled import no_host_sync, program
 from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings

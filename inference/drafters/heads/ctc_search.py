@@ -21,8 +21,8 @@ from torch import Tensor
 from draft_heads.heads.prefix_scores import LabelRuns, child_scores, empty_prefix, extend, runs
 from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
-from draft_heads.inference.host_sync import host_sync_allowed
 from draft_heads.inference.native import library
+from draft_heads.inference.target.compiled import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, TokenTrie
 
 TREE_MODES = ("prefix", "raw", "plain")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draft_heads.inference.host_sync import host_sync_allowed
+from draft_heads.inference.target.compiled import host_sync_allowed
 from draft_heads.inference.tree import DraftTree
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
