@@ -75,7 +75,6 @@ class Drafter(ABC):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """See the class."""
         return ()
 
     @classmethod
@@ -103,7 +102,7 @@ class Drafter(ABC):
         """Read the committed tokens and their hidden states."""
 
     def rewind(self, text: VerifiedStep, capacity: int) -> None:
-        """Replace the observed text by `text`, given whole as after a prefill, when the target rejects a draft model's."""
+        """Replace the observed text by `text`, given whole as after a prefill, after the target rejected a draft."""
         self.begin(text.tokens, capacity)
         self.observe(text)
 

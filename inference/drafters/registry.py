@@ -176,7 +176,6 @@ class DrafterBuilder:
         return HybridDrafter(made, self.target, self.max_nodes, **whole)
 
     def head(self, kind: str, path: str) -> DraftHead:
-        """See `Builder`."""
         if not path:
             raise ValueError(f"a {kind} drafter needs a trained head; got no path; write NAME=RUN/head")
         if path not in self._heads:
@@ -191,13 +190,11 @@ class DrafterBuilder:
         return self._heads[path]
 
     def draft_model(self, kind: str, path: str) -> Target:
-        """See `Builder`."""
         if path not in self._models:
             self._models[path] = load_draft_model(kind, path, self.target)
         return self._models[path]
 
     def inner(self, words: str, model: Target) -> Drafter | None:
-        """See `Builder`."""
         if not words:
             return None
         drafter = DrafterBuilder(model, self.max_nodes).build(DrafterSpec.parse(f"via={words}"))

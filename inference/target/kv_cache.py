@@ -139,7 +139,7 @@ class KVCache(Cache):
         self.lengths += counts
 
     def keep_first(self, count: int) -> None:
-        """Commit the first `count` rows of the last forward of the only sequence: nothing has to move (prefill)."""
+        """Commit the first `count` rows of the only sequence's last forward (prefill)."""
         self.lengths += count
         self.bound += count
 
@@ -159,13 +159,11 @@ class ShardedKVCache(KVCache):
         self.stores: list[Tensor] = []
 
     def allocate(self, like: Tensor) -> None:
-        """Memory [2·G, C, D] for every layer on its device."""
         if not self.stores:
             shape = (2 * like.shape[1], self.capacity, like.shape[3])
             self.stores = [like.new_zeros(shape, device=device) for device in self.devices]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `KVCache.write`."""
         states = torch.cat([keys, values], dim=1)[0]
         store = self.stores[layer]
         store.index_copy_(1, slots[0].to(store.device), states)
@@ -173,7 +171,6 @@ class ShardedKVCache(KVCache):
         return both[:, 0], both[:, 1]
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
-        """See `KVCache.commit`."""
         into, source = self.slots(rows.shape[1])[0], (self.lengths[:, None] + rows)[0]
         for store in self.stores:
             kept = store.index_select(1, source.to(store.device))
@@ -181,5 +178,4 @@ class ShardedKVCache(KVCache):
         self.lengths += counts
 
     def memory(self) -> list[Tensor]:
-        """See `KVCache.memory`."""
         return [self.lengths, *self.stores]

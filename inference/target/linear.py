@@ -50,7 +50,6 @@ class MergedLinear:
         return cls([weight], bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product; a compiled program uses one kernel for any number of rows."""
         rows = x.reshape(-1, x.shape[-1])
         if self.blocks is not None and (torch.compiler.is_compiling() or len(rows) <= MAX_SKINNY_ROWS):
             product = library.skinny_matmul(rows, self.blocks, self.outputs).view(*x.shape[:-1], self.outputs)

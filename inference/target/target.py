@@ -310,11 +310,10 @@ class Target:
     def forward_tree(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """One forward over R rows behind each of B cached texts: tensors `[B, R, …]`.
+        """One forward over R rows behind each of B cached texts, written to `cache` but not committed: `[B, R, …]`.
 
         token_ids [B, R] int64; depths [B, R] int64, distance from the first row in the text; sees [B, R, R] bool, which
-        rows each row sees. Every row sees its whole cached text. Rows are written to `cache` but not committed.
-        target_layers: the layers whose outputs are captured in the same forward (`check_layers`).
+        rows each row sees beside the whole cached text; target_layers: those whose outputs are wanted (`check_layers`).
         """
         hidden, aux_hidden = self._forward(token_ids, depths, sees, cache, target_layers)
         # the layers of a sharded target lie on several devices
