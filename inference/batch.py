@@ -1,8 +1,9 @@
 """Batched decoding: the trees of several sequences are verified in one forward.
 
-Every sequence has its own drafter and its own row of the cache; the tokens are those of decoding one by one. When an
-answer ends, the next prompt takes its slot. Drafters run one after another, so this engine measures how γ depends on
-the batch size; it is not a server. Shapes: B slots, R rows of a forward (the largest tree's), A accepted rows at most.
+Every sequence has its own drafter and row of the cache; the tokens are those of decoding one by one. Drafters run one
+after another: this engine measures how γ depends on the batch size; it is not a server.
+
+Shapes: B slots, R rows of a forward (the largest tree's), A accepted rows at most.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.generation import Clock, ContextError, Generation, GenerationSettings, Stopper, room
+from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.kv_cache import KVCache
@@ -52,24 +53,13 @@ class BatchEngine:
         self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None
     ) -> list[Generation | None]:
         """As `generate`; None for a prompt that does not fit the target's context."""
-        fitting = [index for index, prompt in enumerate(prompts) if self._fits(prompt)]
-        found: list[Generation | None] = [None] * len(prompts)
-        for index, answer in zip(fitting, self.generate([prompts[index] for index in fitting], settings)):
-            found[index] = answer
-        return found
-
-    def _fits(self, prompt: list[int]) -> bool:
-        try:
-            return room(self.target, len(prompt), 1) > 0
-        except ContextError:
-            return False
+        fits = [1 <= len(prompt) < self.target.max_positions for prompt in prompts]
+        answers = iter(self.generate([prompt for prompt, fit in zip(prompts, fits) if fit], settings))
+        return [next(answers) if fit else None for fit in fits]
 
     @torch.inference_mode()
     def generate(self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None) -> list[Generation]:
-        """The answers, in the prompts' order; their seconds are the run's, divided in proportion to their tokens.
-
-        Raises ContextError (before any work) if a prompt does not fit.
-        """
+        """The answers in the prompts' order, the run's seconds shared by tokens; ContextError if one is too long."""
         settings = settings or GenerationSettings()
         limits = [room(self.target, len(prompt), settings.max_new_tokens) for prompt in prompts]
         answers = [Generation() for _ in prompts]

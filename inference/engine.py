@@ -1,7 +1,7 @@
 """Decoding: prefill → (propose → verify → accept → commit)*. The tokens are the target's own, whatever is drafted.
 
-A step has one host synchronisation: the accepted tokens are copied to the host. On a GPU they are read one step late,
-while the next step runs. Drafters that synchronise more often set `Drafter.on_device` to False.
+A step has one host synchronisation, which copies the accepted tokens to the host; on a GPU one step late, while the
+next step runs. Drafters that synchronise more often set `Drafter.on_device` to False.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
-from draft_heads.inference.host_sync import no_host_sync
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
-from draft_heads.inference.target.compiled import program
+from draft_heads.inference.target.compiled import no_host_sync, program
 from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
@@ -29,19 +28,13 @@ _RESERVED = 8192  # positions of a cache whose address compiled programs or CUDA
 
 
 class DecodingEngine:
-    """Decodes one sequence at a time with one drafter; keeps its cache's memory between prompts.
-
-    A step is the drafter's `observe` and `propose`, then `verify_step`, without a host read. The host reads each step's
-    tokens afterwards to see whether the answer ends; a surplus step that already runs is then discarded.
-    """
+    """Decodes one sequence at a time with one drafter; keeps its cache's memory between prompts."""
 
     def __init__(
         self, target: Target, drafter: Drafter, ahead: bool | None = None, captured: CapturedSteps | None = None
     ) -> None:
-        """The defaults are the fastest on the target's device.
-
-        Compiled programs and CUDA graphs contain the target's attention, the head's tree temperature and the drafter's
-        sizes: do not change those once an engine exists.
+        """The defaults are the fastest on the target's device. Compiled programs and CUDA graphs contain the target's
+        attention, the tree temperature and the drafter's sizes: do not change those once an engine exists.
 
         ahead     start a step before the tokens of the previous one are read; every tree is padded to one size
         captured  replay such steps as CUDA graphs

@@ -1,9 +1,7 @@
 """Drafting inside transformers: `model.generate(…, custom_generate=generate_fn(drafter))`.
 
-A local callable, no remote code. `generate` prepares its inputs as usual; the engine replaces its decoding loop and
-gives the same tokens: stopping criteria are checked after every token, EOS may be a list, left-padded batches are
-decoded one sequence after another. The sampling seed comes from torch's generator. Arguments that drafting does not
-support raise ValueError.
+A local callable replaces `generate`'s decoding loop and gives the same tokens: stopping criteria are checked after
+every token, left-padded batches are decoded one sequence after another. Unsupported arguments raise ValueError.
 """
 
 from __future__ import annotations

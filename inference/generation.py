@@ -80,8 +80,8 @@ class Clock:
 
     def seconds(self, share: float = 1.0) -> dict[str, float]:
         """A share of every part, and their sum as `total`."""
-        parts = {part: share * spent for part, spent in self.parts.items()}
-        return {**parts, "total": share * sum(self.parts.values())}
+        parts = {**self.parts, "total": sum(self.parts.values())}
+        return {part: share * spent for part, spent in parts.items()}
 
 
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
@@ -108,10 +108,7 @@ class Stopper:
         self.limit = limit
 
     def extend(self, answer: Generation, new: list[int], sources: list[int]) -> list[int]:
-        """Add one target step's tokens to the answer up to its end; returns the added ones.
-
-        `answer.finish_reason` stays "" until the answer ends.
-        """
+        """Add one target step's tokens to the answer up to its end; returns the added ones."""
         kept, answer.finish_reason = self.cut(answer.tokens, new)
         answer.tokens.extend(kept)
         answer.sources.extend(sources[: len(kept)])
@@ -119,10 +116,7 @@ class Stopper:
         return kept
 
     def cut(self, before: list[int], new: list[int]) -> tuple[list[int], str]:
-        """The part of `new` that belongs to the answer, and why it ends there ("" if it goes on).
-
-        Tokens are judged in order, so EOS or a stop rule in the middle of an accepted path ends the answer there.
-        """
+        """The part of `new` that belongs to the answer, judged token by token, and why it ends ("" if it goes on)."""
         settings = self.settings
         for count, token in enumerate(new, start=1):
             total = len(before) + count

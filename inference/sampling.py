@@ -1,8 +1,7 @@
 """Lossless sampling: the token at a position is a function of the target's distribution there and of fixed noise.
 
-`x = argmax(log p + G)` with Gumbel noise G is distributed as p. The noise depends on the seed and the absolute position
-only, so a drafted tree and the vanilla loop add the same noise at the same position: both give the same tokens, and
-losslessness is checked as for greedy decoding. No draft probabilities are needed.
+`x = argmax(log p + G)` with Gumbel noise G is distributed as p. The noise depends on seed and position only, so drafted
+trees and the vanilla loop give the same tokens, and losslessness is checked as for greedy decoding.
 
 Shapes: P positions, V vocabulary.
 """
@@ -76,10 +75,6 @@ class Sampling:
             scores = scores.masked_fill(below.scatter(-1, order, below), -torch.inf)
         return scores
 
-    def scores(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[P, V] float64 whose argmax is the sampled token, for absolute `positions [P]` of the text."""
-        return self.warped(logits) + gumbel(self.seed, positions, logits.shape[-1])
-
     def choices(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """[P] int64, the sampled tokens."""
-        return self.scores(logits, positions).argmax(-1)
+        """[P] int64, the sampled tokens at absolute `positions [P]` of the text."""
+        return (self.warped(logits) + gumbel(self.seed, positions, logits.shape[-1])).argmax(-1)

@@ -23,8 +23,7 @@ from draft_heads.inference.verify import Accept, accept_exact
 class VerifiedStep:
     """What one target step committed: the tokens that it added to the target's cache, and the token after each.
 
-    Sizes are fixed, values lie on the device: only the first `count` of A rows are committed, the others repeat the
-    last of them. What a drafter writes for those comes after its text and is overwritten.
+    On the device, of fixed sizes: only the first `count` of A rows are committed, the others repeat the last of them.
 
     tokens       [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base
                  token followed by the accepted drafts)
@@ -97,9 +96,7 @@ def verify_step(
     accept: Accept = accept_exact,
     target_layers: Sequence[int] = (),
 ) -> VerifiedStep:
-    """Verify one tree after the cached text of each of B sequences and commit the accepted paths to `cache`.
-
-    Copies no value to the host.
+    """Verify one tree after each of B cached texts, commit the accepted paths to `cache`; copies nothing to the host.
 
     base       [B] int64, the target's own next token of each sequence
     tree       tensors [B, M], as from `DraftTree.stack`

@@ -1,7 +1,6 @@
 """Draft trees as flat tensors: what a drafter proposes and the target verifies in one forward.
 
-Shapes: M nodes, D deepest level. Whatever follows from `parents` (ancestors, depths, paths) is computed
-here by pure functions on tensors, without copying a value to the host.
+Shapes: M nodes. Ancestors and depths follow from `parents`, without copying a value to the host.
 
 Worked example, used throughout the tests. The base token `b` has children `x` and `y`; `x` has child `z`::
 
@@ -142,8 +141,8 @@ class TokenTrie:
 def ancestor_rows(parents: Tensor, levels: int) -> Tensor:
     """[..., M+1, M+1] bool over forward rows (row 0 = base token): `out[i, j]` iff row i sees row j.
 
-    A row sees itself and its ancestors; in the worked example row 3 (z) sees rows 0, 1 and 3. `levels` bounds the depth
-    of the tree: each round doubles the distance covered, so ceil(log2(levels + 1)) small products suffice.
+    In the worked example row 3 (z) sees rows 0, 1 and 3. `levels` bounds the tree's depth: each round doubles the
+    distance covered, so ceil(log2(levels + 1)) small products suffice.
     """
     root = parents.new_zeros(*parents.shape[:-1], 1)
     parent_row = torch.cat([root, parents + 1], dim=-1)  # base token: its own parent

@@ -88,21 +88,15 @@ class TypicalAcceptance:
     def __call__(
         self, tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Accept`."""
-        on_path, base = self.path(tree, logits, sees)
-        return *accepted_rows(on_path, depth, max_depth), base
-
-    def path(self, tree: DraftTree, logits: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
-        """As `greedy_path`, from the logits `[..., R, V]`."""
         log_p = logits.float().log_softmax(-1)
         threshold = (self.delta * (log_p.exp() * log_p).nan_to_num().sum(-1).exp()).clamp(max=self.epsilon)  # e^(−H)
         parents = tree.parents + 1
         drafted = parents[..., None].expand(*parents.shape, log_p.shape[-1])
         draft_log_p = log_p.gather(-2, drafted).gather(-1, tree.tokens[..., None])[..., 0]
         agrees = (draft_log_p.exp() > threshold.gather(-1, parents)) & tree.candidate
-        _, depth = _deepest(agrees, sees)
-        total = (sees.float() @ torch.cat([torch.zeros_like(log_p[..., :1, 0]), draft_log_p], dim=-1)[..., None])[
-            ..., 0
-        ]
-        last = total.masked_fill(depth < depth.amax(-1, keepdim=True), -torch.inf).argmax(-1, keepdim=True)
-        return _row(sees, last), logits.argmax(-1).gather(-1, last)[..., 0]
+        _, reached = _deepest(agrees, sees)
+        own = torch.cat([torch.zeros_like(log_p[..., :1, 0]), draft_log_p], dim=-1)
+        total = (sees.float() @ own[..., None])[..., 0]
+        last = total.masked_fill(reached < reached.amax(-1, keepdim=True), -torch.inf).argmax(-1, keepdim=True)
+        base = logits.argmax(-1).gather(-1, last)[..., 0]
+        return *accepted_rows(_row(sees, last), depth, max_depth), base

@@ -22,9 +22,9 @@ from rich.progress import track
 from draft_heads.data.benchmarks import load_benchmark
 from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
 from draft_heads.inference.generation import GenerationSettings

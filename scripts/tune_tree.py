@@ -25,8 +25,8 @@ from draft_heads.data.collate import DraftCollator
 from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
 from draft_heads.inference.generation import GenerationSettings

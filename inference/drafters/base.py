@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from draft_heads.heads.base import DraftHead
@@ -74,15 +75,11 @@ class Drafter(ABC):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """See the class."""
         return ()
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> Drafter:
-        """Build from the command line: a path ("" for none) and all options, `max_nodes` included.
-
-        This default is for drafters that load nothing; ValueError for a path.
-        """
+        """Build from a path ("" for none) and all options; by default a drafter that loads nothing."""
         refuse_path(cls.kind, path)
         make: Any = cls
         drafter: Drafter = make(build.target.device, **options)
@@ -97,10 +94,7 @@ class Drafter(ABC):
         """Start a new text: `prompt [n]` is prefilled next; it and its answer have at most `capacity` tokens."""
 
     def set_visible_length(self, tokens: int) -> None:
-        """Until the next call, the text and the rows written after it stay within `tokens`; at first in `capacity`.
-
-        Called between steps with one of few values, so that programs can be specialised; may be ignored.
-        """
+        """Until the next call, text and the rows after it stay within `tokens`, one of few values; may be ignored."""
         return
 
     @abstractmethod
@@ -108,11 +102,7 @@ class Drafter(ABC):
         """Read the committed tokens and their hidden states."""
 
     def rewind(self, text: VerifiedStep, capacity: int) -> None:
-        """Replace the observed text by `text`, given whole as after a prefill.
-
-        Called when a drafter drafts for a draft model and the target rejects tokens of that model. By default the whole
-        text is read again.
-        """
+        """Replace the observed text by `text`, given whole as after a prefill, after the target rejected a draft."""
         self.begin(text.tokens, capacity)
         self.observe(text)
 
@@ -123,6 +113,27 @@ class Drafter(ABC):
     def findings(self) -> dict[str, Any]:
         """The drafter's own statistics so far, for reports; nothing by default."""
         return {}
+
+
+class VanillaDrafter(Drafter):
+    """No drafts: with the empty tree, the engine runs the plain decoding loop, the baseline of all other drafters."""
+
+    kind = "vanilla"
+    text_only = True
+    max_nodes = 0
+    max_depth = 0
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._tree = DraftTree.empty(device)
+
+    def begin(self, prompt: Tensor, capacity: int) -> None:
+        """Nothing to forget."""
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Nothing to observe."""
+
+    def propose(self) -> DraftTree:
+        return self._tree
 
 
 def tempered(log_probs: Tensor, temperature: float) -> Tensor:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
-from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
+from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.chimera import ChimeraDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.heads.hydra import HydraDrafter
@@ -33,32 +33,22 @@ from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.drafters.text.rest import RESTDrafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.target.target import Target
 
-HEAD_DRAFTERS: dict[str, type[Any]] = {
-    drafter.kind: drafter for drafter in (ChimeraDrafter, CTCDrafter, HydraDrafter, MedusaDrafter)
-}
-"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
-
 DRAFTERS: dict[str, type[Drafter]] = {
-    **HEAD_DRAFTERS,
-    **{
-        drafter.kind: drafter
-        for drafter in (
-            CascadeDrafter,
-            DraftModelDrafter,
-            LookaheadDrafter,
-            NgramDrafter,
-            OuroborosDrafter,
-            PromptLookupDrafter,
-            RESTDrafter,
-            SelfSpeculativeDrafter,
-            VanillaDrafter,
-        )
-    },
+    drafter.kind: drafter
+    for drafter in (
+        *(ChimeraDrafter, CTCDrafter, HydraDrafter, MedusaDrafter),
+        *(CascadeDrafter, DraftModelDrafter, OuroborosDrafter, SelfSpeculativeDrafter),
+        *(LookaheadDrafter, NgramDrafter, PromptLookupDrafter, RESTDrafter, VanillaDrafter),
+    )
 }
 """Kind → class, instantiated by `from_options`."""
+
+HEAD_DRAFTERS: dict[str, type[Any]] = {
+    kind: drafter for kind, drafter in DRAFTERS.items() if issubclass(drafter, HeadDrafter)
+}
+"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -163,9 +153,10 @@ class DrafterBuilder:
 
     def _part(self, part: DrafterPart) -> Drafter:
         kind = DRAFTERS[part.kind]
-        tuned = _tuned(part, kind)
-        defaults = {**({} if kind is VanillaDrafter else {"max_nodes": self.max_nodes}), **kind.options, **tuned}
-        options = _take_options(part, defaults, also=("tuned",) if kind.tuned_options else ())
+        defaults = {} if kind is VanillaDrafter else {"max_nodes": self.max_nodes}
+        defaults = {**defaults, **kind.options, **_tuned(part, kind)}
+        options = _take_options(part, {**defaults, "tuned": ""} if kind.tuned_options else defaults)
+        options.pop("tuned", None)
         return kind.from_options(part.path, self, **options)
 
     def _composed(self, spec: DrafterSpec) -> Drafter:
@@ -178,11 +169,13 @@ class DrafterBuilder:
             replace(part, options={key: value for key, value in part.options.items() if key not in own})
             for part in spec.parts
         ]
-        made = [(name, self._part(part)) for name, part in zip(part_names(parts), parts)]
+        kinds = [part.kind for part in parts]
+        earlier = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
+        names = [f"{kind}_{1 + count}" if count else kind for kind, count in zip(kinds, earlier)]
+        made = [(name, self._part(part)) for name, part in zip(names, parts)]
         return HybridDrafter(made, self.target, self.max_nodes, **whole)
 
     def head(self, kind: str, path: str) -> DraftHead:
-        """See `Builder`."""
         if not path:
             raise ValueError(f"a {kind} drafter needs a trained head; got no path; write NAME=RUN/head")
         if path not in self._heads:
@@ -197,26 +190,15 @@ class DrafterBuilder:
         return self._heads[path]
 
     def draft_model(self, kind: str, path: str) -> Target:
-        """See `Builder`."""
         if path not in self._models:
             self._models[path] = load_draft_model(kind, path, self.target)
         return self._models[path]
 
     def inner(self, words: str, model: Target) -> Drafter | None:
-        """See `Builder`."""
         if not words:
             return None
         drafter = DrafterBuilder(model, self.max_nodes).build(DrafterSpec.parse(f"via={words}"))
         return drafter if drafter.max_nodes else None
-
-
-def part_names(parts: Sequence[DrafterPart]) -> list[str]:
-    """The kinds of a hybrid's parts; a second one of a kind is numbered."""
-    kinds = [part.kind for part in parts]
-    return [
-        kind if kind not in kinds[:index] else f"{kind}_{1 + kinds[:index].count(kind)}"
-        for index, kind in enumerate(kinds)
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -237,24 +219,19 @@ def _tuned(part: DrafterPart, kind: type[Drafter]) -> dict[str, Any]:
         ) from None
 
 
-def _take_options(part: DrafterPart, defaults: dict[str, Any], also: Sequence[str] = ()) -> dict[str, Any]:
-    """The defaults updated by the part's options, converted to the defaults' types; `also`: options read elsewhere."""
-    unknown = sorted(set(part.options) - set(defaults) - set(also))
+def _take_options(part: DrafterPart, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The defaults updated by the part's options, converted to the defaults' types."""
+    unknown = sorted(set(part.options) - set(defaults))
     if unknown:
         raise ValueError(
             f"unknown option {', '.join(unknown)} of a {part.kind} drafter; valid are "
-            f"{', '.join(sorted({*defaults, *also})) or 'none'}"
+            f"{', '.join(sorted(defaults)) or 'none'}"
         )
-    given = {key: _as(defaults[key], key, value) for key, value in part.options.items() if key not in also}
-    return {**defaults, **given}
-
-
-def _as(default: Any, key: str, value: str) -> Any:
-    """An option's value converted to the default's type."""
-    if not isinstance(default, int | float):
-        return value
-    try:
-        return type(default)(value)
-    except ValueError:
-        number = "a whole number" if isinstance(default, int) else "a number"
-        raise ValueError(f"drafter option {key} must be {number}; got {value!r}") from None
+    options = dict(defaults)
+    for key, value in part.options.items():
+        try:
+            options[key] = type(defaults[key])(value)
+        except ValueError:
+            number = "a whole number" if isinstance(defaults[key], int) else "a number"
+            raise ValueError(f"drafter option {key} must be {number}; got {value!r}") from None
+    return options

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
-OUTPUTS = 32
-"""Outputs of one of `column_blocks`."""
-
+OUTPUTS = 32  # of one of `column_blocks`
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC")
 _VECTOR_FLAGS = {"AVX2": "-march=x86-64-v3", "AVX512": "-march=x86-64-v4"}  # by torch's name of what this CPU can do

@@ -1,9 +1,7 @@
 """A decoding step captured once and replayed: on a GPU one launch instead of hundreds.
 
-A replay reads and writes the addresses it was captured with. So the step's input has tensors of its own, into which the
-step copies its result at its end, and everything else that changes from step to step (lengths, keys and values, the
-drafter's memory) is written in place. A graph serves one tree size, one visible length of the cache and one address of
-every buffer; when any of these changes, another graph is captured.
+A replay uses the addresses it was captured with: the step copies its result into its input's tensors, and whatever else
+changes is written in place. Another tree size, visible length or buffer address needs another graph.
 """
 
 from __future__ import annotations
@@ -62,11 +60,7 @@ class CapturedSteps:
     def __call__(
         self, addresses: Hashable, key: Hashable, step: VerifiedStep, body: Body
     ) -> tuple[VerifiedStep, Tensor]:
-        """`body(step)`, by replay where a graph with this `key` exists.
-
-        addresses  of the memory that outlives steps; graphs captured with others are dropped
-        key        everything else that a graph depends on
-        """
+        """`body(step)`, by replay where a graph with this `key` and these buffer `addresses` exists."""
         if addresses != self._addresses:
             self._addresses = addresses
             self._graphs.clear()

@@ -1,8 +1,7 @@
 """The forward of Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) in few operations.
 
-A small forward spends as much time on launching operations as on arithmetic: transformers' modules launch some thirty a
-layer, this forward half as many, because projections of the same states are merged (`linear.py`). The model's Linears
-become views of the merged weights; on a CPU, the merged weights of smaller models are copies.
+A small forward spends much of its time on launching operations; this one merges projections of the same states
+(`linear.py`) and launches half as many as transformers' modules. The model's Linears become views of merged weights.
 
 Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/value heads, D head size, K keys.
 """
@@ -103,11 +102,7 @@ class FusedDecoder:
     def __call__(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden `[B, R, H]`, what the LM head reads, and aux_hidden `[B, R, k·H]`; see `Target.forward_tree`.
-
-        token_ids and depths [B, R] int64; sees [B, R, R] bool. No value is read back: the texts' lengths lie on the
-        device, and cache rows after them are masked.
-        """
+        """Hidden `[B, R, H]` and aux_hidden `[B, R, k·H]` as in `Target.forward_tree`; copies nothing to the host."""
         if not torch.compiler.is_compiling():  # whoever calls a compiled program has done this
             cache.allocate(self.like)
             cache.set_visible_length(token_ids.shape[1])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+# the visible part of a cache grows by so many rows: a GPU captures a graph per length, a CPU pays per row
 STEPS = {"cpu": 64, "cuda": 256}
-"""The visible part of a cache grows by so many rows: a GPU captures a graph per length, a CPU pays per row."""
 
 
 class PreallocatedLayer(CacheLayerMixin):
@@ -26,14 +26,12 @@ class PreallocatedLayer(CacheLayerMixin):
         self.cache, self.index = cache, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The first layer makes the cache allocate the memory of all; nothing is kept here."""
         self.cache.allocate(key_states)
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write R rows behind the committed ones, without committing them; all rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self.cache.write(self.index, self.cache.slots(key_states.shape[2]), key_states, value_states)
@@ -82,10 +80,7 @@ class KVCache(Cache):
         return [self.lengths] if self.store is None else [self.lengths, self.store]
 
     def set_visible_length(self, rows: int) -> int:
-        """Make visible what a forward over `rows` more rows reads and writes, rounded up to `step`; the visible length.
-
-        The host calls this before a step, with its upper bound; rounding keeps the number of different lengths small.
-        """
+        """Make visible what a forward over `rows` rows reads and writes, rounded up to `step`; the visible length."""
         end = self.bound + rows
         assert end <= self.capacity, f"cache of {self.capacity} rows asked to hold {end}"
         self._end = max(self._end, -(-end // self.step) * self.step)  # back to nothing when cleared
@@ -128,10 +123,7 @@ class KVCache(Cache):
         self.lengths[index] = single.bound
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
-        """Move the rows `rows [B, A]` (ascending) of the last forward behind the text, commit the first `counts [B]`.
-
-        The host sets `bound` when it has read the counts.
-        """
+        """Move the ascending `rows [B, A]` of the last forward behind the text, commit the first `counts [B]`."""
         assert self.rows is not None
         into = self.slots(rows.shape[1])
         source = self.lengths[:, None] + rows
@@ -147,7 +139,7 @@ class KVCache(Cache):
         self.lengths += counts
 
     def keep_first(self, count: int) -> None:
-        """Commit the first `count` rows of the last forward of the only sequence: nothing has to move (prefill)."""
+        """Commit the first `count` rows of the only sequence's last forward (prefill)."""
         self.lengths += count
         self.bound += count
 
@@ -167,13 +159,11 @@ class ShardedKVCache(KVCache):
         self.stores: list[Tensor] = []
 
     def allocate(self, like: Tensor) -> None:
-        """Memory [2·G, C, D] for every layer on its device."""
         if not self.stores:
             shape = (2 * like.shape[1], self.capacity, like.shape[3])
             self.stores = [like.new_zeros(shape, device=device) for device in self.devices]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `KVCache.write`."""
         states = torch.cat([keys, values], dim=1)[0]
         store = self.stores[layer]
         store.index_copy_(1, slots[0].to(store.device), states)
@@ -181,7 +171,6 @@ class ShardedKVCache(KVCache):
         return both[:, 0], both[:, 1]
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
-        """See `KVCache.commit`."""
         into, source = self.slots(rows.shape[1])[0], (self.lengths[:, None] + rows)[0]
         for store in self.stores:
             kept = store.index_select(1, source.to(store.device))
@@ -189,5 +178,4 @@ class ShardedKVCache(KVCache):
         self.lengths += counts
 
     def memory(self) -> list[Tensor]:
-        """See `KVCache.memory`."""
         return [self.lengths, *self.stores]

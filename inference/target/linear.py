@@ -1,8 +1,7 @@
 """Linear layers as decoding uses them: those that read the same states merged, and fast for a tree's few rows on a CPU.
 
-On a CPU in float32 the weights are held a second time, in column blocks for `skinny_matmul`. There a row's result does
-not depend on how many rows are multiplied with it. Without a C++ compiler, in other types and on other devices, the
-product is `F.linear` with the merged weight.
+On a CPU in float32, column blocks for `skinny_matmul` are held beside the weights; a row's result does not depend on
+how many rows are multiplied with it. Elsewhere, or without a C++ compiler, the product is `F.linear`.
 
 Shapes: R rows, K inputs, N outputs of all layers together.
 """
@@ -22,11 +21,8 @@ from draft_heads.inference.native import library
 
 Head = TypeVar("Head", bound=DraftHead)
 
-MAX_SKINNY_ROWS = 64
-"""Above this many rows `F.linear` is faster than `skinny_matmul`."""
-
-MAX_COPIED_BYTES = 4 * 2**30
-"""Weights of larger modules are not held a second time."""
+MAX_SKINNY_ROWS = 64  # above, `F.linear` is faster than `skinny_matmul`
+MAX_COPIED_BYTES = 4 * 2**30  # weights of larger modules are not held a second time
 
 
 class MergedLinear:
@@ -54,7 +50,6 @@ class MergedLinear:
         return cls([weight], bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product; a compiled program uses one kernel for any number of rows."""
         rows = x.reshape(-1, x.shape[-1])
         if self.blocks is not None and (torch.compiler.is_compiling() or len(rows) <= MAX_SKINNY_ROWS):
             product = library.skinny_matmul(rows, self.blocks, self.outputs).view(*x.shape[:-1], self.outputs)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.data.chat_template import load_tokenizer
@@ -27,6 +28,14 @@ from draft_heads.inference.target.linear import DraftingView
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
+
+
+def _check_decoder_only(config: Any, name: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"the target must be a decoder-only causal LM; {name or config.model_type} is an encoder-decoder model "
+            f"({config.model_type}); pick another --target"
+        )
 
 
 class TargetOutput(NamedTuple):
@@ -51,11 +60,7 @@ class Target:
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "", adapter: str | None = None) -> None:
         """Raises ValueError with one sentence for a model this engine cannot drive."""
         config = model.config
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"the target must be a decoder-only causal LM; {name or config.model_type} is an encoder-decoder "
-                "model; pick another --target"
-            )
+        _check_decoder_only(config, name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.adapter = adapter
@@ -78,8 +83,7 @@ class Target:
             )
         everywhere = "full_attention" if self.window is None else "sliding_attention"
         self.layer_types: list[str] = layer_types or [everywhere] * self.config.num_hidden_layers
-        layers = getattr(self.decoder, "layers", None)
-        self.layer_devices = [next(x.parameters()).device for x in layers or ()]
+        self.layer_devices = [next(x.parameters()).device for x in getattr(self.decoder, "layers", ())]
         if any(device.type == "meta" for device in self.layer_devices):
             raise ValueError(
                 f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
@@ -139,12 +143,12 @@ class Target:
         adapter: str | None = None,
         chat_template: str | None = None,
     ) -> Target:
-        """Load a local folder or hub id.
+        """Load a local folder or hub id; ValueError for what cannot be a target.
 
-        `dtype`, or its name, defaults to float32 on CPU and to the checkpoint's own on GPU; `device` "auto" spreads the
-        layers over all devices; `adapter` is a PEFT adapter that is merged into the target; `chat_template`, a bundled
-        name or a .jinja file, replaces the tokenizer's own (older Vicunas have none). ValueError, in a sentence, for
-        what cannot be a target.
+        dtype          or its name; by default float32 on a CPU, the checkpoint's own on a GPU
+        device         "auto" spreads the layers over all devices
+        adapter        a PEFT adapter to merge into the target
+        chat_template  a bundled name or a .jinja file, instead of the tokenizer's own (older Vicunas have none)
         """
         if not isinstance(dtype, torch.dtype):
             dtype = dtype_named("--dtype", dtype)
@@ -152,11 +156,7 @@ class Target:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default if sharded or not device else device)
         config = AutoConfig.from_pretrained(path)
-        if config.is_encoder_decoder:
-            raise ValueError(
-                f"--target {path} must be a decoder-only causal LM; it is an encoder-decoder model "
-                f"({config.model_type}); pick another --target"
-            )
+        _check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
         placed: dict[str, Any] = {"device_map": "auto"} if sharded else {}
@@ -214,13 +214,8 @@ class Target:
 
     def view(self) -> TargetView:
         """The embedding and LM head, lent to a draft head."""
-        layers = getattr(self.decoder, "layers", None)
-        return TargetView(
-            self.embedding,
-            self.lm_head.weight,
-            getattr(self.lm_head, "bias", None),
-            layers if isinstance(layers, torch.nn.ModuleList) else None,
-        )
+        bias, layers = getattr(self.lm_head, "bias", None), getattr(self.decoder, "layers", None)
+        return TargetView(self.embedding, self.lm_head.weight, bias, layers)
 
     def drafting_view(self, head: DraftHead) -> TargetView:
         """The same with the rows of the head's draft vocabulary, its logits fast for a few rows."""
@@ -315,11 +310,10 @@ class Target:
     def forward_tree(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """One forward over R rows behind each of B cached texts: tensors `[B, R, …]`.
+        """One forward over R rows behind each of B cached texts, written to `cache` but not committed: `[B, R, …]`.
 
         token_ids [B, R] int64; depths [B, R] int64, distance from the first row in the text; sees [B, R, R] bool, which
-        rows each row sees. Every row sees its whole cached text. Rows are written to `cache` but not committed.
-        target_layers: the layers whose outputs are captured in the same forward (`check_layers`).
+        rows each row sees beside the whole cached text; target_layers: those whose outputs are wanted (`check_layers`).
         """
         hidden, aux_hidden = self._forward(token_ids, depths, sees, cache, target_layers)
         # the layers of a sharded target lie on several devices
@@ -350,10 +344,7 @@ class Target:
         return self._through_modules(input_ids, position_ids, masks, None, target_layers)
 
     def states_of(self, batch: dict[str, Tensor], target_layers: Sequence[int] = ()) -> dict[str, Tensor]:
-        """`hidden [B, L, H]`, and with `target_layers` `aux_hidden [B, L, k·H]`, of a training batch.
-
-        Those cached with the labels, or those of `forward_rows` now.
-        """
+        """A training batch's `hidden [B, L, H]` and `aux_hidden [B, L, k·H]`, cached or computed now."""
         if "hidden" in batch:
             return {name: batch[name] for name in ("hidden", "aux_hidden") if name in batch}
         rows = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
@@ -364,9 +355,7 @@ class Target:
     def label(self, rows: list[list[int]], keep_hidden: bool, target_layers: Sequence[int] = ()) -> list[Labelled]:
         """See `data.labeller.Labeller`; from one forward."""
         lengths = [len(row) for row in rows]
-        ids_BL = torch.full((len(rows), max(lengths)), self.pad_token_id)
-        for padded, row in zip(ids_BL, rows):
-            padded[: len(row)] = torch.tensor(row)
+        ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=self.pad_token_id)
         real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         with self._captured(target_layers) as outputs:
             out = self.decoder(
@@ -374,14 +363,12 @@ class Target:
             )
         hidden_BLH = out.last_hidden_state
         hidden_NH = hidden_BLH[real_BL.to(hidden_BLH.device)]
-        choices = torch.cat([self.lm_head(part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).tolist()
+        choices = torch.cat([self.lm_head(part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
         aux_BLK = torch.cat(outputs, dim=-1) if outputs else hidden_BLH[..., :0]
         labelled = []
-        start = 0
-        for hidden_LH, aux_LK, length in zip(hidden_BLH, aux_BLK, lengths):
-            greedy = [-100] + choices[start : start + length - 1]
-            start += length
-            kept = [x[:length].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK)]
+        for hidden_LH, aux_LK, chosen in zip(hidden_BLH, aux_BLK, choices.split(lengths)):
+            greedy = [-100, *chosen[:-1].tolist()]
+            kept = [x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK)]
             labelled.append(Labelled(greedy, *kept))
         return labelled
 

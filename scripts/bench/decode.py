@@ -33,8 +33,8 @@ from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target

@@ -5,8 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
-from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import judge_all
 from draft_heads.inference.target.target import Target

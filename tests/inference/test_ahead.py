@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine, padded_nodes
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.host_sync import host_sync_allowed, no_host_sync
 from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.compiled import host_sync_allowed, no_host_sync
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
 from draft_heads.inference.target.kv_cache import ShardedKVCache
 from draft_heads.inference.target.target import Target

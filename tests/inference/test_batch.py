@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
@@ -11,7 +12,6 @@ from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.generate import generate_fn
 from tests.inference.models import load_target, make_head, make_prompts, small_model
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, stop_length
 from draft_heads.inference.evaluation.lossless import Oracle

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.medusa import RankPaths
 from draft_heads.inference.drafters.hybrid import hybrid as hybrids
 from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
@@ -18,7 +19,6 @@ from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, 
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter, NgramTable
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine, GenerationSettings
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths

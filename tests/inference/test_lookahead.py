@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter, fit_window
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.evaluation import lossless
 from draft_heads.inference.evaluation.lossless import (
     Difference,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter, agreement, matching_runs
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings

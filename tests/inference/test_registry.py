@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from draft_heads.heads.checkpoint import save_head
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from draft_heads.data.benchmarks import Question
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.answers import Answer, AnsweredTurn
 from draft_heads.inference.evaluation.metrics import result_rows

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.text.rest import RESTDrafter, blended, frequent
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from tests.inference.datastores import StubTokenizer, target, write_datastore

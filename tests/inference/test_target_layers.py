@@ -7,11 +7,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from draft_heads.heads.base import Rows
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.inference.batch import BatchEngine
+from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.drafters.vanilla import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target

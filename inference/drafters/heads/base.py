@@ -48,7 +48,6 @@ class BlockCache:
         self._rows = self._views[slots]
 
     def memory(self) -> list[Tensor]:
-        """The buffer."""
         return [self._store]
 
     @property
@@ -105,7 +104,6 @@ class HeadDrafter(Drafter):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """Those the head was trained with."""
         return tuple(self.head.config.target_layers)
 
     @classmethod
@@ -121,17 +119,14 @@ class HeadDrafter(Drafter):
         return drafter
 
     def memory(self) -> list[Tensor]:
-        """See `Drafter.memory`."""
         return [self.length, *(buffer for cache in self._caches for buffer in cache.memory())]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """Room for `capacity` tokens and a draft's rows."""
         self.length.zero_()
         for cache in self._caches:
             cache.reserve(capacity + self._behind)
 
     def set_visible_length(self, tokens: int) -> None:
-        """See `Drafter.set_visible_length`."""
         for cache in self._caches:
             cache.set_visible_length(tokens + self._behind)
 

@@ -2,9 +2,8 @@
 
 Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden, C capacity.
 
-The block reads h_1 … h_n, g_1 … g_n and the drafted tokens' g. Attention does not care about the order of its keys, so
-h and g of a token lie side by side (slots 2i+1 and 2i) in one buffer that grows at its end; drafts lie behind and are
-overwritten.
+The block reads h_1 … h_n, g_1 … g_n and the drafted tokens' g: h and g of a token lie side by side (slots 2i+1 and 2i)
+in one buffer, since attention ignores the order of keys; drafts lie behind and are overwritten.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class GivenMemory:
     values: Tensor
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """See `Memory`."""
         self.keys.index_copy_(2, slots, keys)
         self.values.index_copy_(2, slots, values)
 
@@ -154,21 +152,22 @@ class KGramCache:
         keys = [tuple(gram) for gram in grams.tolist()]
         distinct = dict.fromkeys(keys)
         unseen = [key for key in distinct if key not in self.table and key not in self.evicted]
-        found = dict(zip(unseen, encode(grams.new_tensor(unseen)).unbind())) if unseen else {}
+        fresh = dict(zip(unseen, encode(grams.new_tensor(unseen)).unbind())) if unseen else {}
         self.misses += len(unseen)
         for key in distinct:
             if key in self.table:
-                found[key] = self.table.pop(key)
+                self.table.move_to_end(key)
                 self.hits += 1
             elif key in self.evicted:
-                found[key] = self.evicted.pop(key).to(grams.device)
+                self.table[key] = self.evicted.pop(key).to(grams.device)
                 self.reloads += 1
-        for key in distinct:
-            self.table[key] = found[key].clone() if key in unseen else found[key]  # a row would keep all of `encode`'s
+            else:
+                self.table[key] = fresh[key].clone()  # a row would keep all of `encode`'s
+        found = torch.stack([self.table[key] for key in keys])
         while len(self.table) > self.size:
             oldest, encoding = self.table.popitem(last=False)
             self.evicted[oldest] = encoding.cpu()
-        return torch.stack([found[key] for key in keys])
+        return found
 
 
 class ChimeraDrafter(HeadDrafter):
@@ -196,16 +195,13 @@ class ChimeraDrafter(HeadDrafter):
         self._base: Tensor
 
     def memory(self) -> list[Tensor]:
-        """See `Drafter.memory`."""
         return [*super().memory(), self._recent]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """See `Drafter.begin`."""
         super().begin(prompt, capacity)
         self._recent.fill_(-1)
 
     def observe(self, step: VerifiedStep) -> None:
-        """Append keys and values of the newly committed tokens' h and g."""
         head = self.head
         hidden = step.hidden.to(head.dtype)
         text = torch.cat([self._recent, step.tokens])
@@ -235,5 +231,4 @@ class ChimeraDrafter(HeadDrafter):
         return {} if cache is None else {"hits": cache.hits, "reloads": cache.reloads, "misses": cache.misses}
 
     def propose(self) -> DraftTree:
-        """The best tree of at most `max_nodes` drafts."""
         return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache)

@@ -52,7 +52,6 @@ class CTCDrafter(HeadDrafter):
         self._state: Tensor  # c_n, [H]
 
     def observe(self, step: VerifiedStep) -> None:
-        """Append the context states of the newly committed tokens."""
         head = self.head
         hidden = step.hidden.to(head.dtype)
         states = head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
@@ -79,5 +78,4 @@ class CTCDrafter(HeadDrafter):
         return head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
 
     def propose(self) -> DraftTree:
-        """The best tree of at most `max_nodes` collapsed candidates."""
         return draft_tree(self.head, self.view, self.frames(), self.max_nodes, self.tree)

@@ -21,8 +21,8 @@ from torch import Tensor
 from draft_heads.heads.prefix_scores import LabelRuns, child_scores, empty_prefix, extend, runs
 from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
-from draft_heads.inference.host_sync import host_sync_allowed
 from draft_heads.inference.native import library
+from draft_heads.inference.target.compiled import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, TokenTrie
 
 TREE_MODES = ("prefix", "raw", "plain")
@@ -67,12 +67,9 @@ def prefix_tree(
 
     In torch operations: the reference for `native/ctc_prefix_tree.cpp`, and the search on GPUs and in other types.
 
-    Level by level: the children of the level's nodes are one [M, T]×[T, C] product, the M best of them are the next
-    level, and at the end the M best of all levels are kept. No node of the answer is lost, because its ancestors
-    score at least as high. Shapes depend on the sizes only, so nothing is read back to the host.
-
-    A label whose frame probabilities sum to less than the M-th best Ψ cannot be in the answer: the C labels with the
-    largest sums are considered (default 4M + 32), which is exact whenever the next sum is below that score.
+    The children of a level's nodes are one [M, T]×[T, C] product, whose M best are the next level; ancestors score at
+    least as high, so no node of the answer is lost. No prefix has a Ψ above the sum of a label's
+    frame probabilities: the C labels of the largest sums (default 4M + 32) do if the next sum is below the M-th best Ψ.
     """
     frames, classes = log_probs.shape
     vocabulary = classes - 1
@@ -147,10 +144,7 @@ def until_blank(alignment: list[int], blank: int) -> list[int]:
 
 
 def alignment_tree(log_probs: Tensor, max_nodes: int, collapse: bool, top_k: int = 10) -> DraftTree:
-    """The trie of the most probable alignments' candidates, in order, until it holds `max_nodes` nodes.
-
-    Alignments are read back to the host here: one synchronisation that only these two modes pay.
-    """
+    """The trie of the most probable alignments' candidates, built on the host until it holds `max_nodes` nodes."""
     to_candidate = collapsed if collapse else until_blank
     blank = log_probs.shape[-1] - 1
     paths, totals = best_alignments(log_probs, 8 * max_nodes + 64, top_k)

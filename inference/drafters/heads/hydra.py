@@ -47,7 +47,6 @@ class HydraDrafter(HeadDrafter):
         self._base: Tensor
 
     def observe(self, step: VerifiedStep) -> None:
-        """Take in the committed tokens' hidden states."""
         head = self.head
         hidden = step.hidden.to(head.dtype)
         for cache in self._caches:
@@ -59,5 +58,4 @@ class HydraDrafter(HeadDrafter):
         self.length += step.count
 
     def propose(self) -> DraftTree:
-        """The best tree of at most `max_nodes` drafts."""
         return draft_tree(self.head, self.view, self._state, self._base, self.max_nodes)

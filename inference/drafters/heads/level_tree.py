@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draft_heads.inference.host_sync import host_sync_allowed
+from draft_heads.inference.target.compiled import host_sync_allowed
 from draft_heads.inference.tree import DraftTree
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
@@ -76,8 +76,7 @@ def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tenso
 def best_indices(scores: Tensor, count: int) -> Tensor:
     """Ascending indices of the `count` highest scores; of equals the earlier, so a parent goes before its child.
 
-    Scores are compared as float32. Score and index are packed into one integer, so `topk` has no ties to break; a
-    stable sort takes ten times as long on a CPU.
+    float32 score and index are packed into one integer, so `topk` has no ties; a stable sort takes ten times as long.
     """
     count = min(count, len(scores))
     bits = scores.float().view(torch.int32).long()

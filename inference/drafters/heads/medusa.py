@@ -110,12 +110,10 @@ class MedusaDrafter(HeadDrafter):
         self._last: Tensor  # h_n, [H]
 
     def observe(self, step: VerifiedStep) -> None:
-        """Take the last committed token's hidden state."""
         aux_hidden = None if step.aux_hidden is None else step.aux_hidden[-1]
         self._last = self.head.target_states(step.hidden[-1], aux_hidden)
 
     def propose(self) -> DraftTree:
-        """The best tree of at most `max_nodes` drafts."""
         log_probs, vocabulary = self._log_probs(), self.head.draft_vocab
         if self.tree == "best":
             return self._paths.best_tree(log_probs, vocabulary)
@@ -123,10 +121,7 @@ class MedusaDrafter(HeadDrafter):
         return build_tree(never_blank, self.max_nodes, self.tree, vocabulary=vocabulary)
 
     def propose_levels(self) -> Tensor:
-        """[2, K, R] float64: of each level the `max_nodes` likeliest tokens, best first, and their log-probabilities.
-
-        What a tree is made from, for whoever makes one of several drafters.
-        """
+        """[2, K, R] float64: the R likeliest tokens of each level, best first, and their log-probabilities."""
         tokens, log_probs = self._paths.likeliest(self._log_probs(), self.head.draft_vocab)
         return torch.stack([tokens.double(), log_probs.double()])
 

@@ -1,9 +1,8 @@
 """How often tokens that sources proposed with some evidence were accepted, counted while decoding.
 
-The evidence for a token behind a node is a tuple with one entry per source: what that source says of the token. A
-table keeps, for each evidence, how many such tokens were tried (their parent was accepted) and how many of them were
-the target's own choice. Evidence that was seldom seen is estimated from its entries: each source's entry has counts of
-its own, and the chance that all sources are wrong is the product of the chances that each is.
+The evidence for a token behind a node is a tuple of what each source says of the token. For each evidence, a table
+counts how many such tokens were tried (their parent was accepted) and accepted. New evidence is guessed from counts of
+its entries: the chance that all sources are wrong is the product of the chances that each is.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 
-PRIOR = 4.0
-"""Observations that the first guess of an evidence counts for."""
-MEMORY = 4000.0
-"""Observations of one evidence after which the weight of the older ones is halved."""
+PRIOR = 4.0  # observations that the first guess of an evidence counts for
+MEMORY = 4000.0  # observations of one evidence after which the weight of the older ones is halved
 
-Counts = list[float]
-"""[accepted, tried], the prior included."""
+Counts = list[float]  # [accepted, tried], the prior included
 
 
 def confidence(probability: float) -> int:

@@ -34,7 +34,6 @@ class _Part:
     """One drafter of a hybrid: what it proposes in this step, what it brought so far, when it rested."""
 
     def __init__(self, name: str, drafter: Any, target: Target) -> None:
-        """drafter: a `Drafter`; with `table` and `read` if it extends paths, with `propose_levels` if it has levels."""
         self.name, self.drafter = name, drafter
         self.tree = DraftTree.empty(target.device)  # its own of this step
         self.all_layers: tuple[int, ...] = ()  # of the target, that `VerifiedStep.aux_hidden` holds
@@ -79,9 +78,8 @@ class _Part:
 
     def _observe_and_propose(self, step: VerifiedStep) -> DraftTree | Tensor:
         self.drafter.observe(step)
-        drafts: DraftTree | Tensor = (
-            self.drafter.propose_levels() if self.drafter.proposes_levels else self.drafter.propose()
-        )
+        drafts: DraftTree | Tensor
+        drafts = self.drafter.propose_levels() if self.drafter.proposes_levels else self.drafter.propose()
         return drafts
 
     def _with_own_tree(self, step: VerifiedStep) -> VerifiedStep:
@@ -133,7 +131,6 @@ class HybridDrafter(Drafter):
 
     @property
     def target_layers(self) -> tuple[int, ...]:
-        """Those of all parts; each part is shown its own."""
         return tuple(sorted({layer for part in self.parts for layer in part.drafter.target_layers}))
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
@@ -144,9 +141,8 @@ class HybridDrafter(Drafter):
             part.drafter.begin(prompt, capacity + self.max_depth + 1)  # a step may bring rows deeper than its own tree
 
     def _rest(self) -> None:
-        """The pay-off rule. Between prompts, the part that was needed in the fewest of the last steps rests for `REST`
-        steps, if those are fewer than `SHARE` of at least `WINDOW` steps. The other parts are compared anew without it:
-        of two parts that propose the same neither is needed until one of them rests. The last part never rests."""
+        """Between prompts, the part needed in the fewest steps rests if those are below `SHARE` of `WINDOW` or more;
+        one at a time, since of two parts that propose the same neither is needed until one rests."""
         for part in self.parts:
             if part.resting and self._steps >= part.rests[-1][0] + REST:
                 part.rests[-1].append(self._steps)
@@ -165,7 +161,6 @@ class HybridDrafter(Drafter):
             part.needed_steps = 0
 
     def set_visible_length(self, tokens: int) -> None:
-        """See `Drafter.set_visible_length`."""
         for part in self._drafting:
             part.drafter.set_visible_length(tokens)
 
@@ -204,10 +199,7 @@ class HybridDrafter(Drafter):
         return tree
 
     def _with_riding_rows(self, tree: DraftTree, place: int, part: _Part) -> DraftTree:
-        """The tree and behind it the rows of a part's own tree that are read back and never accepted.
-
-        Such rows hang below the base token or below each other.
-        """
+        """The tree and behind it the part's rows that are never accepted, below the base token or each other."""
         assert self._merged is not None
         own = part.tree
         part.rows = rows = self._merged.rows_of(place, len(own))
@@ -227,8 +219,7 @@ class HybridDrafter(Drafter):
 
     def findings(self) -> dict[str, Any]:
         """Target steps so far, and for each part: `accepted` tokens it proposed first, `needed` tokens that only it
-        brought, `steps` in which it drafted, `rests` as [first step, step after the last], or [first step] of one that
-        goes on."""
+        brought, `steps` in which it drafted, and its `rests`."""
         return {
             "steps": self._steps,
             "parts": {

@@ -1,8 +1,7 @@
 """One tree of several sources' drafts: equal prefixes merged, grown best first by calibrated acceptance.
 
-What may follow a node comes from three kinds of sources: trees that a drafter proposed (`TreeSource`), distributions by
-depth, whatever was drafted before (`LevelSource`), and n-grams of the text up to the node (`PhraseSource`), so that
-phrases lengthen the leaves of a learned tree at any depth. Runs on the host, in lists.
+Sources propose what may follow a node: a drafter's tree (`TreeSource`), a distribution by depth (`LevelSource`),
+n-grams of the text up to the node (`PhraseSource`), which lengthen a tree anywhere. Runs on the host, in lists.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class TreeSource:
                 self._children[parent + 1][token] = confidence(prior), prior, node
 
     def proposals(self, place: int | None, depth: int, context: Context) -> tuple[Proposals, Hashable]:
-        """See `Source`."""
         found = {} if place is None else self._children[place + 1]
         return found, OTHER if found else None
 
@@ -89,7 +87,6 @@ class LevelSource:
             self._levels.append(proposed)
 
     def proposals(self, place: int | None, depth: int, context: Context) -> tuple[Proposals, Hashable]:
-        """See `Source`."""
         return (self._levels[depth], OTHER) if depth < len(self._levels) else ({}, None)
 
 
@@ -202,10 +199,8 @@ class MergedTree:
         return DraftTree.of_lists(self.tokens, self.parents, self.log_probs, self.source, device)
 
     def learn(self, followed: Sequence[int]) -> list[tuple[int, int]]:
-        """Count, from the tokens that really followed, which proposals were right; before sources read them.
-
-        Returns `source` and `needs` of each accepted node.
-        """
+        """Count which proposals the `followed` tokens show right, before sources read them; each accepted node's
+        `source` and `needs`."""
         accepted = []
         row = 0
         for token in followed:

@@ -53,19 +53,17 @@ class DraftLoop:
             if self.model.fused is not None:
                 self._cache.allocate(self.model.fused.like)
             if self.inner is not None:
-                states = torch.empty(self._cache.capacity, 0, dtype=self.model.dtype, device=self.model.device)
                 size, layers = self.model.config.hidden_size, len(self.inner.target_layers)
-                self._hidden = states.new_empty(len(states), size)
-                self._aux = states.new_empty(len(states), layers * size) if layers else None
+                weight, rows = self.model.lm_head.weight, self._cache.capacity
+                self._hidden = weight.new_empty(rows, size)
+                self._aux = weight.new_empty(rows, layers * size) if layers else None
         self._cache.clear()
         self._cached = self._observed = 0
         self._cached_drafts, self._observed_drafts = [], []
 
     def draft(self, text: list[int], count: int) -> list[int]:
-        """The model's next tokens after `text`, whose last token is the target's base token.
-
-        `count` tokens, possibly more with an inner drafter, fewer where the answer or the model's context ends.
-        """
+        """The model's next tokens after `text` and its base token: `count`, more with an inner drafter, fewer at the
+        end of the answer or the model's context."""
         room = self._capacity - len(text)
         if min(room, count) < 1:
             return []
@@ -75,7 +73,8 @@ class DraftLoop:
                 break
             kept += 1
         kept = min(kept, len(text) - 1)  # at least one token must be fed
-        self._truncate(kept)
+        self.cache.lengths.fill_(kept)
+        self.cache.bound = kept
         draft = self._by_tokens if self.inner is None else self._by_trees
         drafted = draft(text, kept, min(room, count))
         self._cached, self._cached_drafts = len(text), drafted[:-1]
@@ -87,11 +86,6 @@ class DraftLoop:
         """The model's cache, which `begin` allocates."""
         assert self._cache is not None, "call begin before draft"
         return self._cache
-
-    def _truncate(self, length: int) -> None:
-        """Keep the first `length` tokens of the cache."""
-        self.cache.lengths.fill_(length)
-        self.cache.bound = length
 
     def _by_tokens(self, text: list[int], kept: int, count: int) -> list[int]:
         """One forward per token; the tokens are copied to the host together, at the end."""

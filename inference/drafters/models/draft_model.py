@@ -38,16 +38,13 @@ class DraftModelDrafter(TextDrafter):
         return cls(model, build.inner(via, model), max_nodes, **options)
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """See `Drafter.begin`."""
         super().begin(prompt, capacity)
         self.loop.begin(capacity)
 
     def start(self) -> None:
-        """Forget the last text."""
         self._text.clear()
 
     def read(self, tokens: list[int]) -> None:
-        """Append the tokens; the draft model reads them when it drafts."""
         self._text += tokens
 
     def propose(self) -> DraftTree:
@@ -86,10 +83,7 @@ class SelfSpeculativeDrafter(DraftModelDrafter):
 
 
 def load_draft_model(kind: str, path: str, target: Target) -> Target:
-    """The model at a folder or hub id, on the target's device and of its type.
-
-    Raises ValueError for anything but a causal language model with the target's vocabulary.
-    """
+    """The causal language model at a folder or hub id, on the target's device and of its type."""
     if not path:
         raise ValueError(f"{kind} drafts with a smaller model; got no path; write {kind}=DIR")
     try:

@@ -28,6 +28,8 @@ from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree, TokenTrie
 
+SWITCHES = ("accelerate", "lengthen", "from_verification", "reuse_history", "from_text")
+
 
 class OuroborosDrafter(DraftModelDrafter):
     """Drafts the draft model's continuation (the trunk) and, after its last token, branches from a pool of phrases."""
@@ -36,17 +38,8 @@ class OuroborosDrafter(DraftModelDrafter):
     reads_choices = True
     kind = "ouroboros"
     options: ClassVar[dict[str, Any]] = {
-        "gamma": 7,
-        "w": 15,
-        "p": 6,
-        "k": 3,
-        "beside": 3,
-        "from_text": 1,
-        "accelerate": 1,
-        "lengthen": 1,
-        "from_verification": 1,
-        "reuse_history": 1,
-        "max_nodes": 0,
+        **{"gamma": 7, "w": 15, "p": 6, "k": 3, "beside": 3, "max_nodes": 0},
+        **dict.fromkeys(SWITCHES, 1),
     }
     tuned_options: ClassVar[dict[str, type]] = dict.fromkeys(("gamma", "w", "p", "k"), int)
     tuned_by = "scripts/tune_ouroboros.py"
@@ -74,8 +67,8 @@ class OuroborosDrafter(DraftModelDrafter):
         check_positive(gamma=gamma, w=w, k=k)
         if not {*switches} <= {0, 1} or min(beside, max_nodes) < 0:
             raise ValueError(
-                "Ouroboros' switches (accelerate, lengthen, from_verification, reuse_history, from_text) are 0 or 1, "
-                f"beside and max_nodes are not negative; got {', '.join(map(str, switches))}, {beside} and {max_nodes}"
+                f"Ouroboros' switches ({', '.join(SWITCHES)}) are 0 or 1, beside and max_nodes are not negative; "
+                f"got {', '.join(map(str, switches))}, {beside} and {max_nodes}"
             )
         self.pool = PhrasePool(p, w)
         trunk = gamma + (p - 1) * accelerate  # the draft model's last forward may give a whole phrase
@@ -92,21 +85,16 @@ class OuroborosDrafter(DraftModelDrafter):
         self._proposed: DraftTree | None = None
 
     @classmethod
-    def from_options(  # type: ignore[override]
-        cls, path: str, build: Builder, **options: Any
-    ) -> OuroborosDrafter:
-        """See `Drafter.from_options`."""
+    def from_options(cls, path: str, build: Builder, **options: Any) -> OuroborosDrafter:  # type: ignore[override]
         return cls(build.draft_model(cls.kind, path), **options)
 
     def start(self) -> None:
-        """Forget the last text, and its phrases unless history is reused."""
         super().start()
         self._proposed = None
         if not self.reuse_history:
             self.pool.clear()
 
     def read(self, tokens: list[int]) -> None:
-        """Append the tokens, and add their phrases if `from_text`."""
         super().read(tokens)
         if self.from_text and self.from_verification:
             length, end = self.pool.length, len(self._text)
@@ -114,7 +102,6 @@ class OuroborosDrafter(DraftModelDrafter):
                 self.pool.add(self._text[start : start + length])
 
     def observe(self, step: VerifiedStep) -> None:
-        """Read the new tokens, and learn phrases from the target's choices at the drafts."""
         super().observe(step)
         choices = target_choices(step, self._proposed) if self.from_verification else None
         if choices is not None:

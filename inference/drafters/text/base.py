@@ -33,11 +33,9 @@ class TextDrafter(Drafter):
         """Read the next tokens of the text."""
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """See `Drafter.begin`."""
         self.start()
 
     def observe(self, step: VerifiedStep) -> None:
-        """Pass the step's new tokens to `read`."""
         self.read(committed(step))
 
     def chain(self, tokens: Sequence[int]) -> DraftTree:

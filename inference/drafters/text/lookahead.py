@@ -1,9 +1,8 @@
 """Lookahead decoding (Fu et al., https://arxiv.org/abs/2402.02057): the target drafts for itself, by Jacobi iteration.
 
-The target's forward includes a window of N−1 rows and W columns of guessed tokens. Cell (r, w) is a child of cell
-(r−1, w), row 0 is a chain below the base token: a cell attends to its ancestors, its depth is 1 + r + w. The target's
-choices at the last row complete W N-grams for the pool; then row 0 is dropped and the choices become the last row. The
-N-grams that begin with the base token are verified in the same forward.
+The forward includes a window of N−1 rows and W columns of guessed tokens: row 0 is a chain below the base token, cell
+(r, w) a child of cell (r−1, w). The target's choices at the last row complete W N-grams for the pool and become the
+last row, as row 0 is dropped. N-grams that begin with the base token are verified in the same forward.
 
 Worked example (N = 3, W = 2; rows of the target forward after base b, which is row 0)::
 
@@ -60,8 +59,8 @@ class LookaheadDrafter(TextDrafter):
         self._rows: list[list[int]] = []  # of the window, each of `width` tokens
         self._base = 0
         self._proposed: DraftTree | None = None
-        cell = torch.arange((n - 1) * self.width, device=self.device)
-        self._cell_parents = torch.where(cell < self.width, cell - 1, cell - self.width)
+        cells = range((n - 1) * self.width)
+        self._cell_parents = [cell - (1 if cell < self.width else self.width) for cell in cells]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Forget the last text's phrases; fill the window's first row with random prompt tokens."""
@@ -71,8 +70,7 @@ class LookaheadDrafter(TextDrafter):
         self._proposed = None
 
     def rewind(self, text: VerifiedStep, capacity: int) -> None:
-        """Keep phrases and window: they are as useful for another text."""
-        self._proposed = None
+        self._proposed = None  # phrases and window are as useful for another text
         self.observe(text)
 
     def observe(self, step: VerifiedStep) -> None:
@@ -80,36 +78,25 @@ class LookaheadDrafter(TextDrafter):
         choices = target_choices(step, self._proposed)
         if choices is not None:
             last = 1 + (len(self._rows) - 1) * self.width
-            self._advance(choices[last : last + self.width])
+            row = choices[last : last + self.width]
+            if len(self._rows) == self.n - 1:
+                for phrase in zip(*self._rows, row):
+                    self.pool.add(phrase)
+                del self._rows[0]
+            self._rows.append(row)
         self._base = int(step.base)
-
-    def _advance(self, choices: list[int]) -> None:
-        """Append the target's choices at the last row to the window; a full window first gives its N-grams."""
-        if len(self._rows) == self.n - 1:
-            for phrase in zip(*self._rows, choices):
-                self.pool.add(phrase)
-            del self._rows[0]
-        self._rows.append(choices)
 
     def propose(self) -> DraftTree:
         """The window's cells, row by row, and after them the phrases merged into a tree."""
         trie = TokenTrie(self.phrases * (self.n - 1))
         for phrase in self.pool.newest(self._base, self.phrases):
             trie.add(phrase[1:])
-        self._proposed = self._with_window(trie)
-        return self._proposed
-
-    def _with_window(self, trie: TokenTrie) -> DraftTree:
-        """The window's cells, which are not candidates, followed by the trie's nodes."""
         cells = len(self._rows) * self.width
         tokens = [token for row in self._rows for token in row] + trie.tokens
-        below = torch.tensor(
-            [parent + cells if parent >= 0 else -1 for parent in trie.parents], dtype=torch.long, device=self.device
-        )
-        tree = DraftTree.build(
-            torch.tensor(tokens, dtype=torch.long, device=self.device), torch.cat([self._cell_parents[:cells], below])
-        )
+        below = [parent + cells if parent >= 0 else -1 for parent in trie.parents]
+        tree = self.tree(tokens, self._cell_parents[:cells] + below, [0.0] * len(tokens))
         tree.candidate[:cells] = False
+        self._proposed = tree
         return tree
 
 

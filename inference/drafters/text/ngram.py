@@ -15,20 +15,17 @@ from draft_heads.inference.tree import DraftTree
 LANE = 21  # vocabularies of up to two million tokens
 
 Followers = tuple[int, int, int, int, int]
-"""What followed a context: the most frequent token, its count, the second (−1: none), its count, the count of all.
+"""What followed a context: the most frequent token (of equals the last), its count, the second (−1: none), its count,
+the count of all."""
 
-Of equally frequent tokens the one seen last goes first."""
-
-Context = Any
-"""The end of some text, as the table that is asked codes it."""
+Context = Any  # the end of some text, as the table that is asked codes it
 
 
 class NgramTable:
     """Levels 2 … n of counts over one growing text, or over several when the counts are kept (section 3.2).
 
     A context of c tokens is one integer, the token ids + 1 in lanes of `LANE` bits, the newest lowest. For tokens 4, 7,
-    7: level 3 (two tokens of context) has seen token 7 once behind `5 << LANE | 8`. The text's size does not matter: a
-    token costs one update a level, a query at most one look-up a level.
+    7: level 3 (two tokens of context) has seen token 7 once behind `5 << LANE | 8`.
     """
 
     def __init__(self, n: int) -> None:
@@ -36,21 +33,16 @@ class NgramTable:
         if n < 2:
             raise ValueError(f"n-grams have at least 2 tokens; got n={n}; choose 2 or more")
         self.n = n
-        self._code = 0  # of the text's last n − 1 tokens
+        self.code: Context = 0  # of the text's last n − 1 tokens
         self._mask = (1 << LANE * (n - 1)) - 1
         self._levels: list[tuple[int, int, dict[int, int], dict[int, Followers]]] = [
             (1 << LANE * (context - 1), (1 << LANE * context) - 1, {}, {}) for context in range(1, n)
         ]  # smallest number with so many lanes, mask, counts by whole n-gram, followers by context
         self._longest_first = [(level + 2, mask, tops) for level, (_, mask, _, tops) in enumerate(self._levels)][::-1]
 
-    @property
-    def code(self) -> Context:
-        """The text's last n − 1 tokens."""
-        return self._code
-
     def start(self, keep: bool = False) -> None:
         """A new text; no n-gram spans two of them."""
-        self._code = 0
+        self.code = 0
         if not keep:
             for _, _, counts, tops in self._levels:
                 counts.clear()
@@ -58,7 +50,7 @@ class NgramTable:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Count more of the text."""
-        code, whole, levels = self._code, self._mask, self._levels
+        code, whole, levels = self.code, self._mask, self._levels
         for token in tokens:
             for least, mask, counts, tops in levels:
                 if code < least:
@@ -80,7 +72,7 @@ class NgramTable:
                 else:
                     tops[context] = first, first_count, second, second_count, total + 1
             code = (code << LANE | token + 1) & whole
-        self._code = code
+        self.code = code
 
     def after(self, code: Context, token: int) -> Context:
         """The context `code` with one more token behind it."""
@@ -150,15 +142,12 @@ class NgramDrafter(TextDrafter):
         self.table = NgramTable(n)
 
     def start(self) -> None:
-        """Forget the last text, unless its counts are kept."""
         self.table.start(self.keep)
 
     def read(self, tokens: list[int]) -> None:
-        """Count them at every level."""
         self.table.extend(tokens)
 
     def propose(self) -> DraftTree:
-        """See the class."""
         if self.branches > 1:
             return self._branching()
         return self.chain(self.table.chain(self.max_depth))

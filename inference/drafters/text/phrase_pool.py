@@ -1,4 +1,4 @@
-"""The pool of phrases of lookahead decoding and Ouroboros, and the trie in which phrases are verified."""
+"""The pool of phrases of lookahead decoding and Ouroboros."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class PhrasePool:
         return sum(map(len, self._phrases.values()))
 
     def clear(self) -> None:
-        """Remove all phrases."""
         self._phrases.clear()
 
     def add(self, phrase: Sequence[int]) -> None:
@@ -39,10 +38,6 @@ class PhrasePool:
         if len(same) == self.most:
             del same[next(iter(same))]
         same[kept] = None
-
-    def phrases(self) -> list[Phrase]:
-        """All phrases, for each first token oldest first."""
-        return [phrase for same in self._phrases.values() for phrase in same]
 
     def remove(self, phrase: Phrase) -> None:
         """Remove one phrase, if present."""

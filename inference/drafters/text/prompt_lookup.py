@@ -29,7 +29,6 @@ class PromptLookupDrafter(TextDrafter):
         ]  # smallest code of so many tokens, mask, suffix → position after its latest occurrence
 
     def start(self) -> None:
-        """Forget the last text."""
         self._text.clear()
         self._code = 0
         for _, _, places in self._sizes:
@@ -48,7 +47,6 @@ class PromptLookupDrafter(TextDrafter):
         self._code = code
 
     def propose(self) -> DraftTree:
-        """See the class."""
         for _, mask, places in reversed(self._sizes):
             place = places.get(self._code & mask)
             if place is not None:

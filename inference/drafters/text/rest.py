@@ -26,9 +26,8 @@ Prefixes = tuple[list[int], list[int], list[float]]
 class RESTDrafter(TextDrafter):
     """Finds the longest suffix of the text in a datastore and drafts its most frequent continuations there.
 
-    With few matches, shorter suffixes contribute too (`levels`): continuations of P matches have the weight P/(P+1),
-    the rest goes to the next shorter suffix with more matches. The paper has `levels=1`. The text itself is not
-    searched.
+    With few matches, shorter suffixes contribute too (`levels`, 1 in the paper): continuations of P matches have the
+    weight P/(P+1), the rest goes to the next shorter suffix with more matches.
     """
 
     sources = ("rest",)
@@ -76,15 +75,12 @@ class RESTDrafter(TextDrafter):
         return cls(datastore, target.device, **options)
 
     def start(self) -> None:
-        """Forget the last text."""
         self._newest = []
 
     def read(self, tokens: list[int]) -> None:
-        """Keep the newest n."""
         self._newest = [*self._newest, *tokens][-self.n :]
 
     def propose(self) -> DraftTree:
-        """See the class."""
         known = [
             (last - first, frequent(self._rows(size, first, last), self.datastore.separator, self.max_nodes))
             for size, first, last in self._matches()
