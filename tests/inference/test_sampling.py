@@ -12,7 +12,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling, gumbel, uniform
-from draft_heads.inference.tree import DraftTree, ancestor_rows
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from draft_heads.inference.verify import TypicalAcceptance, greedy_path
 from tests.inference.models import ScriptedDrafter, check_prompts, load_target, make_prompts
 
@@ -146,11 +146,14 @@ def test_typical_acceptance_keeps_the_longest_most_probable_path():
     logits[2, 3] = 5.0
     logits[4, 0] = 1.0
     sees = ancestor_rows(tree.parents, 2)
-    on_path, base = TypicalAcceptance().path(tree, logits, sees)
-    assert on_path.nonzero()[:, 0].tolist() == [0, 2, 4] and int(base) == 0
+
+    def accepted() -> tuple[list[int], int]:
+        rows, count, base = TypicalAcceptance()(tree, logits.argmax(-1), logits, sees, depths(sees), 2)
+        return rows.tolist()[: int(count)], int(base)
+
+    assert accepted() == ([0, 2, 4], 0)
     logits[0] = torch.tensor([-9.0, 5.0, 3.2, -9.0, -9.0, -9.0])  # p(2) = .14: above epsilon, below delta·e^−H = .20
-    on_path, _ = TypicalAcceptance().path(tree, logits, sees)
-    assert on_path.nonzero()[:, 0].tolist() == [0, 2, 4]
+    assert accepted() == ([0, 2, 4], 0)
     logits[0, 1:3] = torch.tensor([2.0, 1.5])
     greedy, base = greedy_path(tree, logits.argmax(-1), sees)
     assert greedy.nonzero()[:, 0].tolist() == [0, 1] and int(base) == 4
