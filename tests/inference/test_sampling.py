@@ -12,7 +12,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.sampling import Sampling, gumbel, uniform
-from draft_heads.inference.tree import DraftTree, ancestor_rows
+from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from draft_heads.inference.verify import TypicalAcceptance, greedy_path
 from tests.inference.models import ScriptedDrafter, check_prompts, load_target, make_prompts
 
