@@ -9,12 +9,78 @@ Both files are FastChat JSONL with, per turn, steps (`idxs`, counted from 0, or 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from draft_heads.inference.evaluation.answers import AnswerScore, QuestionId, read_answers, read_jsonl, score_answers
+from draft_heads.inference.evaluation.answers import Answer, QuestionId, QuestionKey, read_answers, read_jsonl, some
 from draft_heads.scripts.decoding_options import script_parser
 
 HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)", "γ", "equal texts")
+
+
+@dataclass
+class AnswerScore:
+    """Totals over questions of one drafter against a baseline; ratios are None without a denominator."""
+
+    questions: int = 0
+    turns: int = 0
+    equal_texts: int = 0
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    baseline_tokens: int = 0
+    baseline_seconds: float = 0.0
+
+    def add(self, answer: Answer, baseline: Answer) -> None:
+        """Count one question."""
+        self.questions += 1
+        self.turns += len(answer.turns)
+        self.equal_texts += [turn.text for turn in answer.turns] == [turn.text for turn in baseline.turns]
+        self.steps += sum(turn.steps for turn in answer.turns)
+        self.tokens += sum(turn.new_tokens for turn in answer.turns)
+        self.seconds += sum(turn.wall_time for turn in answer.turns)
+        self.baseline_tokens += sum(turn.new_tokens for turn in baseline.turns)
+        self.baseline_seconds += sum(turn.wall_time for turn in baseline.turns)
+
+    @property
+    def beta(self) -> float | None:
+        """New tokens / target steps (idxs + 1 a turn)."""
+        return self.tokens / self.steps if self.steps else None
+
+    @property
+    def beta_idxs(self) -> float | None:
+        """New tokens / idxs: the prefill of every turn left out."""
+        idxs = self.steps - self.turns
+        return self.tokens / idxs if idxs > 0 else None
+
+    @property
+    def gamma(self) -> float | None:
+        """Baseline seconds per token / drafter seconds per token, each over all tokens of the file."""
+        timed = self.tokens and self.seconds and self.baseline_tokens
+        return (self.baseline_seconds / self.baseline_tokens) / (self.seconds / self.tokens) if timed else None
+
+
+def score_answers(
+    answers: dict[QuestionKey, Answer],
+    baseline: dict[QuestionKey, Answer],
+    categories: dict[QuestionId, str | None] | None = None,
+) -> dict[str | None, AnswerScore]:
+    """Scores of the whole file (key None) and, with `categories`, of each category in order of appearance.
+
+    Ratios are of totals: gamma weighs every token equally, unlike a mean of per-question speeds.
+    """
+    rule = "both files must answer the same questions"
+    if lacking := sorted((id_ for _, id_ in answers.keys() - baseline.keys()), key=str):
+        raise ValueError(f"{rule}; the baseline lacks {some(lacking)}")
+    if extra := sorted((id_ for _, id_ in baseline.keys() - answers.keys()), key=str):
+        raise ValueError(f"{rule}; only the baseline has {some(extra)}")
+    if categories is not None and (missing := [id_ for _, id_ in answers if id_ not in categories]):
+        raise ValueError(f"every answered question must be in the questions file; it lacks {some(missing)}")
+    scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
+    for key, answer in answers.items():
+        for group in {None, categories[answer.question_id] if categories is not None else None}:
+            scores.setdefault(group, AnswerScore()).add(answer, baseline[key])
+    return scores
 
 
 def read_categories(path: Path) -> dict[QuestionId, str | None]:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = Path(__file__).resolve().parent / "defects"
@@ -76,13 +74,11 @@ def main() -> int:
     if unknown:
         sys.exit(f"--only takes names of defects; there is no {', '.join(unknown)}")
     chosen = [defect for defect in defects if args.only is None or defect.name in args.only]
-    table = Table("defect", "file", "caught")
     killed = 0
     with ThreadPoolExecutor(args.jobs) as pool:
         for defect, caught in zip(chosen, pool.map(kills, chosen)):
             killed += caught
-            table.add_row(defect.name, defect.file, "yes" if caught else "[red]NO")
-    Console().print(table)
+            print(f"{'caught' if caught else 'MISSED'}  {defect.file}: {defect.name}", flush=True)
     print(f"{killed}/{len(chosen)} killed")
     return 0 if killed == len(chosen) else 1
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from draft_heads.inference.evaluation import plots
-from draft_heads.inference.evaluation.answers import AnswerFiles, read_answers, score_answers
+from draft_heads.inference.evaluation.answers import AnswerFiles, read_answers
 from draft_heads.inference.evaluation.evaluate import evaluate
 from draft_heads.inference.evaluation.report import (
     build_report,
@@ -19,6 +19,7 @@ from draft_heads.inference.evaluation.report import (
     write_json,
     write_report,
 )
+from draft_heads.scripts.score_answers import score_answers
 from draft_heads.scripts.terminal import summary_table
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, question, render
 
