@@ -102,11 +102,18 @@ def columns_of(report: dict[str, Any]) -> tuple[str, ...]:
     return HEADER if report["target"] else REPLAY_HEADER
 
 
+def name_and_kind(row: dict[str, Any]) -> str:
+    """`medusa (ctc)` for a CTC head under that name; the name alone where it holds the kind: `ctc_raw`."""
+    name, kind = row["drafter"], row.get("kind") or ""
+    return name if all(part in name for part in kind.split("+")) else f"{name} ({kind})"
+
+
 def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     """A row's figures in the order of `columns`."""
     interval = row["gamma_ci95"]
     figures = {
-        **row,  # benchmark and drafter
+        "benchmark": row["benchmark"],
+        "drafter": name_and_kind(row),
         "β": number(row["beta"]),
         "γ": f"{number(row['gamma'])}×",
         "95 %": "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
@@ -152,7 +159,7 @@ def markdown(report: dict[str, Any]) -> str:
         times = []
         for row in whole:
             shares = ["–" if row["time_share"] is None else f"{row['time_share'][key]:.1%}" for key in TIME_KEYS]
-            times.append([row["benchmark"], row["drafter"], *shares, number(row["wall_seconds"], ".1f")])
+            times.append([row["benchmark"], name_and_kind(row), *shares, number(row["wall_seconds"], ".1f")])
         skipped = ", ".join(f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in whole if row["skipped"])
         parts = [
             *("# Evaluation", setting_sentence(report), table),

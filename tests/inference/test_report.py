@@ -26,7 +26,7 @@ from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, quest
 TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu"}
 SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32}
 ROW_KEYS = {
-    *("benchmark", "category", "drafter", "questions", "turns", "skipped", "new_tokens", "target_steps"),
+    *("benchmark", "category", "drafter", "kind", "questions", "turns", "skipped", "new_tokens", "target_steps"),
     *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "over_transformers", "accepted_by_source"),
 }
