@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from draft_heads.data.config_file import on_interrupt
+
 import datasets
 from rich.console import Console
 from rich.text import Text
@@ -61,7 +63,7 @@ def distill(
         tokens = distiller.count_tokens(rest)
         print(check_disk(tokens, options.labels == "argmax", hidden_size, distiller.hidden_dtype, output))
     folder.begin()
-    with DistillProgress(show_progress) as bars:
+    with on_interrupt(folder.kept), DistillProgress(show_progress) as bars:
         distiller.progress = bars
         bars.update(bars.rows, completed=folder.next_row, total=len(loaded.dataset))
         while folder.next_row < len(loaded.dataset):

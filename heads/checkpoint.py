@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import check_fingerprint
+from draft_heads.data.pretrained import check_folder_or_hub_id
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.config import HeadConfig
 
@@ -56,10 +57,7 @@ def locate(source: str | Path) -> Path:
     folder = Path(source)
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or str(source).count("/") != 1:
-        raise ValueError(
-            f"a head checkpoint must be a folder or a hub id OWNER/NAME; {source} is neither; check the path"
-        )
+    check_folder_or_hub_id("head checkpoint", str(source))
     try:
         return Path(snapshot_download(str(source)))
     except Exception as error:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from draft_heads.data.config_file import exit_status, on_interrupt
+
 import tokenizers
 import torch
 import transformers
@@ -33,6 +35,8 @@ from draft_heads.data.benchmarks import gsm8k_answer
 from draft_heads.data.bpe import train_tokenizer
 from draft_heads.data.conversations import load_conversations, parse_record
 from draft_heads.data.loops import loop_start
+from draft_heads.data.options import add_threads, use_threads
+from draft_heads.data.pretrained import check_folder_or_hub_id
 from draft_heads.data.rendering import ChatRenderer, ConversationError, end_token_ids
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.inference.evaluation.report import markdown_table
@@ -50,7 +54,6 @@ INTEGERS = {
     "batch_tokens": (1024, "tokens per optimizer step"),
     "conversations": (30000, "size of the synthetic corpus"),
     "questions": (250, "unseen prompts to measure on, each kind"),
-    "threads": (2, "CPU threads"),
     "seed": (0, "of weights and corpus"),
 }
 """Flag → default, help."""
@@ -65,6 +68,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate (0.003)")
     for name, (default, text) in INTEGERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    add_threads(parser)
     options = parser.parse_args(argv)
     if options.hidden % 32 or options.hidden < 32:
         parser.error(f"--hidden must be a multiple of 32 (heads have 32 dimensions); got {options.hidden}")
@@ -264,15 +268,16 @@ Made by
 """
 
 
-def main(argv: list[str] | None = None) -> dict:
+def make(argv: list[str] | None = None) -> dict:
     options, console = parse_options(argv), Console(stderr=True)
-    torch.set_num_threads(options.threads)
+    use_threads(options.threads)
     torch.manual_seed(options.seed)
     output = Path(options.output)
 
     with console.status("reading and tokenizing the corpus"):
         messages, unseen = load_messages(options)
         if options.tokenizer:
+            check_folder_or_hub_id("--tokenizer", options.tokenizer)
             tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
@@ -289,14 +294,15 @@ def main(argv: list[str] | None = None) -> dict:
 
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    with console.status("measuring on unseen prompts"):
+    kept = f"the model is in {output}, not yet measured; empty it to make another"
+    with on_interrupt(lambda: kept), console.status("measuring on unseen prompts"):
         figures = measure(Target(model, tokenizer), unseen, options)
     command = shlex.join(["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)])
     facts = {
         "parameters": parameters,
         "conversations": len(rows),
         **trained,
-        "device": f"{model.device.type}, {options.threads} threads, {platform.machine()}",
+        "device": f"{model.device.type}, {torch.get_num_threads()} threads, {platform.machine()}",
         "python": platform.python_version(),
         **{module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},
     }
@@ -309,5 +315,9 @@ def main(argv: list[str] | None = None) -> dict:
     return figures
 
 
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(lambda: make(argv))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,13 +10,14 @@ An earlier quickstart in OUTPUT is replaced.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from draft_heads.data.config_file import exit_status
 
 from rich.console import Console
 from rich.rule import Rule
@@ -40,9 +41,7 @@ def run(console: Console, title: str, *command: str) -> None:
     console.print(Rule(title))
     console.print(f"$ python {shlex.join(command)}", highlight=False, soft_wrap=True)
     start = time.monotonic()
-    # Threads that wait should sleep: where other programs share the cores, spinning ones slow everything down.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=False)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
     if done.returncode:
         sys.exit(f"quickstart: the step '{title}' failed (status {done.returncode}); its message is above")
     console.print(f"[dim]{title}: {time.monotonic() - start:.0f} s[/dim]")
@@ -107,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from transformers import AutoConfig, HfArgumentParser, TrainingArguments
+from transformers import AutoConfig
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
-from draft_heads.data.config_file import read_config
-from draft_heads.data.options import add_flags, dtype_named, option, option_names
-from draft_heads.heads.config import HeadConfig
+from draft_heads.data.options import THREADS_HELP, dtype_named, option
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 _SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf"), "vicuna-33b"))
@@ -38,7 +35,7 @@ class RunOptions:
     held_out: int = option(64, "rows kept for evaluation, never trained on")
     simulate_rows: int = option(32, "held-out rows that simulated beta walks along; 0 turns it off")
     simulate_nodes: int = option(32, "node budget of simulated beta")
-    threads: int = option(0, "torch threads per process; 0 leaves them alone")
+    threads: int = option(0, THREADS_HELP)
 
     def __post_init__(self) -> None:
         if self.held_out < 1:
@@ -51,8 +48,8 @@ class RunOptions:
 
 
 @dataclass
-class HeadTrainingArguments(TrainingArguments):
-    """transformers' TrainingArguments with the few things a head's training adds."""
+class TrainingOptions:
+    """What a head's training adds to transformers' TrainingArguments; `HeadTrainingArguments` are both."""
 
     max_minutes: float = option(
         0.0, "wall minutes at which the schedule ends, learning rate included; 0: by epochs or steps"
@@ -63,7 +60,7 @@ class HeadTrainingArguments(TrainingArguments):
     )
     overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 
-    def __post_init__(self) -> None:
+    def __post_init__(self: Any) -> None:
         if self.clip not in ("norm", "value"):
             raise ValueError(f"--clip must be norm or value; got {self.clip!r}")
         if self.clip == "value" and self.deepspeed:
@@ -80,42 +77,18 @@ class HeadTrainingArguments(TrainingArguments):
         if self.max_minutes < 0:
             raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
         self.remove_unused_columns = False
-        self.label_names = []
+        self.label_names = []  # type: ignore[var-annotated]
         on_cpu = not torch.accelerator.is_available()
         if on_cpu and not self.deepspeed:
             self.use_cpu = True
         elif on_cpu and "LOCAL_RANK" in os.environ:  # with DeepSpeed on CPU accelerate picks no backend, so name gloo
+            from accelerate import PartialState
+
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
             self.accelerator_config = {"use_configured_state": True}
-        super().__post_init__()
-
-
-def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:
-    """(RunOptions, head settings, HeadTrainingArguments) from the command line and a recipe.
-
-    Raises SystemExit with a sentence for anything invalid. Head settings are the fields that `head_config` adds to
-    `HeadConfig`; sizes come from the target and are not options.
-    """
-    parser = HfArgumentParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
-    group = parser.add_argument_group(f"{head_config.kind} head")
-    add_flags(group, head_config)
-    parser.add_argument("--config", default=None, help="recipe of defaults; without it the one that fits the target")
-    try:
-        known, _ = parser.parse_known_args(arguments)
-        if not known.target:
-            raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
-        recipe = Path(known.config) if known.config else recipe_for(head_config.kind, known.target)
-        parser.set_defaults(**read_config(recipe, parser))
-        run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-        if not run.dataset:
-            raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
-        head = {name: getattr(rest, name) for name in option_names(head_config)}
-        head_config(**head)  # validated here, before anything is loaded
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    return run, head, training
+        super().__post_init__()  # type: ignore[misc]
 
 
 def recipe_for(kind: str, target: str) -> Path:

@@ -22,8 +22,8 @@ from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target.target import Target
 from draft_heads.train.optimizer import MuonWithAdamW
-from draft_heads.train.options import HeadTrainingArguments
 from draft_heads.train.simulate import simulate_row
+from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
 
 

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import target_fingerprint
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named
+from draft_heads.data.pretrained import load_config
 from draft_heads.data.rendering import end_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
@@ -155,7 +156,7 @@ class Target:
         sharded = device == "auto"
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default if sharded or not device else device)
-        config = AutoConfig.from_pretrained(path)
+        config = load_config(path)
         _check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")

@@ -23,12 +23,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from draft_heads.data.config_file import exit_status, parse_with_config
+
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.checkpoint import head_classes

@@ -12,9 +12,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
-from transformers import AutoConfig, LlamaConfig
+from draft_heads.data.config_file import exit_status
 
+import torch
+from transformers import LlamaConfig
+
+from draft_heads.data.pretrained import load_config
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.evaluation.report import markdown_table
@@ -51,17 +54,18 @@ def table(config: Any) -> str:
     return markdown_table(("head", "parameters", "read per draft", "of the target's step"), rows, 4)
 
 
-def main() -> None:
+def run() -> None:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--target", help="take the sizes from this folder's or hub id's configuration")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b", help="without --target: a Llama of this size")
     args = parser.parse_args()
-    try:
-        config = AutoConfig.from_pretrained(args.target) if args.target else LlamaConfig(**SHAPES[args.shape])
-        print(table(config.get_text_config(decoder=True)))
-    except (ValueError, OSError) as error:
-        sys.exit(f"scripts/bench/head_sizes.py: {error}")
+    config = load_config(args.target) if args.target else LlamaConfig(**SHAPES[args.shape])
+    print(table(config.get_text_config(decoder=True)))
+
+
+def main() -> int:
+    return exit_status(run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

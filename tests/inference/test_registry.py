@@ -54,7 +54,7 @@ def test_a_name_alone_is_a_drafter_that_loads_nothing(target):
         ("=x", "NAME"),
         ("ctc=", "NAME"),
         ("magic", "chimera, ctc"),
-        ("ctc=somewhere/missing/head", "neither"),
+        ("ctc=somewhere/missing/head", "does not exist"),
         ("v=vanilla,tree", "key=value"),
     ],
 )

@@ -5,7 +5,8 @@ import yaml
 
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
-from draft_heads.train.options import RECIPES, parse_options, recipe_for
+from draft_heads.train.options import RECIPES, recipe_for
+from draft_heads.train.training_arguments import parse_options
 
 TARGET = "data/tiny_target"
 
