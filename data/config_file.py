@@ -100,7 +100,7 @@ def exit_status(run: Callable[[], object]) -> int:
 
     def stop(*_: Any) -> None:
         for number in before:
-            signal.signal(number, signal.SIG_IGN)  # a terminal and a launcher may both send one
+            signal.signal(number, lambda *_: None)  # a terminal and a launcher may both send one
         raise KeyboardInterrupt
 
     try:
@@ -113,8 +113,8 @@ def exit_status(run: Callable[[], object]) -> int:
         status = 2
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":
-            print(f"\ninterrupted; {interrupt or 'the same command starts again'}", file=sys.stderr)
-        return 130
+            print(f"\ninterrupted; {str(interrupt) or 'the same command starts again'}", file=sys.stderr)
+        return 130  # signals that are still to come change nothing
     for number, handler in before.items():
         signal.signal(number, handler)
     return status

@@ -131,10 +131,10 @@ class ShardFolder:
 
     def kept(self) -> str:
         """What an interrupted run leaves, and how to go on with it."""
-        shards, done = len(self.manifest["shards"]), f"{self.next_row} of {self.manifest['data']['rows']} conversations"
-        if not shards:
+        if not self.manifest["shards"]:
             return "no shard was finished: the same command starts again (--shard_rows N makes smaller ones)"
-        return f"{done} are done, in {shards} shards in {self.folder}: the same command goes on there"
+        done = f"{self.next_row} of {self.manifest['data']['rows']} conversations"
+        return f"{done} are done and kept in {self.folder}: the same command goes on there"
 
     def finish(self) -> None:
         """Mark the folder complete."""

@@ -28,7 +28,7 @@ import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.benchmarks import gsm8k_answer
@@ -113,14 +113,15 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[list[dict]], max_l
 # ---- model and training ----------------------------------------------------------------------------------
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> torch.nn.Module:
     """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
     heads, ends = options.hidden // 32, list(end_token_ids(tokenizer))
     marks = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {"hidden_size": options.hidden, "intermediate_size": options.hidden * 5 // 2}
     sizes |= {"num_hidden_layers": options.layers, "max_position_embeddings": 2 * options.max_length}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads}
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        "llama",
         vocab_size=len(tokenizer),
         initializer_range=options.hidden**-0.5,
         tie_word_embeddings=False,
@@ -128,7 +129,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
         **sizes,
         **marks,
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     ending = ends if len(ends) > 1 else ends[0]
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=ending, **marks)
     return model
@@ -153,7 +154,7 @@ def batches(rows: list[Row], batch_tokens: int, seed: int) -> Iterator[tuple[tor
             )
 
 
-def loss_of(model: LlamaForCausalLM, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of the assistant's tokens; right padding is out of causal attention's reach."""
     ids_BL, mask_BL = ids_BL.to(model.device), mask_BL.to(model.device)
     hidden_BLH = model.model(input_ids=ids_BL[:, :-1]).last_hidden_state
@@ -162,7 +163,7 @@ def loss_of(model: LlamaForCausalLM, ids_BL: torch.Tensor, mask_BL: torch.Tensor
 
 
 def train(
-    model: LlamaForCausalLM, practice: list[Row], rows: list[Row], options: argparse.Namespace, console: Console
+    model: torch.nn.Module, practice: list[Row], rows: list[Row], options: argparse.Namespace, console: Console
 ) -> dict:
     """Train for `--max_minutes`, `PRACTICE` of it on `practice` if any: 50 steps warm-up, linear decay from half.
 

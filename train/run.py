@@ -64,7 +64,12 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         simulate_dataset=held_out.select(range(min(run.simulate_rows, len(held_out)))),
         propose_from=lambda head, rows, view: propose_from(head, rows, view, run.simulate_nodes),
     )
-    with on_interrupt(lambda: kept(folder)):
+
+    def left() -> str:
+        trainer.close_progress()
+        return kept(folder)
+
+    with on_interrupt(left):
         trainer.start_head()
         if resume is not None:
             trainer.clock.resume(resume)

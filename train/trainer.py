@@ -162,6 +162,12 @@ class DraftHeadTrainer(Trainer):
             self._logged_parts = {}
         super().log(logs, start_time)
 
+    def close_progress(self) -> None:
+        """Leave the progress bar as it is; otherwise it is drawn once more when the process ends."""
+        for callback in self.callback_handler.callbacks:
+            if (bar := getattr(callback, "training_bar", None)) is not None:
+                bar.close()
+
     # --- evaluation -------------------------------------------------------------------------------------------------
 
     def evaluate(

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, result_rows
 
-PICTURES = {f"{draw.__name__}.png": draw for draw in (plots.speedup, plots.accepted_length, plots.time_share)}
+PICTURES = ("speedup.png", "accepted_length.png", "time_share.png")
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
 REPLAY_PICTURES = ("accepted_length.png",)
 REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
@@ -73,9 +72,11 @@ def clear_output(folder: Path, finished: str = "report.json") -> None:
 
 def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
     """Write pictures, report.md and, last and atomically, report.json; returns the paths of the pictures."""
+    from draft_heads.inference.evaluation import plots  # loading matplotlib takes half a second
+
     names = PICTURES if report["target"] else REPLAY_PICTURES
     for name in names:
-        PICTURES[name](report["results"]).savefig(folder / name, dpi=150)
+        getattr(plots, Path(name).stem)(report["results"]).savefig(folder / name, dpi=150)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")
     write_json(folder / "report.json", report)
     return [folder / name for name in names]

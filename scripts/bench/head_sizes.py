@@ -15,7 +15,7 @@ from typing import Any
 from draft_heads.data.config_file import exit_status
 
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.checkpoint import head_classes
@@ -59,7 +59,7 @@ def run() -> None:
     parser.add_argument("--target", help="take the sizes from this folder's or hub id's configuration")
     parser.add_argument("--shape", choices=list(SHAPES), default="7b", help="without --target: a Llama of this size")
     args = parser.parse_args()
-    config = load_config(args.target) if args.target else LlamaConfig(**SHAPES[args.shape])
+    config = load_config(args.target) if args.target else AutoConfig.for_model("llama", **SHAPES[args.shape])
     print(table(config.get_text_config(decoder=True)))
 
 

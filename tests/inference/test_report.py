@@ -16,6 +16,7 @@ from draft_heads.inference.evaluation.report import (
     findings_note,
     lossless_cell,
     markdown,
+    name_and_kind,
     write_json,
     write_report,
 )
@@ -113,6 +114,15 @@ def closing_table(report, width=120):
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(summary_table(report))
     return console.export_text()
+
+
+def test_the_kind_is_shown_where_the_name_does_not_hold_it(report):
+    for name, kind in (("vanilla", "vanilla"), ("fast", "ctc"), ("broken", "ctc+ngram")):
+        for row in report["results"]:
+            row["kind"] = kind if row["drafter"] == name else row["kind"]
+    for shown in (markdown(report), closing_table(report)):
+        assert "fast (ctc)" in shown and "broken (ctc+ngram)" in shown and "(vanilla)" not in shown
+    assert name_and_kind({"drafter": "ctc_raw", "kind": "ctc"}) == "ctc_raw"
 
 
 def test_the_closing_table_has_one_row_per_benchmark_and_drafter(report):

@@ -1,10 +1,14 @@
 """Options: recipes by target size, unknown names, and settings refused where they are declared."""
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
+from draft_heads.train.command import answer_help
 from draft_heads.train.options import RECIPES, recipe_for
 from draft_heads.train.training_arguments import parse_options
 
@@ -89,6 +93,9 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
     "arguments,told",
     [
         (["--frames", "3", "--labels", "4"], "2*labels-1"),
+        (["--frams", "3"], "unknown flag --frams; did you mean --frames?"),
+        (["--target", "data/nothing"], "--target data/nothing does not exist"),
+        (["--target", "data/tiny_target/config.json"], "config.json is a file"),
         (["--clip", "both"], "--clip must be norm or value"),
         (["--max_minutes", "-1"], "--max_minutes"),
         (["--held_out", "0"], "--held_out"),
@@ -99,3 +106,19 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
 )
 def test_values_out_of_range_name_their_flag(capsys, arguments, told):
     assert told in refused(capsys, *arguments)
+
+
+def test_help_has_our_flags_first_and_comes_without_transformers_trainer():
+    command = [sys.executable, "-X", "importtime", "train/ctc.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    flags = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  --")]
+    places = [flags.index(f"--{flag}") for flag in ("dataset", "frames", "output_dir", "max_minutes")]
+    assert places == sorted(places) and "--adam_beta1" not in done.stdout
+    assert "transformers.training_args" not in done.stderr and "torch" in done.stderr
+
+
+def test_help_all_lists_every_flag_of_transformers(capsys):
+    with pytest.raises(SystemExit):
+        answer_help("ctc", ["--help_all"])
+    told = capsys.readouterr().out
+    assert told.index("--frames") < told.index("--adam_beta1")

@@ -110,9 +110,12 @@ def losses(output):
 
 @pytest.fixture(scope="module")
 def uninterrupted(dataset, tmp_path_factory):
-    output = tmp_path_factory.mktemp("run") / "whole"
+    output = tmp_path_factory.mktemp("run") / "a whole run"
     status, told = run(dataset, output)
     assert status == 0, told
+    assert re.search(
+        rf"held-out rows: loss \S+, simulated β .*, top-1 accuracy by offset .*\nhead: {output}/head\n", told
+    )
     return output
 
 
@@ -121,7 +124,8 @@ def test_a_run_leaves_a_head_with_its_history(uninterrupted):
     provenance = json.loads((head / "provenance.json").read_text())
     assert provenance["steps"] == 6 and provenance["options"]["labels"] == 2
     assert {"eval_loss", "eval_accuracy_1", "eval_accuracy_2"} <= set(provenance["metrics"])
-    assert "train/ctc.py" in (head / "README.md").read_text()
+    (typed,) = re.findall(r"^    (\S+ \S*train/ctc.py .*)", (head / "README.md").read_text(), re.MULTILINE)
+    assert str(uninterrupted) in shlex.split(typed)
     assert len(losses(uninterrupted)) == 6
     assert list(uninterrupted.rglob("events.out.tfevents*"))
 
@@ -139,6 +143,8 @@ def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninte
     assert "| mine | top-5 |" in (tmp_path / "accuracy.md").read_text()
     status, told = run_script(*command, "--heads", "nameless", "--output", str(tmp_path))
     assert status == 1 and "NAME=RUN/head" in told
+    status, told = run_script(*command, "--heads", heads, "--output", str(tmp_path), "--rows", "48")
+    assert status == 1 and "--rows 48 must leave rows" in told
 
 
 def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
@@ -173,19 +179,23 @@ def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
 
 
 @pytest.mark.slow
-def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, uninterrupted, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, uninterrupted, tmp_path, how):
     output = tmp_path / "killed"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *command(dataset, output)],
-        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (output / "checkpoint-2" / "complete.json").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(how)
+    told = process.communicate()[1]
+    if how == signal.SIGINT:
+        assert process.returncode == 130 and "Traceback" not in told
+        assert re.search(rf"interrupted; the newest checkpoint is {output}/checkpoint-\d: the same", told)
     shutil.rmtree(output / "head", ignore_errors=True)  # should the kill have come too late
     (output / "checkpoint-99").mkdir()  # as a kill in the middle of writing leaves it
 
@@ -282,6 +292,9 @@ def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
     (other / "manifest.json").write_text(json.dumps(manifest))
     status, told = run(str(other), tmp_path / "run")
     assert status != 0 and "tokenizer_hash" in told
+    status, told = run(dataset, tmp_path / "run", "--held_out", "48")
+    assert status != 0 and "--held_out 48 must leave rows" in told
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
