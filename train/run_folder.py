@@ -21,9 +21,11 @@ _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eva
 def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
     """ValueError, naming --overwrite, if --output_dir holds a finished run, one of other settings, or something else.
 
+    A run that ended before its first checkpoint, say for want of memory, may be begun again with other settings.
     Nothing is written or deleted: that is `begin`'s, when everything else has been checked too.
     """
     folder = Path(args.output_dir or "")
+    begun = (folder / SETTINGS).is_file()
     if args.overwrite:
         return
     if (folder / "head" / CONFIG).is_file():
@@ -31,7 +33,7 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
             f"--output_dir {folder} holds a finished run (its head is in {folder / 'head'}); pick another folder or "
             "add --overwrite to delete it"
         )
-    if (folder / SETTINGS).is_file():
+    if begun and newest_complete_checkpoint(folder):
         before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
         if changed:
@@ -40,7 +42,9 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
                 f"--output_dir {folder} was begun with other settings ({differences}); repeat those, pick "
                 "another folder or add --overwrite to delete it"
             )
-    elif folder.exists() and (not folder.is_dir() or any(path.name != "runs" for path in folder.iterdir())):
+    elif (
+        not begun and folder.exists() and (not folder.is_dir() or any(path.name != "runs" for path in folder.iterdir()))
+    ):
         raise ValueError(
             f"--output_dir {folder} is not empty and holds no run of this program; pick another folder or add "
             "--overwrite to delete it"

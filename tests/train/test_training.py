@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
-from draft_heads.train.run import load_data
+from draft_heads.train.run_folder import check_folder
+from draft_heads.train.training_data import load_data
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "data" / "tiny_target")
@@ -301,6 +303,17 @@ def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     status, told = run(dataset, tmp_path)
     assert status != 0 and "--overwrite" in told and (tmp_path / "thesis.txt").exists()
+
+
+def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False)
+    (tmp_path / "run.json").write_text('{"seed": 1}')
+    (tmp_path / "checkpoint-3").mkdir()
+    check_folder(args, {"seed": 2})
+    (tmp_path / "checkpoint-3" / "complete.json").write_text("{}")
+    check_folder(args, {"seed": 1})
+    with pytest.raises(ValueError, match=r"other settings \(seed was 1, now 2\).*--overwrite"):
+        check_folder(args, {"seed": 2})
 
 
 def test_a_head_that_reads_layers_trains_on_cached_and_on_computed_states(distil, dataset, tmp_path):
