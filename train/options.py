@@ -1,11 +1,12 @@
 """Options of every trainer: dataclasses read from a YAML recipe and the command line, checked where they are declared.
 
-A recipe gives defaults, the command line overrides them; without `--config` the recipe that fits the target's size is
-taken.
+A recipe gives defaults, the command line overrides them. Without `--config` the recipe of the target's size class is
+taken; a paper's own is taken by its name only.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig, HfArgumentParser, TrainingArguments
+from transformers import AutoConfig, AutoModel, HfArgumentParser, TrainingArguments
 
-from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_tokenizer
 from draft_heads.data.config_file import read_config
 from draft_heads.data.options import add_flags, dtype_named, option, option_names
 from draft_heads.heads.config import HeadConfig
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
-_SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf"), "vicuna-33b"))
+# Fewer parameters than the bound, about the geometric mean of the sizes that two classes are named after.
+SIZE_CLASSES = ((50e6, "tiny"), (3e9, "1b"), (11e9, "8b"), (22e9, "14b"), (48e9, "32b"), (float("inf"), "70b"))
 
 
 @dataclass
@@ -101,13 +103,17 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     parser = HfArgumentParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
     group = parser.add_argument_group(f"{head_config.kind} head")
     add_flags(group, head_config)
-    parser.add_argument("--config", default=None, help="recipe of defaults; without it the one that fits the target")
+    parser.add_argument(
+        "--config",
+        help="recipe of defaults: a YAML file, or the name of a bundled one; without it that of the "
+        "target's size class",
+    )
     try:
         known, _ = parser.parse_known_args(arguments)
         if not known.target:
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
-        recipe = Path(known.config) if known.config else recipe_for(head_config.kind, known.target)
-        parser.set_defaults(**read_config(recipe, parser))
+        defaults, taken = _recipe_defaults(head_config.kind, known.config, known.target, parser)
+        parser.set_defaults(**defaults)
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if not run.dataset:
             raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
@@ -115,33 +121,83 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         head_config(**head)  # validated here, before anything is loaded
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+    if training.process_index == 0:
+        print(f"recipe: {taken}", flush=True)
     return run, head, training
 
 
-def recipe_for(kind: str, target: str) -> Path:
-    """The recipe of a head for a target of this size, from its config alone."""
-    parameters = estimated_parameters(AutoConfig.from_pretrained(target))
-    size = next(name for bound, name in _SIZES if parameters < bound)
-    if "llama-2" in target.lower() and size != "tiny":
-        size = "llama2-chat-7b" if size == "vicuna-7b" else "llama2-chat-13b"
-    return RECIPES / kind / f"{size}.yaml"
+def _recipe_defaults(
+    kind: str, named: str | None, target: str, parser: argparse.ArgumentParser
+) -> tuple[dict[str, Any], str]:
+    """The defaults of the recipe that --config names or the target's size class has, and a line that says which."""
+    if named:
+        recipe, taken = find_recipe(kind, named)
+        defaults = read_config(recipe, parser)
+    else:
+        config = AutoConfig.from_pretrained(target)
+        recipe, taken = recipe_for(kind, config)
+        defaults = read_config(recipe, parser)
+        if defaults.get("draft_vocab_size", 0) >= config.get_text_config(decoder=True).vocab_size:
+            del defaults["draft_vocab_size"]
+    template = defaults.get("chat_template")
+    if template and recipe.parent == RECIPES / kind and load_tokenizer(target).chat_template:
+        del defaults["chat_template"]
+        taken += f"; its chat template {template} is left out, the tokenizer has its own"
+    return defaults, taken
 
 
+def recipe_for(kind: str, config: Any) -> tuple[Path, str]:
+    """The recipe of a head for a target's size class, from its config alone, and a line that says why."""
+    parameters = count_parameters(config)
+    recipe = recipe_for_size(kind, parameters)
+    size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.1f} M"
+    return recipe, f"{kind}/{recipe.stem}, by the {size} parameters of the target's config"
+
+
+def recipe_for_size(kind: str, parameters: int) -> Path:
+    """The recipe of the size class; a mixture of experts counts whole, because its memory decides what fits."""
+    return RECIPES / kind / f"{next(name for bound, name in SIZE_CLASSES if parameters < bound)}.yaml"
+
+
+def find_recipe(kind: str, name_or_path: str) -> tuple[Path, str]:
+    """The recipe that --config names: a file, or a bundled one of this head."""
+    path, bundled = Path(name_or_path), RECIPES / kind / f"{name_or_path}.yaml"
+    if path.is_file():
+        return path, str(path)
+    if bundled.is_file():
+        return bundled, f"{kind}/{name_or_path}"
+    names = ", ".join(sorted(recipe.stem for recipe in (RECIPES / kind).glob("*.yaml")))
+    raise ValueError(
+        f"--config {name_or_path} is neither a file nor a bundled recipe; pass a YAML file or one of {names}"
+    )
+
+
+_COLUMNS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
 SHAPES = {
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "33b": {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "num_attention_heads": 52},
+    name: dict(zip(_COLUMNS.split(), sizes))
+    for name, sizes in {
+        "1b": (2048, 8192, 16, 32, 8, 64, 128256),
+        "7b": (4096, 11008, 32, 32, 32, 128, 32000),
+        "8b": (4096, 12288, 36, 32, 8, 128, 151936),
+        "13b": (5120, 13824, 40, 40, 40, 128, 32000),
+        "14b": (5120, 17408, 40, 40, 8, 128, 151936),
+        "32b": (5120, 25600, 64, 64, 8, 128, 151936),
+        "33b": (6656, 17920, 60, 52, 52, 128, 32000),
+        "70b": (8192, 28672, 80, 64, 8, 128, 128256),
+    }.items()
 }
-"""Llama shapes with a vocabulary of 32,000."""
+"""Llama shapes: those of the papers' targets (7b, 13b, 33b) and one of today's for each size class."""
 
 
-def estimated_parameters(config: Any) -> float:
-    """Parameters of a decoder from its sizes: embeddings, attention and MLP of every layer."""
+def count_parameters(config: Any) -> int:
+    """Parameters of the decoder that a config describes, every expert counted; made without memory."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"--target must be a decoder-only causal LM; got an encoder-decoder model ({config.model_type}); pick "
             "another target"
         )
     config = config.get_text_config(decoder=True)
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return 2 * config.vocab_size * hidden + config.num_hidden_layers * (4 * hidden**2 + 3 * hidden * inner)
+    with torch.device("meta"):
+        decoder = AutoModel.from_config(config)
+    lm_head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return int(sum(p.numel() for p in decoder.parameters()) + lm_head)
