@@ -70,7 +70,7 @@ def distill(
             _write_shard(folder, distiller, loaded.dataset)
             counts = folder.manifest["counts"]
             note = f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}"
-            bars.update(bars.rows, note=note)
+            bars.update(bars.rows, completed=folder.next_row, note=note)
     folder.finish()
     return folder.manifest
 

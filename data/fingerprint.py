@@ -49,10 +49,10 @@ def _quantization_method(config: Any) -> Any:
 
 
 def weights_hash(*modules: nn.Module) -> str:
-    """Hash of evenly spaced values of every weight (16 hex digits); alike in whichever type a checkpoint is loaded.
+    """Hash of evenly spaced values of every weight (16 hex digits); alike in float32 and bfloat16.
 
     Values are rounded to bfloat16, then to 1/127 of the largest one sampled of their tensor, so that what float16
-    loses of small ones does not count. Packed values of quantised layers are left out.
+    loses of the small ones of a bfloat16 checkpoint does not count. Packed values of quantised layers are left out.
     """
     digest = hashlib.sha256()
     for name, weight in (named for module in modules for named in module.named_parameters()):
@@ -91,28 +91,29 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
         name for name in (*FIELDS, *WEIGHTS) if name in made_for and name in target and made_for[name] != target[name]
     ]
     weights = [name for name in different if name in WEIGHTS]
-    if fine_tune and weights and not set(different) - {*WEIGHTS, "chat_template_hash"}:
-        template = " and another chat template" if "chat_template_hash" in different else ""
+    others = [name for name in different if name not in WEIGHTS]  # their difference implies that of the weights
+    if fine_tune and weights and set(others) <= {"chat_template_hash"}:
         logger.warning(
-            "%s was trained for other weights%s of the same architecture: decoding stays lossless, drafts may fit less",
-            *(what, template),
+            "%s was trained for another model of the same architecture and tokenizer (other weights%s): decoding stays "
+            "lossless, but fewer drafts may be accepted",
+            *(what, ", another chat template" if others else ""),
         )
         return
-    named = "; ".join(f"{name} {made_for[name]!r} against the target's {target[name]!r}" for name in different)
-    if different == ["chat_template_hash"]:
+    named = "; ".join(f"{name} {made_for[name]!r} against the target's {target[name]!r}" for name in others or weights)
+    if others == ["chat_template_hash"] and not weights:
         raise ValueError(
             f"{what} was made for this target with another chat template ({named}); pass the --chat_template it was "
             "made with, or none if it was made with the tokenizer's own, or make it again with this one"
         )
-    if different and len(weights) == len(different):
-        raise ValueError(
-            f"{what} was made with other weights of the same architecture, a fine-tune or another quantization "
-            f"({named}); labels are a model's own: pass the target that made them, or make them again with this one"
-        )
-    if different:
+    if others:
         raise ValueError(
             f"{what} belongs to another target: {named}; pass the target it was made with, or make it again for this "
             "one"
+        )
+    if weights:
+        raise ValueError(
+            f"{what} was made with other weights of the same architecture, a fine-tune or another quantization "
+            f"({named}); labels are a model's own: pass the target that made them, or make them again with this one"
         )
     if missing:
         logger.warning("%s was made by an older version: not compared: %s", what, ", ".join(missing))
