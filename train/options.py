@@ -112,7 +112,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         known, _ = parser.parse_known_args(arguments)
         if not known.target:
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
-        defaults, taken = _recipe_defaults(head_config.kind, known.config, known.target, parser)
+        defaults, taken = _recipe_defaults(head_config.kind, known, parser)
         parser.set_defaults(**defaults)
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if not run.dataset:
@@ -127,22 +127,28 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
 
 
 def _recipe_defaults(
-    kind: str, named: str | None, target: str, parser: argparse.ArgumentParser
+    kind: str, known: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> tuple[dict[str, Any], str]:
-    """The defaults of the recipe that --config names or the target's size class has, and a line that says which."""
-    if named:
-        recipe, taken = find_recipe(kind, named)
+    """The defaults of the recipe that --config names or the target's size class has, and a line that says which.
+
+    The chat template of a bundled recipe is for tokenizers that have none.
+    """
+    if known.config:
+        recipe, taken = find_recipe(kind, known.config)
         defaults = read_config(recipe, parser)
     else:
-        config = AutoConfig.from_pretrained(target)
+        config = AutoConfig.from_pretrained(known.target)
         recipe, taken = recipe_for(kind, config)
         defaults = read_config(recipe, parser)
         if defaults.get("draft_vocab_size", 0) >= config.get_text_config(decoder=True).vocab_size:
             del defaults["draft_vocab_size"]
     template = defaults.get("chat_template")
-    if template and recipe.parent == RECIPES / kind and load_tokenizer(target).chat_template:
-        del defaults["chat_template"]
-        taken += f"; its chat template {template} is left out, the tokenizer has its own"
+    if template and not known.chat_template and recipe.parent == RECIPES / kind:
+        if load_tokenizer(known.target).chat_template:
+            del defaults["chat_template"]
+            taken += f"; its chat template {template} is left out, the tokenizer has its own"
+        else:
+            taken += f"; chat template {template}, as the tokenizer has none"
     return defaults, taken
 
 
