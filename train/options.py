@@ -202,8 +202,15 @@ def count_parameters(config: Any) -> int:
             f"--target must be a decoder-only causal LM; got an encoder-decoder model ({config.model_type}); pick "
             "another target"
         )
-    config = config.get_text_config(decoder=True)
-    with torch.device("meta"):
-        decoder = AutoModel.from_config(config)
-    lm_head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return int(sum(p.numel() for p in decoder.parameters()) + lm_head)
+    text = config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            decoder = AutoModel.from_config(text)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"the size of --target ({config.model_type}) cannot be read from its config ({reason}); name a recipe with "
+            f"--config, one of {', '.join(name for _, name in SIZE_CLASSES)}"
+        ) from error
+    tied = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
+    return sum(p.numel() for p in decoder.parameters()) + (0 if tied else text.vocab_size * text.hidden_size)
