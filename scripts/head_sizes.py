@@ -22,6 +22,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from draft_heads.data.options import option_names
 from draft_heads.heads.base import DraftHead
+from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.evaluation.report import markdown_table
@@ -70,8 +71,9 @@ def training_memory(config: Any, kind: str, recipe: dict[str, Any]) -> dict[str,
     tokens = recipe["per_device_train_batch_size"] * recipe["max_length"]
     anchors = recipe["per_device_train_batch_size"] * (recipe["anchors"] or recipe["max_length"])
     drafted = anchors * getattr(sizes, "frames", sizes.offsets)
+    read = tokens if any(isinstance(module, DecoderBlock) for module in head.modules()) else 0
     forward = tokens * (8 * sizes.hidden_size + 3 * sizes.intermediate_size)  # of one layer of the target at a time
-    saved = (tokens + drafted) * (12 * sizes.hidden_size + 4 * sizes.intermediate_size)  # a block's, for the backward
+    saved = (read + drafted) * (12 * sizes.hidden_size + 4 * sizes.intermediate_size)  # a block's, for the backward
     parts = {
         "target": 2 * count_parameters(config) / 2**30,
         "head": 16 * parameters / 2**30,
