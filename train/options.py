@@ -131,19 +131,22 @@ def _recipe_defaults(
 ) -> tuple[dict[str, Any], str]:
     """The defaults of the recipe that --config names or the target's size class has, and a line that says which.
 
-    The chat template of a bundled recipe is for tokenizers that have none.
+    The chat template of a bundled recipe is for tokenizers that have none, its draft vocabulary for larger ones.
     """
+    config = None
     if known.config:
         recipe, taken = find_recipe(kind, known.config)
-        defaults = read_config(recipe, parser)
     else:
         config = AutoConfig.from_pretrained(known.target)
         recipe, taken = recipe_for(kind, config)
-        defaults = read_config(recipe, parser)
-        if defaults.get("draft_vocab_size", 0) >= config.get_text_config(decoder=True).vocab_size:
+    defaults = read_config(recipe, parser)
+    if recipe.parent != RECIPES / kind:
+        return defaults, taken
+    if size := defaults.get("draft_vocab_size"):
+        config = config or AutoConfig.from_pretrained(known.target)
+        if size >= config.get_text_config(decoder=True).vocab_size:
             del defaults["draft_vocab_size"]
-    template = defaults.get("chat_template")
-    if template and not known.chat_template and recipe.parent == RECIPES / kind:
+    if (template := defaults.get("chat_template")) and not known.chat_template:
         if load_tokenizer(known.target).chat_template:
             del defaults["chat_template"]
             taken += f"; its chat template {template} is left out, the tokenizer has its own"
