@@ -84,14 +84,15 @@ def read_config(source: str | Path) -> dict[str, Any]:
 def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = None) -> DraftHead:
     """Load a head (float32, CPU, evaluation mode) from a folder or hub id.
 
-    With a target's fingerprint given, a head trained for another target is refused with every difference named.
+    With a target's fingerprint given, a head trained for another target is refused with every difference named; one
+    for other weights of the same architecture and tokenizer is loaded, and a line says so.
     """
     folder = locate(source)
     values = read_config(folder)
     head_class, config_class = head_classes(values["kind"])
     config = config_class.from_dict(values)
     if target_fingerprint is not None:
-        check_fingerprint(config.target_fingerprint, target_fingerprint, f"head {source}")
+        check_fingerprint(config.target_fingerprint, target_fingerprint, f"head {source}", fine_tune=True)
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise ValueError(f"a head checkpoint needs {WEIGHTS}; {folder} has none; copy the checkpoint again")

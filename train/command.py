@@ -8,7 +8,7 @@ from draft_heads.data.config_file import OptionParser, exit_status
 
 from draft_heads.data.options import add_flags
 from draft_heads.heads.checkpoint import head_classes
-from draft_heads.train.options import RunOptions, TrainingOptions
+from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions
 
 TRANSFORMERS_FLAGS = {
     "output_dir": "folder for checkpoints and logs, and for head/ at the end",
@@ -34,7 +34,7 @@ def answer_help(kind: str, arguments: list[str]) -> None:
     )
     data = parser.add_argument_group("what to train on")
     add_flags(data, RunOptions)
-    data.add_argument("--config", help="recipe of defaults; without it the one that fits the target")
+    data.add_argument("--config", help=CONFIG_HELP)
     add_flags(parser.add_argument_group(f"the {kind} head"), head_classes(kind)[1])
     training = parser.add_argument_group("how long, and where to")
     for name, text in TRANSFORMERS_FLAGS.items():

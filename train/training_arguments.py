@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import OptionParser, read_config
+from draft_heads.data.config_file import OptionParser
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from draft_heads.data.options import add_flags, option_names
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.config import HeadConfig
-from draft_heads.train.options import RunOptions, TrainingOptions, recipe_for
+from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, recipe_defaults
 
 
 @dataclass
@@ -34,15 +33,15 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     parser = TrainerParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
     group = parser.add_argument_group(f"{head_config.kind} head")
     add_flags(group, head_config)
-    parser.add_argument("--config", default=None, help="recipe of defaults; without it the one that fits the target")
+    parser.add_argument("--config", help=CONFIG_HELP)
     try:
         known, unknown = parser.parse_known_args(arguments)
         parser.refuse(unknown)
         if not known.target:
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
         load_config(known.target)  # a sentence, should there be none
-        recipe = Path(known.config) if known.config else recipe_for(head_config.kind, known.target)
-        parser.set_defaults(**read_config(recipe, parser))
+        defaults, taken = recipe_defaults(head_config.kind, known, parser)
+        parser.set_defaults(**defaults)
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if not run.dataset:
             raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
@@ -50,6 +49,8 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         head_config(**head)  # validated here, before anything is loaded
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+    if training.process_index == 0:
+        print(f"recipe: {taken}", flush=True)
     return run, head, training
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from draft_heads.data.chat_template import load_tokenizer
-from draft_heads.data.fingerprint import target_fingerprint
+from draft_heads.data.fingerprint import target_fingerprint, weights_hash
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named
 from draft_heads.data.pretrained import load_config
@@ -168,10 +168,15 @@ class Target:
         if adapter:
             from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            adapted = PeftModel.from_pretrained(model, adapter)
+            sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
+            model = adapted.merge_and_unload()
         if not sharded:
             model.to(device)  # type: ignore[arg-type]
-        return cls(model, tokenizer, path, adapter)
+        target = cls(model, tokenizer, path, adapter)
+        if adapter:
+            target._weights_hash = sampled
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -211,7 +216,11 @@ class Target:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree between a target and the heads and datasets made for it."""
-        return target_fingerprint(self.config, self.tokenizer)
+        return target_fingerprint(self.config, self.tokenizer, self._weights_hash)
+
+    @cached_property
+    def _weights_hash(self) -> str:
+        return weights_hash(self.decoder, self.lm_head)
 
     def view(self) -> TargetView:
         """The embedding and LM head, lent to a draft head."""
