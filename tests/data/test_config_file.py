@@ -1,11 +1,14 @@
 """What every command line does alike: unknown flags, errors and Ctrl-C as one line."""
 
 import os
+import runpy
 import signal
 
 from draft_heads.data.config_file import OptionParser, exit_status, on_interrupt
 
 import pytest
+
+from draft_heads.data import config_file
 
 
 @pytest.mark.parametrize(
@@ -59,3 +62,12 @@ def test_an_error_is_one_line(capsys):
     assert exit_status(failing) == 2 and capsys.readouterr().err == "error: no such folder\n"
     assert exit_status(lambda: False) == 1 and exit_status(lambda: None) == 0
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, given, used):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    runpy.run_path(config_file.__file__)
+    assert os.environ["OMP_WAIT_POLICY"] == used
