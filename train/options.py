@@ -61,6 +61,9 @@ class HeadTrainingArguments(TrainingArguments):
     head_optimizer: str = option(
         "adamw", "adamw (--optim of transformers) or muon (for weight matrices; not with --deepspeed)"
     )
+    tokens_per_batch: int = option(
+        0, "tokens of a process's batch, padding included, in rows of similar length; 0: per_device_train_batch_size"
+    )
     overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 
     def __post_init__(self) -> None:
@@ -79,6 +82,8 @@ class HeadTrainingArguments(TrainingArguments):
             )
         if self.max_minutes < 0:
             raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
+        if self.tokens_per_batch:  # their numbers of rows differ
+            self.accelerator_config = {"even_batches": False}
         self.remove_unused_columns = False
         self.label_names = []
         on_cpu = not torch.accelerator.is_available()
@@ -88,7 +93,7 @@ class HeadTrainingArguments(TrainingArguments):
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
-            self.accelerator_config = {"use_configured_state": True}
+            self.accelerator_config = {**(self.accelerator_config or {}), "use_configured_state": True}
         super().__post_init__()
 
 
