@@ -40,10 +40,12 @@ class TokenBatches(BatchSampler):
     step get neighbours in length, so that none waits for another.
     """
 
+    sampler: EpochSampler  # accelerate calls its set_epoch
+
     def __init__(self, lengths: Sequence[int], tokens: int, seed: int, processes: int = 1) -> None:
         """Raises ValueError if the longest row alone has more than `tokens` tokens, or rows are too few to share."""
         self.lengths = torch.as_tensor(lengths)
-        self.sampler = EpochSampler(len(self.lengths), seed)  # accelerate calls its set_epoch
+        self.sampler = EpochSampler(len(self.lengths), seed)
         self.processes, self.drop_last = processes, False
         longest = self.lengths * (1 + _JITTER)  # a disturbed length is at most this
         padded = (torch.ceil(longest / _MULTIPLE) * _MULTIPLE).sort(descending=True).values.tolist()

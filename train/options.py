@@ -82,8 +82,9 @@ class HeadTrainingArguments(TrainingArguments):
             )
         if self.max_minutes < 0:
             raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
-        if self.tokens_per_batch:  # their numbers of rows differ
-            self.accelerator_config = {"even_batches": False}
+        accelerator: dict[str, Any] = {}
+        if self.tokens_per_batch:
+            accelerator["even_batches"] = False  # their numbers of rows differ
         self.remove_unused_columns = False
         self.label_names = []
         on_cpu = not torch.accelerator.is_available()
@@ -93,7 +94,8 @@ class HeadTrainingArguments(TrainingArguments):
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
-            self.accelerator_config = {**(self.accelerator_config or {}), "use_configured_state": True}
+            accelerator["use_configured_state"] = True
+        self.accelerator_config = self.accelerator_config or accelerator
         super().__post_init__()
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import ProgressCallback, Trainer
 
-from draft_heads.data.collate import DraftCollator
+from draft_heads.data.collate import DraftCollator, row_lengths
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target.target import Target
@@ -111,8 +111,8 @@ class DraftHeadTrainer(Trainer):
         if not self.args.tokens_per_batch:
             return super().get_train_dataloader()
         rows: Any = self.train_dataset
-        limit = self.data_collator.max_length
-        lengths = [min(len(ids), limit) for ids in rows["input_ids"]]
+        collator: Any = self.data_collator
+        lengths = [min(length, collator.max_length) for length in row_lengths(rows)]
         batches = TokenBatches(lengths, self.args.tokens_per_batch, self._data_seed, self.args.world_size)
         loader = DataLoader(
             rows,
