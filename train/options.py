@@ -63,6 +63,9 @@ class TrainingOptions:
     head_optimizer: str = option(
         "adamw", "adamw (--optim of transformers) or muon (for weight matrices; not with --deepspeed)"
     )
+    tokens_per_batch: int = option(
+        0, "tokens of a process's batch, padding included, in rows of similar length; 0: per_device_train_batch_size"
+    )
     overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 
     def __post_init__(self: Any) -> None:
@@ -81,6 +84,9 @@ class TrainingOptions:
             )
         if self.max_minutes < 0:
             raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
+        accelerator: dict[str, Any] = {}
+        if self.tokens_per_batch:
+            accelerator["even_batches"] = False  # their numbers of rows differ
         self.remove_unused_columns = False
         self.label_names = []  # type: ignore[var-annotated]
         on_cpu = not torch.accelerator.is_available()
@@ -92,7 +98,8 @@ class TrainingOptions:
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
-            self.accelerator_config = {"use_configured_state": True}
+            accelerator["use_configured_state"] = True
+        self.accelerator_config = self.accelerator_config or accelerator
         super().__post_init__()  # type: ignore[misc]
 
 

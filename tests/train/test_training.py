@@ -239,6 +239,18 @@ def test_gradient_accumulation_has_the_losses_of_one_large_batch(dataset, uninte
     assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-4)
 
 
+def test_batches_by_tokens_resume_where_they_stopped(dataset, tmp_path):
+    output, batches = tmp_path / "run", ("--tokens_per_batch", "700")
+    status, told = run(dataset, output, *batches)
+    assert status == 0, told
+    whole = losses(output)
+    for later in ("checkpoint-6", "head"):
+        shutil.rmtree(output / later)
+    status, told = run(dataset, output, *batches)
+    assert status == 0 and "resuming" in told, told
+    assert losses(output) == pytest.approx(whole, abs=1e-6)
+
+
 def test_a_dataset_with_cached_hidden_states_is_trained_on_without_the_targets_forward(distil, tmp_path):
     cached = distil(tmp_path / "cached", "--hidden_states", "float32")
     rows = load_distilled(cached).dataset.select(range(4))
