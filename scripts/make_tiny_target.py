@@ -65,6 +65,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataset", help="ShareGPT or messages JSON(L), or a hub id; default: the synthetic corpus")
     parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
     parser.add_argument("--max_minutes", type=float, default=12, help="training time, the schedule's length (12)")
+    parser.add_argument("--store", choices=["float32", "bfloat16"], default="float32", help="dtype of the saved weights")
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate (0.003)")
     for name, (default, text) in INTEGERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
@@ -293,7 +294,8 @@ def make(argv: list[str] | None = None) -> dict:
     console.print(f"{len(rows):,} conversations, {size:,} tokens, {parameters:,} parameters")
     trained = train(model, practice, rows, options, console)
 
-    model.save_pretrained(output)
+    model.to(getattr(torch, options.store)).save_pretrained(output)
+    model.float()  # the figures below are of the stored weights
     tokenizer.save_pretrained(output)
     kept = f"the model is in {output}, not yet measured; empty it to make another"
     with on_interrupt(lambda: kept), console.status("measuring on unseen prompts"):

@@ -61,7 +61,8 @@ class TrainingOptions:
     )
     clip: str = option("norm", "norm (max_grad_norm bounds the norm) or value (every entry)")
     head_optimizer: str = option(
-        "adamw", "adamw (--optim of transformers) or muon (for weight matrices; not with --deepspeed)"
+        "adamw",
+        "adamw (--optim of transformers), muon (for weight matrices; not with --deepspeed); auto: muon where it works",
     )
     tokens_per_batch: int = option(
         0, "tokens of a process's batch, padding included, in rows of similar length; 0: per_device_train_batch_size"
@@ -75,8 +76,10 @@ class TrainingOptions:
             raise ValueError(
                 "--clip value cannot be used with --deepspeed, which clips by norm only; drop one of the two"
             )
+        if self.head_optimizer == "auto":
+            self.head_optimizer = "adamw" if self.deepspeed else "muon"
         if self.head_optimizer not in ("adamw", "muon"):
-            raise ValueError(f"--head_optimizer must be adamw or muon; got {self.head_optimizer!r}")
+            raise ValueError(f"--head_optimizer must be adamw, muon or auto; got {self.head_optimizer!r}")
         if self.head_optimizer == "muon" and self.deepspeed:
             raise ValueError(
                 "--head_optimizer muon cannot be used with --deepspeed, whose ZeRO stages flatten the matrices it "
