@@ -11,7 +11,7 @@ from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.rendering import render_conversation
 from draft_heads.scripts import build_datastore as script
 
-TINY = "data/tiny_target"
+TINY = "tests/tiny_target"
 
 
 @pytest.mark.parametrize("alphabet,depth", [(1, 8), (2, 4), (3, 16), (50, 2)])

@@ -23,7 +23,7 @@ from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from tests.inference.models import make_head, make_prompts, small_model, vanilla_tokens
 
-TINY = "data/tiny_target"
+TINY = "tests/tiny_target"
 MAKERS = {
     "small": lambda target: DraftModelDrafter(small_model()),
     "itself": lambda target: DraftModelDrafter(target, k=3),

@@ -267,7 +267,7 @@ def test_stop_strings_end_where_transformers_ends(tiny_target):
 
 @pytest.fixture(scope="module")
 def tiny_target():
-    return Target.from_pretrained("data/tiny_target", device="cpu")
+    return Target.from_pretrained("tests/tiny_target", device="cpu")
 
 
 def test_an_encoder_decoder_target_is_refused_with_a_sentence(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from draft_heads.scripts.checks.lossless_matrix import BUDGETS, NEW_TOKENS, check
 
-TINY = "data/tiny_target"
+TINY = "tests/tiny_target"
 CELLS = [
     ("mistral", "float64"),  # sliding windows: the cell of the quick run
     *(

@@ -20,7 +20,7 @@ from draft_heads.scripts.tune_ouroboros import main
 from tests.inference.models import make_prompts, small_model
 from tests.inference.trees import check_tree
 
-TINY = "data/tiny_target"
+TINY = "tests/tiny_target"
 SMALL = {"gamma": 4, "w": 4, "p": 4}
 OFF = {"accelerate": 0, "lengthen": 0, "from_verification": 0, "reuse_history": 0}
 LITERAL = {"beside": 0, "from_text": 0}

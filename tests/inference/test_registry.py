@@ -10,7 +10,7 @@ from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, 
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 
-TINY = "data/tiny_target"
+TINY = "tests/tiny_target"
 
 
 @pytest.fixture(scope="module")

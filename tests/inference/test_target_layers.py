@@ -23,7 +23,7 @@ SETTINGS = GenerationSettings(24)
 
 @pytest.fixture(scope="module")
 def target():
-    return Target.from_pretrained("data/tiny_target", torch.float64, "cpu")
+    return Target.from_pretrained("tests/tiny_target", torch.float64, "cpu")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def run(monkeypatch, capsys, *flags):
 
 def test_it_reports_every_ratio(monkeypatch, capsys):
     scripted = ["--scripted", "2.3", "--heads", "medusa", "ctc"]
-    flags = ["--target", "data/tiny_target", "--baselines", "eager", "static", *scripted]
+    flags = ["--target", "tests/tiny_target", "--baselines", "eager", "static", *scripted]
     status, out, _ = run(monkeypatch, capsys, *flags)
     result = json.loads(out.splitlines()[-1])
     assert status == 0
@@ -39,9 +39,9 @@ def test_it_reports_every_ratio(monkeypatch, capsys):
     ("flags", "told"),
     [
         ([], "either --target or --shape"),
-        (["--target", "data/tiny_target", "--shape", "7b"], "either --target or --shape"),
-        (["--target", "data/tiny_target", "--prompt_tokens", "1000"], "--prompt_tokens must leave"),
-        (["--target", "data/tiny_target", "--scripted", "9", "--heads", "medusa"], "--scripted must lie between"),
+        (["--target", "tests/tiny_target", "--shape", "7b"], "either --target or --shape"),
+        (["--target", "tests/tiny_target", "--prompt_tokens", "1000"], "--prompt_tokens must leave"),
+        (["--target", "tests/tiny_target", "--scripted", "9", "--heads", "medusa"], "--scripted must lie between"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, flags, told):

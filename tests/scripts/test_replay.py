@@ -7,7 +7,7 @@ import pytest
 from draft_heads.data.chat_template import load_chat_tokenizer
 from draft_heads.scripts import build_datastore, replay
 
-TINY = "data/tiny_target"
+TINY = "tests/tiny_target"
 ANSWERS = ["One apple and one apple are two apples.", "Two apples and two apples are four apples."]
 
 

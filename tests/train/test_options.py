@@ -17,7 +17,7 @@ from draft_heads.train.command import answer_help
 from draft_heads.train.options import RECIPES, SIZE_CLASSES, recipe_for
 from draft_heads.train.training_arguments import parse_options
 
-TARGET = "data/tiny_target"
+TARGET = "tests/tiny_target"
 
 
 def refused(capsys, *arguments):
@@ -147,7 +147,7 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--frames", "3", "--labels", "4"], "2*labels-1"),
         (["--frams", "3"], "unknown flag --frams; did you mean --frames?"),
         (["--target", "data/nothing"], "--target data/nothing does not exist"),
-        (["--target", "data/tiny_target/config.json"], "config.json is a file"),
+        (["--target", "tests/tiny_target/config.json"], "config.json is a file"),
         (["--clip", "both"], "--clip must be norm or value"),
         (["--max_minutes", "-1"], "--max_minutes"),
         (["--held_out", "0"], "--held_out"),
