@@ -22,9 +22,11 @@ from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
 from draft_heads.data.config_file import parse_with_config
+from draft_heads.data.progress import track
+from draft_heads.data.shards import load_distilled
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import load_target, target_parser
@@ -38,7 +40,8 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
     hits = torch.zeros(head.config.offsets, TOP)
     counted = torch.zeros(head.config.offsets)
     view = target.view()
-    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collator):
+    batches: Any = DataLoader(rows, batch_size=batch_size, collate_fn=collator)
+    for batch in track(batches, f"batches of rows for {head.config.kind}"):
         batch = {name: value.to(target.device) for name, value in batch.items()}
         loss = head(**{**batch, **target.states_of(batch, head.config.target_layers)}, target=view)
         if loss.correct is not None and loss.counted is not None:
@@ -74,6 +77,10 @@ def main() -> None:
         named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
         if len(named) != len(args.heads):
             raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
+        for path in named.values():  # what cannot be read is told before the target is loaded
+            read_config(path)
+        for folder in args.dataset:
+            load_distilled(folder)
         target = load_target(args)
         heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
         run = RunOptions(args.target, args.dataset, held_out=args.rows)

@@ -24,15 +24,15 @@ import tokenizers
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.benchmarks import gsm8k_answer
 from draft_heads.data.bpe import train_tokenizer
-from draft_heads.data.conversations import load_conversations, parse_record
+from draft_heads.data.conversations import SKIP_BAD_ROWS_HELP, load_conversations, parse_record
 from draft_heads.data.loops import loop_start
+from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import ChatRenderer, ConversationError, end_token_ids
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.inference.evaluation.report import markdown_table
@@ -59,7 +59,11 @@ INTEGERS = {
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--output", required=True, help="folder to write; must be empty or absent")
-    parser.add_argument("--dataset", help="ShareGPT or messages JSON(L), or a hub id; default: the synthetic corpus")
+    parser.add_argument(
+        "--dataset",
+        help="ShareGPT or messages: JSON(L) file, also .gz or hub id; default: the synthetic corpus",
+    )
+    parser.add_argument("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
     parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
     parser.add_argument("--max_minutes", type=float, default=12, help="training time, the schedule's length (12)")
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate (0.003)")
@@ -84,7 +88,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 def load_messages(options: argparse.Namespace) -> tuple[list[list[dict]], list[list[dict]]]:
     """(training, unseen) conversations as messages; of a user's dataset every 50th row is kept unseen."""
     if options.dataset:
-        rows = list(load_conversations(options.dataset)["messages"])
+        rows = list(load_conversations(options.dataset, skip_bad_rows=options.skip_bad_rows)["messages"])
         if len(rows) < 2:
             raise SystemExit(f"--dataset needs at least 2 conversations; {options.dataset} has {len(rows)}")
         every = min(50, len(rows))
@@ -168,11 +172,9 @@ def train(
     others = [p for p in model.parameters() if id(p) not in blocks]
     muon = torch.optim.Muon([{"params": list(blocks.values()), "peak_lr": 5 * peak}], weight_decay=0.01)
     adam = torch.optim.AdamW([{"params": others, "peak_lr": peak}], betas=(0.9, 0.97), weight_decay=0.0)
-    columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
     start, steps, tokens, average = time.monotonic(), 0, 0, math.nan
     model.train()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=1.0, note="")
+    with progress_bar(console, "training") as show:
         stream = batches(rows, options.batch_tokens, options.seed)
         practising = batches(practice, options.batch_tokens, options.seed) if practice else stream
         while (done := (time.monotonic() - start) / (60 * options.max_minutes)) < 1:
@@ -190,8 +192,8 @@ def train(
                 value = loss.item()
                 average = value if math.isnan(average) else 0.8 * average + 0.2 * value
                 rate = tokens / (time.monotonic() - start)
-                progress.update(task, completed=done, note=f"loss {average:.3f}  {steps} steps  {rate:,.0f} tokens/s")
-        progress.update(task, completed=1.0)
+                stage = f"minutes (loss {average:.3f}, {steps} steps, {rate:,.0f} tokens/s)"
+                show(stage, done * options.max_minutes, options.max_minutes)
     model.eval()
     return {"steps": steps, "training_tokens": tokens, "training_loss": round(average, 4)}
 
@@ -310,4 +312,7 @@ def main(argv: list[str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"scripts/make_tiny_target.py: {error}")

@@ -19,16 +19,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draft_heads.data.benchmarks import Question, load_benchmark
+from draft_heads.data.benchmarks import load_benchmark
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.config_file import exit_status, parse_with_config
-from draft_heads.data.json_rows import read_json_rows
+from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.evaluation.answers import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.scripts.decoding_options import check_positive, distinct_specs, script_parser
-from draft_heads.scripts.terminal import progress_bar, show_report
+from draft_heads.scripts.terminal import show_report
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,20 +45,14 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def read_questions(path: Path) -> list[Question]:
-    """FastChat questions, or GSM8K problems, whose ids count from 0 as in recorded files."""
-    first = next((record for _, record in read_json_rows(path)), None)
-    fastchat = isinstance(first, dict) and "turns" in first
-    return load_benchmark("mt_bench" if fastchat else "gsm8k", str(path))
-
-
 def run(options: argparse.Namespace) -> None:
     console = Console()
     check_positive(options, "limit", "max_nodes")
     specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
-    questions = match_questions(answers, read_questions(options.questions) if options.questions else None)
+    asked = load_benchmark("questions", str(options.questions)) if options.questions else None
+    questions = match_questions(answers, asked)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     drafters = text_drafters(specs, tokenizer, options.max_nodes)
     render = partial(render_prompt, tokenizer) if options.questions else None

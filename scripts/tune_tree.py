@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
 
 from draft_heads.data.collate import DraftCollator
 from draft_heads.data.config_file import parse_with_config
+from draft_heads.data.progress import track
+from draft_heads.data.shards import load_distilled
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
@@ -101,6 +102,9 @@ def main() -> None:
         if min(args.temperatures) <= 0:
             raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
         check_positive(args, "max_nodes", "prompts", "new_tokens", "nodes")
+        read_config(args.head)  # what cannot be read is told before the target is loaded
+        for folder in args.dataset:
+            load_distilled(folder)
         target = load_target(args)
         head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
         run = RunOptions(args.target, args.dataset, held_out=args.rows)

@@ -100,5 +100,5 @@ def test_left_out_rows_are_listed_in_the_summary(given, tmp_path, capsys):
     flags = ["--target", given[1], "--dataset", str(source), "--output", str(tmp_path / "o"), "--skip_bad_rows"]
     assert distill.main([*flags, "--max_length", "36"]) == 0
     printed = capsys.readouterr().out
-    assert "line 1, row 0: malformed JSON" in printed
-    assert "row 1 (id c1): its first answer begins beyond max_length 36" in printed
+    assert "1 row dropped: malformed JSON (line 1)" in printed
+    assert "line 3 (id c1): its first answer begins beyond max_length 36" in printed
