@@ -5,15 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Update = Callable[[str, float, float], None]
-"""(stage, done, of): `done` is 0, or smaller than before, where other work begins."""
 T = TypeVar("T")
 SECONDS = 30.0  # from line to line
+
+
+class Update(Protocol):
+    """Shows that `done` of `of` parts are finished; `done` is 0, or smaller than before, where other work begins.
+
+    stage: what is being done; rate: a speed to show instead of parts per second
+    """
+
+    def __call__(self, stage: str, done: float, of: float, rate: str = "") -> None: ...
 
 
 class ProgressLines:
@@ -35,8 +42,8 @@ class ProgressLines:
         self._first, self._start = done, self._clock()
         self._last: float | None = None  # when the last line was written
 
-    def __call__(self, stage: str, done: float, of: float) -> None:
-        """`done` of `of` parts of the work are finished; `stage` says what is being done."""
+    def __call__(self, stage: str, done: float, of: float, rate: str = "") -> None:
+        """As `Update`."""
         if done == 0 or done < self._done or of != self._of:
             self._begin(done)
         self._done, self._of, now = done, of, self._clock()
@@ -49,9 +56,8 @@ class ProgressLines:
                 self._write(f"{stage}: {_number(done)} of {_number(of)} in {duration(spent)}")
             self._last = None
         elif now - self._last >= self._every if self._last is not None else spent + left >= self._every:
-            rate = made / spent
-            speed = f"{rate:,.1f} a second" if rate >= 1 else f"{1 / rate:,.1f} s each"
-            self._write(f"{stage}: {_number(done)} of {_number(of)}, {speed}, about {duration(left)} left")
+            rate = rate or (f"{made / spent:,.1f} a second" if made >= spent else f"{spent / made:,.1f} s each")
+            self._write(f"{stage}: {_number(done)} of {_number(of)}, {rate}, about {duration(left)} left")
             self._last = now
 
 
@@ -72,7 +78,7 @@ def progress_bar(console: Console | None = None, first: str = "warming up", show
     """A function that shows progress on `console` (stderr); `first` is the stage shown before the first call."""
     console = console or Console(stderr=True)
     if not show:
-        yield lambda stage, done, of: None
+        yield lambda stage, done, of, rate="": None
         return
     if not console.is_terminal:
         yield ProgressLines(lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True), SECONDS)
@@ -81,10 +87,10 @@ def progress_bar(console: Console | None = None, first: str = "warming up", show
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
         task = bars.add_task(first, total=None)
 
-        def update(stage: str, done: float, of: float) -> None:
+        def update(stage: str, done: float, of: float, rate: str = "") -> None:
             if done == 0:
                 bars.reset(task)
-            bars.update(task, description=stage, completed=done, total=of)
+            bars.update(task, description=f"{stage}, {rate}" if rate else stage, completed=done, total=of)
 
         yield update
 

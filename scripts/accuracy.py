@@ -3,10 +3,9 @@
     python scripts/accuracy.py --target TARGET --heads ctc=runs/ctc/head medusa=runs/medusa/head \\
         --dataset runs/distilled --output runs/accuracy
 
-Offset 0 is the token after the base token. The true tokens before an offset are given: Chimera and Hydra read them, a
-CTC head is asked for the best children of the true prefix under its prefix scores, Medusa needs none. Rows are chosen
-as training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has seen
-none of them. Writes accuracy.json and accuracy.md.
+Offset 0 is the token after the base token. At each offset the true tokens before it are known: Chimera and Hydra read
+them, CTC ranks the tokens that continue them by its prefix scores, Medusa ignores them. Use --rows no larger than the
+--held_out of training (64 unless it was set): then no row was trained on. Writes accuracy.json and accuracy.md.
 """
 
 from __future__ import annotations
@@ -64,9 +63,11 @@ def table(results: dict[str, list[Any]]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = target_parser(__doc__)
-    made.add_argument("--heads", nargs="+", metavar="NAME=RUN/head", help="the heads, by the names the table uses")
-    made.add_argument("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
-    made.add_argument("--rows", type=int, default=64, help="held-out rows to count on (default 64)")
+    made.add_argument(
+        "--heads", nargs="+", metavar="NAME=RUN/head", help="heads to compare, and their names in the table"
+    )
+    made.add_argument("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
+    made.add_argument("--rows", type=int, default=64, help="held-out rows to measure on (default 64)")
     made.add_argument("--output", type=Path, help="folder for accuracy.json and accuracy.md")
     return made
 

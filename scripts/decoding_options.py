@@ -72,8 +72,13 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     """
     parser = target_parser(description)
     add = parser.add_argument
-    add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="vanilla always runs")
-    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files: mt_bench=FILE gsm8k=FILE …")
+    add(
+        "--drafters",
+        nargs="+",
+        metavar="NAME[=[KIND:]PATH[,key=value…]]",
+        help="docs/decoding.md lists them; vanilla always runs",
+    )
+    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files (docs/decoding.md), any name")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
     add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")

@@ -192,8 +192,8 @@ def train(
                 value = loss.item()
                 average = value if math.isnan(average) else 0.8 * average + 0.2 * value
                 rate = tokens / (time.monotonic() - start)
-                stage = f"minutes (loss {average:.3f}, {steps} steps, {rate:,.0f} tokens/s)"
-                show(stage, done * options.max_minutes, options.max_minutes)
+                figures = f"loss {average:.3f}, {steps} steps, {rate:,.0f} tokens/s"
+                show("minutes of training", done * options.max_minutes, options.max_minutes, figures)
     model.eval()
     return {"steps": steps, "training_tokens": tokens, "training_loss": round(average, 4)}
 

@@ -1,11 +1,13 @@
-"""Measure text-only drafters on recorded answers: the β that greedy decoding would have reached, without a target.
+"""Measure the β of drafters that read only text (ngram, prompt_lookup, rest, …) on recorded answers; no target runs.
+
+The β is that of greedy decoding of the same answers.
 
     python scripts/replay.py --answers mt_bench_answers.jsonl --tokenizer TOKENIZER --questions mt_bench.jsonl \\
         --drafters ngram tree=ngram,branches=2 kept=ngram,keep=1 prompt_lookup rest=DATASTORE --output runs/replay
 
-Prompts are the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
---questions a prompt is what was answered before in the same conversation. Each drafter replays the answers in order, so
-that earlier texts count where it keeps them (keep=1). Writes report.json, report.md and
+A prompt is the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
+--questions the prompt is only the earlier answers of the conversation. The answers are replayed in the order of the
+file, so a drafter that keeps earlier texts (keep=1) profits from them. Writes report.json, report.md and
 accepted_length.png to --output.
 """
 
@@ -36,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
     p.add_argument("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
-    p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="the questions: FastChat or GSM8K rows")
+    p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="the questions that were answered")
     p.add_argument("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
     p.add_argument("--output", type=Path, help="folder for the results")
     p.add_argument("--overwrite", action="store_true", help="replace a finished run in --output")

@@ -8,8 +8,10 @@ accumulation, the loss is the same.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +20,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import ProgressCallback, Trainer
 
 from draft_heads.data.collate import DraftCollator
+from draft_heads.data.progress import ProgressLines
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target.target import Target
 from draft_heads.train.optimizer import MuonWithAdamW
 from draft_heads.train.options import HeadTrainingArguments
 from draft_heads.train.simulate import simulate_row
-from draft_heads.train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
+from draft_heads.train.wall_clock import MinutesBar, TrainingLines, WallClock, wall_time_scheduler
 
 
 class EpochSampler(Sampler[int]):
@@ -80,7 +83,11 @@ class DraftHeadTrainer(Trainer):
             eval_dataset=eval_dataset,
             callbacks=[self.clock],
         )
-        if args.max_minutes and not args.disable_tqdm:
+        if not args.disable_tqdm and not sys.stderr.isatty():
+            self.remove_callback(ProgressCallback)
+            lines = ProgressLines(partial(print, file=sys.stderr, flush=True))
+            self.add_callback(TrainingLines(self.clock, lines))
+        elif args.max_minutes and not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(MinutesBar(self.clock))
         self.loss_is_scaled_for_ga = True  # divided by the windows of the whole accumulated batch
