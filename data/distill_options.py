@@ -12,12 +12,16 @@ from draft_heads.data.options import DTYPES, check_options, option
 class DistillOptions:
     """Everything but the target, the source and the output. Those below the line may change when a run is resumed."""
 
-    labels: str = option("argmax", "recorded answers, or the target's own (argmax)", choices=("argmax", "generate"))
+    labels: str = option(
+        "argmax",
+        "recorded answers, or written by the target (argmax)",
+        choices=("argmax", "generate"),
+    )
     split: str = option("train", "split of a hub dataset (train)")
     limit: int | None = option(None, "label N conversations, and read no further than the last of them", least=1)
     shuffle_seed: int | None = option(None, "shuffle with this seed before --limit, for which the whole file is read")
     max_length: int | None = option(None, "cut rows after N tokens (2048, or the target's positions if fewer)", least=1)
-    max_new_tokens: int = option(512, "longest generated answer (512)", least=1)
+    max_new_tokens: int = option(512, "longest generated answer, in tokens (512)", least=1)
     cut_loops: bool = option(False, "end a generated answer where it starts to repeat itself endlessly")
     hidden_states: str | None = option(
         None,

@@ -29,15 +29,15 @@ from draft_heads.inference.target.target import Target
 def parser() -> argparse.ArgumentParser:
     """One flag per field of DistillOptions, the target's flags, input and output."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", type=Path, metavar="FILE.yaml", help="the flags below as YAML keys; flags override them")
+    p.add_argument("--config", type=Path, metavar="FILE.yaml", help="YAML file with values for these flags")
     p.add_argument("--target", help="folder or hub id of the target")
     p.add_argument("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz, dataset folder or hub id")
     p.add_argument("--output", help="folder to write")
     p.add_argument("--overwrite", action="store_true", help="replace what is in --output")
     p.add_argument("--preview", type=int, metavar="N", help="print N conversations, trained tokens coloured")
     add_flags(p, DistillOptions)
-    p.add_argument("--dtype", help=f"{', '.join(DTYPES)} (float32 on CPU, the checkpoint's on GPU)")
-    p.add_argument("--device", help="cpu, cuda, …; auto spreads the layers over all devices (a GPU where there is one)")
+    p.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: float32 on CPU, the checkpoint's on GPU)")
+    p.add_argument("--device", help="cpu, cuda, …, or auto: layers on all GPUs (default cuda if present)")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--target_adapter", metavar="DIR", help="PEFT adapter merged into the target")
     return p

@@ -1,4 +1,4 @@
-"""Train a small target from scratch: tokenizer, chat template, language model, and what it can do, measured.
+"""Train a small target from scratch: tokenizer, chat template and language model; then measure what it can do.
 
     python scripts/make_tiny_target.py --output runs/tiny_target
     python scripts/make_tiny_target.py --dataset chats.json --hidden 256 --output runs/small
@@ -43,15 +43,15 @@ PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt 
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
 
 INTEGERS = {
-    "vocab_size": (1024, "size of a trained tokenizer"),
+    "vocab_size": (1024, "tokens of the tokenizer, where one is trained"),
     "hidden": (128, "hidden size, a multiple of 32"),
     "layers": (4, "decoder blocks"),
-    "max_length": (512, "longer conversations are cut, in tokens"),
+    "max_length": (512, "conversations are cut after so many tokens"),
     "batch_tokens": (1024, "tokens per optimizer step"),
-    "conversations": (30000, "size of the synthetic corpus"),
-    "questions": (250, "unseen prompts to measure on, each kind"),
+    "conversations": (30000, "conversations in the synthetic corpus"),
+    "questions": (250, "unseen prompts of each kind to measure on"),
     "threads": (2, "CPU threads"),
-    "seed": (0, "of weights and corpus"),
+    "seed": (0, "seed of the weights and the corpus"),
 }
 """Flag → default, help."""
 
@@ -65,8 +65,8 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
     parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
-    parser.add_argument("--max_minutes", type=float, default=12, help="training time, the schedule's length (12)")
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate (0.003)")
+    parser.add_argument("--max_minutes", type=float, default=12, help="minutes of training (12)")
+    parser.add_argument("--learning_rate", type=float, default=3e-3, help="highest learning rate (0.003)")
     for name, (default, text) in INTEGERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     options = parser.parse_args(argv)

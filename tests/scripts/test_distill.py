@@ -78,6 +78,8 @@ def test_preview_colours_exactly_the_trained_tokens():
         (["--batch_size", "0"], "--batch_size must be at least 1; got 0"),
         (["--engine", "openai"], "--engine openai and --base_url URL go together"),
         (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
+        (["--target", "nowhere", "--dataset", "chat.csv"], "received the .csv file chat.csv; write its rows as JSONL"),
+        (["--target", "nowhere", "--dataset", "no.json.gz"], "no.json.gz does not exist"),  # before the target loads
         (["--hidden_states", "int8"], "--hidden_states int8 is unknown; pass target or one of"),
     ],
 )
