@@ -1,20 +1,23 @@
-"""Benchmark questions from a local file or a hub id, all as `Question`s.
+"""Questions from a local file or a hub id, all as `Question`s. The first row says which form the file has:
 
-mt_bench, vicuna_bench, spec_bench   FastChat rows: question_id, category, turns, optional reference
-gsm8k                                question, answer ("… #### 42")
-humaneval                            task_id, prompt, canonical_solution
+{"question_id": 81, "category": "writing", "turns": ["…", "…"]}   FastChat, only `turns` is needed
+{"question": "…", "answer": "… #### 42"}                          GSM8K, scored by the number
+{"task_id": "HumanEval/0", "prompt": "…"}                         HumanEval
+{"conversations": [{"from": "human", "value": "…"}, …]}           ShareGPT, or "messages": user turns are asked
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
-from draft_heads.data.json_rows import MalformedJson, hub_rows, read_json_rows
+from draft_heads.data.conversations import ROLES, turns_of
+from draft_heads.data.json_rows import MalformedJson, read_rows
+from draft_heads.data.rendering import ConversationError
 
 # A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals. A full stop
 # after it is not part of it.
@@ -32,34 +35,36 @@ class Question:
     category: str | None
     turns: list[str]
     reference: str | None = None
+    numeric: bool = False  # an answer is right if it ends with the reference's number
 
 
 class BenchmarkError(ValueError):
     """A benchmark that cannot be read; the message names file, line and reason."""
 
 
-def load_benchmark(name: str, path_or_hub_id: str) -> list[Question]:
-    """The questions of benchmark `name`; BenchmarkError with file, line and reason, ValueError for unknown names."""
-    if name not in READERS:
-        raise ValueError(f"benchmark {name!r} is unknown; the known ones: {', '.join(READERS)}")
-    reader = READERS[name]
-    questions = []
-    for row, (where, record) in enumerate(_records(name, path_or_hub_id)):
+def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> list[Question]:
+    """The first `limit` questions of a file or hub id; BenchmarkError with file, row and reason for a bad row."""
+    reader: Callable[[dict[str, Any], int], Question] | None = None
+    found: dict[int | str, tuple[str, Question]] = {}
+    for row, (place, record) in enumerate(islice(read_rows(path_or_hub_id, config=_HUB_CONFIG.get(name)), limit)):
         try:
-            questions.append(reader(record, row))
-        except BenchmarkError as error:
-            raise BenchmarkError(f"{where}: {error}") from None
-    if not questions:
-        raise BenchmarkError(f"{path_or_hub_id} holds no question of {name}; pass a file with at least one")
-    seen: dict[int | str, int] = {}
-    for row, question in enumerate(questions):
-        if question.question_id in seen:
-            raise BenchmarkError(
-                f"{path_or_hub_id}: rows {seen[question.question_id]} and {row} have the same question_id "
-                f"{question.question_id!r}; ids must be unique"
-            )
-        seen[question.question_id] = row
-    return questions
+            if isinstance(record, MalformedJson):
+                raise BenchmarkError(str(record))
+            if not isinstance(record, dict):
+                raise BenchmarkError(f"a row is an object, received {_describe(record)}")
+            reader = reader or _reader_of(record)
+            question = reader(record, row)
+            if question.question_id in found:
+                raise BenchmarkError(
+                    f"it has the id {question.question_id!r} of {found[question.question_id][0]}; ids must be unique: "
+                    "change one"
+                )
+        except (BenchmarkError, ConversationError) as error:
+            raise BenchmarkError(f"{path_or_hub_id}, {place}: {error}") from None
+        found[question.question_id] = place, question
+    if not found:
+        raise BenchmarkError(f"{path_or_hub_id} holds no question; pass a file with at least one")
+    return [question for _, question in found.values()]
 
 
 def gsm8k_answer(text: str) -> Decimal | None:
@@ -75,9 +80,25 @@ def gsm8k_answer(text: str) -> Decimal | None:
     return None if found is None else Decimal(re.sub(r"[^\d.-]", "", found.group().replace("−", "-")))
 
 
+def _reader_of(record: dict[str, Any]) -> Callable[[dict[str, Any], int], Question]:
+    """The reader of the form that a file's first row has."""
+    if "turns" in record or isinstance(record.get("prompt"), list):
+        return _fastchat
+    if "conversations" in record or "messages" in record:
+        return _conversation
+    for keys, reader in ((("question", "answer"), _gsm8k), (("task_id", "prompt"), _humaneval)):
+        if set(keys) <= set(record):
+            return reader
+    raise BenchmarkError(
+        "a file of questions has rows with 'turns' (FastChat), 'question' and 'answer' (GSM8K), 'task_id' and 'prompt' "
+        "(HumanEval), 'conversations' or 'messages' (their user turns are asked); received the keys: "
+        f'{", ".join(record) or "none"}; write {{"turns": ["…"]}}'
+    )
+
+
 def _fastchat(record: dict[str, Any], row: int) -> Question:
     turns = record.get("turns", record.get("prompt"))
-    question_id = record.get("question_id", record.get("prompt_id"))
+    question_id = record.get("question_id", record.get("prompt_id", row))
     category = record.get("category")
     reference = record.get("reference")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
@@ -94,32 +115,29 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
 def _gsm8k(record: dict[str, Any], row: int) -> Question:
     question, answer = _text(record, "question"), _text(record, "answer")
     if gsm8k_answer(answer) is None:
-        raise BenchmarkError(f"'answer' ends with '#### number', received {_describe(answer[-40:])}")
-    return Question(record.get("question_id", row), record.get("category"), [question], answer)
+        raise BenchmarkError(
+            "the answer of a GSM8K problem ends with its number, as in '#### 42', by which answers are scored; this "
+            f'one ends with {answer[-40:]!r}; add the number, or write {{"turns": ["…"]}}, which is not scored'
+        )
+    return Question(record.get("question_id", row), record.get("category"), [question], answer, numeric=True)
 
 
 def _humaneval(record: dict[str, Any], row: int) -> Question:
     return Question(_text(record, "task_id"), None, [_text(record, "prompt")], record.get("canonical_solution"))
 
 
-READERS: dict[str, Callable[[dict[str, Any], int], Question]] = {
-    "mt_bench": _fastchat,
-    "gsm8k": _gsm8k,
-    "vicuna_bench": _fastchat,
-    "humaneval": _humaneval,
-    "spec_bench": _fastchat,
-}
+def _conversation(record: dict[str, Any], row: int) -> Question:
+    """The user's turns; recorded answers and system turns are not read."""
+    turns, role_key, text_key = turns_of(record)
+    read = [turn for turn in turns if isinstance(turn, dict)]
+    asked = [turn.get(text_key) for turn in read if ROLES.get(str(turn.get(role_key))) == "user"]
+    texts = [text for text in asked if isinstance(text, str) and text.strip()]
+    if not texts or len(texts) < len(asked):
+        raise BenchmarkError(f"the user's turns are non-empty texts, received {_describe(asked)}")
+    return Question(record.get("id") or f"row-{row + 1}", record.get("category"), texts)
+
+
 _HUB_CONFIG = {"gsm8k": "main"}
-
-
-def _records(name: str, source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    rows = read_json_rows(Path(source)) if Path(source).is_file() else hub_rows(source, None, _HUB_CONFIG.get(name))
-    for where, record in rows:
-        if isinstance(record, MalformedJson):
-            raise BenchmarkError(f"{where}: {record}")
-        if not isinstance(record, dict):
-            raise BenchmarkError(f"{where}: a row is an object, received {_describe(record)}")
-        yield where, record
 
 
 def _text(record: dict[str, Any], key: str) -> str:

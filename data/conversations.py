@@ -1,22 +1,26 @@
-"""Conversations from ShareGPT or messages JSON(L), or a hub id, as rows of `id` and `messages`.
+"""Conversations from ShareGPT or messages JSON(L), or a hub id, as rows of `id`, `place` and `messages`.
 
     [{"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}]
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
 
-A bad row stops the load with file, line, row and reason; with `skip_bad_rows` it is listed instead. `data.rendering`
-turns messages into token ids.
+The first bad row stops the load with file, row and reason. With `skip_bad_rows` its sound turns are kept: assistant
+turns before the first user turn are left out, and the conversation ends before the first bad turn. A row without a
+question and its answer is dropped. Every row that was trimmed or dropped is listed. `data.rendering` turns messages
+into token ids.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import datasets
 
-from draft_heads.data.json_rows import MalformedJson, hub_rows, read_json_rows
+from draft_heads.data.json_rows import MalformedJson, read_rows
 from draft_heads.data.rendering import ConversationError
 
 logger = logging.getLogger(__name__)
@@ -29,18 +33,39 @@ ROLES = {
 FEATURES = datasets.Features(
     {
         "id": datasets.Value("string"),
+        "place": datasets.Value("string"),  # "line 3", "row 3": where the row is in its file
         "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
     }
 )
+SKIP_BAD_ROWS_HELP = "keep the sound turns of bad rows, and list what is left out, instead of stopping"
+_EARLY_ANSWER = "an assistant turn before the first user turn"
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """One fault of one row."""
+
+    place: str  # "line 3" of a JSONL file, else "row 3"
+    reason: str  # "an empty answer"
+    detail: str = ""  # "turn 4", or what is wrong with the JSON
+    kept_turns: int = 0  # 0: the row is dropped
+
+    @property
+    def outcome(self) -> str:
+        return "trimmed" if self.kept_turns else "dropped"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
 
 
 @dataclass
 class Conversations:
-    """What a source holds, and the rows that could not be used."""
+    """What was read of a source, and what is wrong with its rows."""
 
-    dataset: datasets.Dataset  # columns `id` and `messages`
-    bad_rows: list[str] = field(default_factory=list)  # "FILE, line N, row K: reason" of each
-    repeated: int = 0  # rows left out as an earlier one has the same user turns (only when answers are generated)
+    source: str
+    dataset: datasets.Dataset  # columns as in FEATURES
+    bad_rows: list[BadRow] = field(default_factory=list)  # in the order of the file
+    repeated: int = 0  # rows left out because an earlier one has the same system and user turns (`distinct`)
 
 
 def load_conversations(source: str, split: str = "train", skip_bad_rows: bool = False) -> datasets.Dataset:
@@ -48,80 +73,126 @@ def load_conversations(source: str, split: str = "train", skip_bad_rows: bool = 
     return read_conversations(source, split, skip_bad_rows).dataset
 
 
-def read_conversations(source: str, split: str = "train", skip_bad_rows: bool = False) -> Conversations:
-    """Read `source`; ConversationError at the first bad row, or every bad row listed with `skip_bad_rows`."""
-    bad_rows: list[str] = []
-    ids: list[str] = []
-    rows: list[list[dict[str, str]]] = []
-    records = read_json_rows(Path(source)) if Path(source).is_file() else hub_rows(source, split)
-    for row, (where, record) in enumerate(records):
-        try:
-            if isinstance(record, MalformedJson):
-                raise ConversationError(str(record))
-            row_id, messages = parse_record(record)
-        except ConversationError as error:
-            bad = f"{where}: {error}"
-            if not skip_bad_rows:
-                raise ConversationError(f"{bad}; repair the row or pass --skip_bad_rows to list it") from None
-            logger.warning("skipped %s", bad)
-            bad_rows.append(bad)
+def read_conversations(
+    source: str, split: str = "train", skip_bad_rows: bool = False, limit: int | None = None, distinct: bool = False
+) -> Conversations:
+    """Read `source` up to the `limit`th sound row; ConversationError at the first bad row unless `skip_bad_rows`.
+
+    distinct: leave out rows whose system and user turns are those of an earlier row, and count them
+    """
+    found = Conversations(source, datasets.Dataset.from_dict({}))
+    columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    seen: set[str] = set()
+    for place, record in read_rows(source, split):
+        row_id, messages, faults = _sound_part(place, record)
+        if faults and not skip_bad_rows:
+            raise ConversationError(
+                f"{source}, {faults[0]}; repair the row, or pass --skip_bad_rows to keep the sound turns of such rows "
+                "and list what is left out"
+            )
+        found.bad_rows += faults
+        if not messages:
             continue
-        ids.append(row_id if row_id is not None else f"row-{row}")
-        rows.append(messages)
-    if not rows:
-        found = f"all {len(bad_rows)} rows are bad, the first: {bad_rows[0]}" if bad_rows else "no rows"
-        raise ConversationError(f"{source} holds no conversation: {found}; pass a file with at least one")
-    dataset = datasets.Dataset.from_dict({"id": ids, "messages": rows}, features=FEATURES)
-    return Conversations(dataset, bad_rows)
+        if distinct:
+            asked = json.dumps([turn for turn in messages if turn["role"] != "assistant"], sort_keys=True)
+            if asked in seen:
+                found.repeated += 1
+                continue
+            seen.add(asked)
+        for name, value in (("id", row_id), ("place", place), ("messages", messages)):
+            columns[name].append(value)
+        if len(columns["id"]) == limit:
+            break
+    for line in count_by_reason(found.bad_rows):
+        logger.warning("%s: %s", source, line)
+    if not columns["id"]:
+        bad = found.bad_rows
+        reason = f"all {len(bad)} rows are bad, the first: {bad[0]}" if bad else "no rows"
+        raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")
+    found.dataset = datasets.Dataset.from_dict(columns, features=FEATURES)
+    return found
+
+
+def count_by_reason(bad_rows: Sequence[BadRow]) -> list[str]:
+    """`3 rows trimmed: an empty answer (line 4, line 9, …)` for each outcome and reason, the most frequent first."""
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for bad in bad_rows:
+        places[bad.outcome, bad.reason].append(bad.place)
+    return [
+        f"{len(rows):,} {'row' if len(rows) == 1 else 'rows'} {outcome}: {reason} ({', '.join(rows[:3])}"
+        f"{', …' if len(rows) > 3 else ''})"
+        for (outcome, reason), rows in sorted(places.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 def parse_record(record: Any) -> tuple[str | None, list[dict[str, str]]]:
     """(id or None, messages) of one ShareGPT or messages record; ConversationError with the reason if it is bad."""
+    _, messages, faults = _sound_part("row 1", record)
+    if faults:
+        raise ConversationError(str(faults[0]).removeprefix("row 1: "))
+    return (None if record.get("id") is None else str(record["id"])), messages
+
+
+def turns_of(record: Any) -> tuple[list[Any], str, str]:
+    """(turns, the key of a turn's role, the key of its text); ConversationError for a record that has no turns."""
     if not isinstance(record, dict):
         raise ConversationError(f"a row is an object, received {type(record).__name__}")
-    if "conversations" in record:
-        turns, role_key, text_key = record["conversations"], "from", "value"
-    elif "messages" in record:
-        turns, role_key, text_key = record["messages"], "role", "content"
-    else:
-        keys = ", ".join(sorted(map(str, record))) or "none"
-        raise ConversationError(f"a row has the key 'conversations' or 'messages', received the keys: {keys}")
-    if not isinstance(turns, list):
-        raise ConversationError(f"the turns are a list, received {type(turns).__name__}")
-    messages = []
-    for number, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            raise ConversationError(f"turn {number} is an object, received {type(turn).__name__}")
-        for key in (role_key, text_key):
-            if key not in turn:
-                raise ConversationError(f"turn {number} has no key {key!r}")
-        role, text = turn[role_key], turn[text_key]
-        if not isinstance(role, str) or role not in ROLES:
-            raise ConversationError(f"turn {number} has the unknown role {role!r}; known: {', '.join(ROLES)}")
-        if not isinstance(text, str):
-            raise ConversationError(f"turn {number} ({role}): text is a string, received {type(text).__name__}")
-        messages.append({"role": ROLES[role], "content": text})
-    _check_roles(messages)
+    for key, role_key, text_key in (("conversations", "from", "value"), ("messages", "role", "content")):
+        if key in record:
+            if not isinstance(record[key], list):
+                raise ConversationError(f"the turns are a list, received {type(record[key]).__name__}")
+            return record[key], role_key, text_key
+    keys = ", ".join(sorted(map(str, record))) or "none"
+    raise ConversationError(f"a row has the key 'conversations' or 'messages', received the keys {keys}")
+
+
+def _sound_part(place: str, record: Any) -> tuple[str, list[dict[str, str]], list[BadRow]]:
+    """(id, sound messages, faults) of a record; no messages: it is dropped. A sound record has no faults."""
+    messages: list[dict[str, str]] = []
+    faults: dict[str, str] = {}  # reason → detail
+    try:
+        if isinstance(record, MalformedJson):
+            raise ConversationError(str(record))
+        turns, role_key, text_key = turns_of(record)
+    except ConversationError as error:
+        reason, _, detail = str(error).partition(": ")
+        return "", [], [BadRow(place, reason, detail)]
+    for number, turn in enumerate(turns, start=1):
+        fault = _fault(turn, role_key, text_key, messages)
+        if fault is not None:
+            faults.setdefault(fault, f"turn {number}")
+            if fault != _EARLY_ANSWER:
+                break
+        else:
+            messages.append({"role": ROLES[turn[role_key]], "content": turn[text_key]})
+    if all(message["role"] != "assistant" for message in messages):
+        if not faults:
+            faults["the conversation has no assistant turn" if messages else "the conversation is empty"] = ""
+        messages = []
     row_id = record.get("id")
-    return (str(row_id) if row_id is not None else None), messages
+    name = f"row-{place.split()[1]}" if row_id is None else str(row_id)
+    return name, messages, [BadRow(place, *fault, len(messages)) for fault in faults.items()]
 
 
-def _check_roles(messages: list[dict[str, str]]) -> None:
-    """ConversationError unless the roles are [system], user, assistant, user, … with at least one assistant turn."""
-    if not messages:
-        raise ConversationError("the conversation is empty")
-    roles = [message["role"] for message in messages]
-    first = int(roles[0] == "system")
-    for number, role in enumerate(roles[first:], start=first):
-        if role == ("user", "assistant")[(number - first) % 2]:
-            continue
-        if role == "system":
-            raise ConversationError(f"turn {number} is a system turn; only the first turn may be")
-        if number == first:
-            raise ConversationError("the conversation starts with the assistant; the first turn is the user's")
-        raise ConversationError(f"turns {number - 1} and {number} are both of the {role}; roles must alternate")
-    if "assistant" not in roles:
-        raise ConversationError("the conversation has no assistant turn")
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant" and not message["content"].strip():
-            raise ConversationError(f"turn {number} (assistant) is blank")
+def _fault(turn: Any, role_key: str, text_key: str, before: list[dict[str, str]]) -> str | None:
+    """Why a turn cannot follow the sound messages `before` it; None if it can."""
+    if not isinstance(turn, dict):
+        return f"a turn is an object, received {type(turn).__name__}"
+    for key in (role_key, text_key):
+        if key not in turn:
+            return f"a turn has no key {key!r}"
+    name, text = turn[role_key], turn[text_key]
+    if not isinstance(name, str) or name not in ROLES:
+        return f"the role {name!r} is none of {', '.join(ROLES)}"
+    role, last = ROLES[name], before[-1]["role"] if before else "system"
+    if role == "assistant" and last == "system":
+        return _EARLY_ANSWER
+    if role == "system" and before:
+        return "a system turn that is not the first turn"
+    if role == last != "system":
+        return f"two {role} turns in a row"
+    if role == "assistant" and (text is None or (isinstance(text, str) and not text.strip())):
+        return "an empty answer"
+    if not isinstance(text, str):
+        return f"the text of a turn is a string, received {type(text).__name__}"
+    return None

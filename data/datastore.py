@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.conversations import load_conversations
+from draft_heads.data.conversations import read_conversations
 from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import tokenizer_hash
 
@@ -134,17 +134,14 @@ def build_datastore(
     folder: Path,
     limit: int | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, of: None,
+    skip_bad_rows: bool = False,
 ) -> dict[str, Any]:
     """Write the conversations of a file, folder or hub id as a datastore; returns its manifest.
 
     `tokenizer` has a chat template, with which conversations are rendered as the target sees them; `progress` is called
     with stage, done, of. ConversationError with file, row and reason for a bad row, ValueError for no rows.
     """
-    rows = load_conversations(dataset)
-    if limit is not None:
-        rows = rows.select(range(min(limit, len(rows))))
-    if not len(rows):
-        raise ValueError(f"--dataset {dataset} holds no conversation; pass a file with at least one")
+    rows = read_conversations(dataset, skip_bad_rows=skip_bad_rows, limit=limit).dataset
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     digest = hashlib.sha256()
     parts: list[NDArray[Any]] = []

@@ -11,9 +11,10 @@ a row of the same id with the prompt as inference has it. A conversation with th
 would get the same answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out
 and trained on.
 
-The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows,
-repeated, fingerprint, bad_rows}, end_token_ids, shards [{file, rows, first_row, source_rows, skipped, cut, …}], counts
-{rows, tokens, trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops}, complete.
+The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
+fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, shards [{file, rows, first_row,
+source_rows, skipped [{row, place, id, reason}], cut, …}], counts {rows, tokens, trained_tokens, agreeing_tokens,
+agreement, skipped, cut, unfinished, loops}, complete.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.conversations import Conversations, read_conversations
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.distiller import Answerer, Distiller, DistillProgress, without_repeats
+from draft_heads.data.distiller import Answerer, Distiller
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.options import dtype_name
+from draft_heads.data.progress import progress_bar
 from draft_heads.data.shards import ShardFolder
 
 _TRAINED = "black on green"
@@ -45,7 +47,7 @@ _TRAINED = "black on green"
 
 def distill(
     target: Labeller,
-    source: str,
+    source: str | Conversations,
     output: str,
     options: DistillOptions,
     overwrite: bool = False,
@@ -53,41 +55,51 @@ def distill(
 ) -> dict[str, Any]:
     """Label the conversations of `source` with `target` into `output`; returns the finished manifest.
 
+    source: a file, dataset folder or hub id, or what `select_conversations` read of one with these `options`.
     A run that was killed continues with the next shard when it is called again with the same arguments. ValueError for
     a finished output, or one that other arguments began, unless `overwrite`.
     """
     distiller = Distiller(target, options, server_answerer(target, options))
-    loaded = select_conversations(source, options)
-    folder = ShardFolder.open(output, _header(source, distiller, loaded), overwrite)
+    loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
+    folder = ShardFolder.open(output, _header(distiller, loaded), overwrite)
     rest = loaded.dataset.select(range(folder.next_row, len(loaded.dataset)))
     if distiller.hidden_dtype is not None:
         hidden_size = folder.manifest["target"]["fingerprint"]["hidden_size"] * (1 + len(options.target_layers))
         tokens = distiller.count_tokens(rest)
         print(check_disk(tokens, options.labels == "argmax", hidden_size, distiller.hidden_dtype, output))
     folder.begin()
-    with on_interrupt(folder.kept), DistillProgress(show_progress) as bars:
-        distiller.progress = bars
-        bars.update(bars.rows, completed=folder.next_row, total=len(loaded.dataset))
+    # what is counted: answers to generate, or conversations to label
+    sizes = [distiller.units(record) for record in loaded.dataset]
+    total, done = sum(sizes), 0
+    with on_interrupt(folder.kept), progress_bar(first="distilling", show=show_progress) as show:
+
+        def advance(units: int) -> None:
+            nonlocal done
+            done += units
+            show(distiller.counted, done, total)
+
+        distiller.advance = advance
         while folder.next_row < len(loaded.dataset):
+            done = sum(sizes[: folder.next_row])  # conversations that end early leave answers out
+            advance(0)
             _write_shard(folder, distiller, loaded.dataset)
-            counts = folder.manifest["counts"]
-            note = f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}"
-            bars.update(bars.rows, completed=folder.next_row, note=note)
+        done = total
+        advance(0)
     folder.finish()
     return folder.manifest
 
 
 def select_conversations(source: str, options: DistillOptions) -> Conversations:
-    """The conversations `options` ask for: read, shuffled, repeated questions left out (`generate`), limited."""
-    loaded = read_conversations(source, options.split, options.skip_bad_rows)
-    if options.shuffle_seed is not None:
+    """The conversations `options` ask for: repeated questions left out (`generate`), shuffled, limited.
+
+    No row after the last of --limit is read, unless rows are shuffled first.
+    """
+    shuffled, generate = options.shuffle_seed is not None, options.labels == "generate"
+    first = None if shuffled else options.limit
+    loaded = read_conversations(source, options.split, options.skip_bad_rows, first, distinct=generate)
+    if shuffled:
         loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
-    if options.labels == "generate":
-        distinct = without_repeats(loaded.dataset)
-        loaded.repeated = len(loaded.dataset) - len(distinct)
-        loaded.dataset = distinct
-    if options.limit is not None:
-        loaded.dataset = loaded.dataset.select(range(min(options.limit, len(loaded.dataset))))
+        loaded.dataset = loaded.dataset.select(range(min(options.limit or len(loaded.dataset), len(loaded.dataset))))
     return loaded
 
 
@@ -96,7 +108,6 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     last = min(first + distiller.options.shard_rows, len(conversations))
     rows = distiller.rows(conversations.select(range(first, last)), first)
     kept = [row for row in rows if row.skipped is None]
-    distiller.progress.advance(distiller.progress.rows, len(rows) - len(kept))
     counts = {
         "rows": len(kept),
         "tokens": sum(len(row.ids) for row in kept),
@@ -119,7 +130,9 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
         "first_row": first,
         "source_rows": last - first,
         "skipped": [
-            {"row": row.number, "id": row.id, "reason": row.skipped} for row in rows if row.skipped is not None
+            {"row": row.number, "place": row.place, "id": row.id, "reason": row.skipped}
+            for row in rows
+            if row.skipped is not None
         ],
         "cut": [row.id for row in kept if row.cut],
     }
@@ -127,7 +140,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     folder.write(counted(), entry, counts, STATE_COLUMNS[:states])
 
 
-def _header(source: str, distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
+def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     """The part of the manifest that must be equal for a second run to continue this one."""
     target, options = distiller.target, distiller.options
     digest = hashlib.sha256()
@@ -146,12 +159,12 @@ def _header(source: str, distiller: Distiller, loaded: Conversations) -> dict[st
         "labels": options.labels,
         "settings": settings,
         "data": {
-            "source": source,
+            "source": loaded.source,
             "split": options.split,
             "rows": len(loaded.dataset),
             "repeated": loaded.repeated,
             "fingerprint": digest.hexdigest()[:16],
-            "bad_rows": loaded.bad_rows,
+            "bad_rows": [asdict(bad) for bad in loaded.bad_rows],
         },
         "end_token_ids": list(target.end_token_ids),
     }
@@ -168,10 +181,9 @@ def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | Non
     return server.answers
 
 
-def preview(target: Labeller, source: str, count: int, options: DistillOptions) -> None:
+def preview(target: Labeller, loaded: Conversations, count: int, options: DistillOptions) -> None:
     """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
-    conversations = select_conversations(source, options).dataset
-    chosen = conversations.select(range(min(count, len(conversations))))
+    chosen = loaded.dataset.select(range(min(count, len(loaded.dataset))))
     console = Console()
     for row in Distiller(target, options, server_answerer(target, options)).rows(chosen):
         console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from draft_heads.data.conversations import SKIP_BAD_ROWS_HELP
 from draft_heads.data.options import DTYPES, check_options, option
 
 
@@ -11,21 +12,29 @@ from draft_heads.data.options import DTYPES, check_options, option
 class DistillOptions:
     """Everything but the target, the source and the output. Those below the line may change when a run is resumed."""
 
-    labels: str = option("argmax", "recorded answers, or the target's own (argmax)", choices=("argmax", "generate"))
-    split: str = option("train", "split of a hub dataset (train)")
-    limit: int | None = option(None, "only the first N conversations", least=1)
-    shuffle_seed: int | None = option(None, "shuffle the conversations before --limit")
-    max_length: int | None = option(None, "longest row in tokens (the target's positions, at most 2048)", least=1)
-    max_new_tokens: int = option(512, "longest generated answer (512)", least=1)
-    cut_loops: bool = option(False, "end a generated answer where it begins to loop")
-    hidden_states: str | None = option(
-        None, f"cache the target's hidden states: the target's own type, or one of {', '.join(DTYPES)}", const="target"
+    labels: str = option(
+        "argmax",
+        "recorded answers, or written by the target (argmax)",
+        choices=("argmax", "generate"),
     )
-    target_layers: list[int] = option([], "with --hidden_states: also cache the outputs of these layers")
+    split: str = option("train", "split of a hub dataset (train)")
+    limit: int | None = option(None, "label N conversations, and read no further than the last of them", least=1)
+    shuffle_seed: int | None = option(None, "shuffle with this seed before --limit, for which the whole file is read")
+    max_length: int | None = option(None, "cut rows after N tokens (2048, or the target's positions if fewer)", least=1)
+    max_new_tokens: int = option(512, "longest generated answer, in tokens (512)", least=1)
+    cut_loops: bool = option(False, "end a generated answer where it starts to repeat itself endlessly")
+    hidden_states: str | None = option(
+        None,
+        f"store the target's hidden states for training, in its own type or as one of {', '.join(DTYPES)}",
+        const="target",
+    )
+    target_layers: list[int] = option([], "with --hidden_states: also store the outputs of these decoder layers")
     shard_rows: int = option(1024, "conversations per shard (1024)", least=1)
-    skip_bad_rows: bool = option(False, "list unusable rows instead of stopping")
+    skip_bad_rows: bool = option(False, SKIP_BAD_ROWS_HELP)
     engine: str = option(
-        "local", "what generates: local, or a server that returns token ids (local)", choices=("local", "openai")
+        "local",
+        "what writes the answers: the target loaded here, or the server at --base_url (local)",
+        choices=("local", "openai"),
     )
     # --- free on resume ---------------------------------------------------------------------------------------------
     batch_size: int = option(32, "rows generated and labelled together (32)", least=1)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.distill_options import DistillOptions
@@ -28,6 +25,7 @@ class Row:
     """A conversation in progress; `pending` are the user turns that are still to be answered."""
 
     number: int
+    place: str
     id: str
     messages: list[dict[str, str]]
     ids: list[int]
@@ -38,22 +36,6 @@ class Row:
     skipped: str | None = None
     cut: bool = False
     finish: str = "end"
-
-
-class DistillProgress(Progress):
-    """Two bars: conversations labelled or skipped, and answers written in the current turn of a shard."""
-
-    def __init__(self, show: bool) -> None:
-        columns = (
-            TextColumn("{task.description:<14}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[note]}"),
-        )
-        super().__init__(*columns, console=Console(stderr=True), disable=not show)
-        self.rows = self.add_task("conversations", total=None, note="")
-        self.answers = self.add_task("answers", total=None, visible=False, note="")
 
 
 class Distiller:
@@ -82,7 +64,12 @@ class Distiller:
                 target, prompts, limits, options.batch_size, options.cut_loops, progress
             )
         )
-        self.progress = DistillProgress(show=False)
+        self.counted = "answers" if options.labels == "generate" else "conversations"
+        self.advance: Callable[[int], None] = lambda units: None  # called with the number of new units of `counted`
+
+    def units(self, record: dict[str, Any]) -> int:
+        """How many units a conversation has that is answered to its end."""
+        return sum(turn["role"] == "user" for turn in record["messages"]) if self.counted == "answers" else 1
 
     def rows(self, conversations: datasets.Dataset, first: int = 0) -> list[Row]:
         """Rendered or generated rows, skipped ones included, not yet labelled; numbered from `first`.
@@ -119,7 +106,7 @@ class Distiller:
                     yield record | {name: hidden_bytes(x.to(self.hidden_dtype)) for name, x in columns if x is not None}
                 else:
                     labelled[i] = record
-            self.progress.advance(self.progress.rows, len(batch))
+            self.advance(len(batch) if self.counted == "conversations" else 0)
         for i in sorted(labelled):
             yield labelled[i]
 
@@ -132,7 +119,7 @@ class Distiller:
             try:
                 ids, mask = self.renderer.conversation(record["messages"])
             except ConversationError as error:
-                self._reject(Row(i, record["id"], [], [], [], []), error)
+                self._reject(Row(i, record["place"], record["id"], [], [], [], []), error)
                 continue
             user_turns = sum(turn["role"] == "user" for turn in record["messages"])
             total += min(self.max_length, len(ids) - sum(mask) + user_turns * self.options.max_new_tokens)
@@ -142,7 +129,7 @@ class Distiller:
 
     def _new_row(self, number: int, record: dict[str, Any]) -> Row:
         messages = record["messages"]
-        row = Row(number, record["id"], messages, [], [], [])
+        row = Row(number, record["place"], record["id"], messages, [], [], [])
         try:
             if self.options.labels == "argmax":
                 row.ids, row.mask = self.renderer.conversation(messages)
@@ -157,7 +144,7 @@ class Distiller:
     def _reject(self, row: Row, error: ConversationError) -> None:
         if not self.options.skip_bad_rows:
             raise ConversationError(
-                f"row {row.number} (id {row.id}): {error}; or pass --skip_bad_rows to list it"
+                f"{row.place} (id {row.id}): {error}; or pass --skip_bad_rows to leave such rows out and list them"
             ) from None
         row.pending, row.mask, row.skipped = [], [], str(error)
 
@@ -189,9 +176,7 @@ class Distiller:
             answering.append(row)
             prompts.append(prompt)
         limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
-        bars = self.progress
-        bars.reset(bars.answers, total=len(prompts), visible=True)
-        answers = self._answerer(prompts, limits, lambda count: bars.advance(bars.answers, count))
+        answers = self._answerer(prompts, limits, self.advance)
         for row, prompt, answer in zip(answering, prompts, answers):
             row.mask += [False] * (len(prompt) - len(row.ids)) + [True] * len(answer.tokens)
             row.ids = prompt + answer.tokens
@@ -210,16 +195,3 @@ class Distiller:
             return None
         more = self.renderer.next_turn(messages)
         return row.ids + (more[1:] if more[:1] == row.ids[-1:] else more)  # one token ends a turn and begins the next
-
-
-def without_repeats(conversations: datasets.Dataset) -> datasets.Dataset:
-    """Leave out conversations whose user and system turns are those of an earlier one: they get the same answers."""
-    seen: set[str] = set()
-    keep = []
-    for number, record in enumerate(conversations):
-        read = [turn for turn in record["messages"] if turn["role"] != "assistant"]
-        key = json.dumps(read, ensure_ascii=True, sort_keys=True)
-        if key not in seen:
-            seen.add(key)
-            keep.append(number)
-    return conversations.select(keep)

@@ -1,36 +1,123 @@
-"""Rows of JSON arrays, JSONL files and hub datasets, each with its location for error messages."""
+"""Rows of JSON arrays, JSONL files (both also as .gz) and datasets, each with its place for error messages.
+
+Rows count from 1. A row's place is `line 3` in a JSONL file, `row 3` in an array and `row 3 of split train` in a
+dataset.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+READ = "JSON arrays and JSONL are read: .json, .jsonl, .json.gz, .jsonl.gz"
+_OTHER_FORMATS = {
+    *(".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xml", ".yaml", ".yml", ".pkl", ".npy", ".xls", ".xlsx"),
+    *(".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".gz", ".bz2", ".xz", ".zst", ".safetensors"),
+}
 
 
 class MalformedJson(ValueError):
     """A file or a line that is not JSON."""
 
 
-def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """("FILE, line N, row K", record) of a JSON array or a JSONL file; rows count from 0, lines from 1.
+def check_source(source: str) -> None:
+    """FileNotFoundError or ValueError for a path whose name says that `read_rows` cannot read it; hub ids pass."""
+    path = Path(source)
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    suffix = (suffix or path.suffix).lower()
+    if suffix in _OTHER_FORMATS and not path.is_dir():
+        raise ValueError(f"{READ}; received the {suffix} file {source}; write its rows as JSONL")
+    looks_like_path = suffix in {".json", ".jsonl"} or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)
+    if not path.exists() and (looks_like_path or source.startswith(("./", "../"))):
+        raise FileNotFoundError(f"{source} does not exist; pass an existing JSON or JSONL file, or a hub id")
+
+
+def read_rows(source: str, split: str | None = None, config: str | None = None) -> Iterator[tuple[str, Any]]:
+    """(place, record) of every row of a file, dataset folder or hub id, read only as far as the caller iterates.
 
     For a malformed JSONL line the record is a MalformedJson. Nothing after a malformed row of an array can be read, so
-    there MalformedJson is raised, as it is for an empty file.
+    there MalformedJson is raised, as it is for an empty file. `split` None takes `test`, else the first.
     """
+    check_source(source)
+    if not Path(source).is_file():
+        yield from _dataset_rows(source, split, config)
+        return
+    path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield from _file_rows(path, file)  # type: ignore[arg-type]
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise MalformedJson(f"{path} is damaged or cut short ({error}); copy it again") from None
+
+
+def _file_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    first, number = b"", 0
+    while not first:
+        line, number = file.readline(), number + 1
+        if not line:
+            raise MalformedJson(f"{path} is empty; pass a file with at least one row")
+        first = line.removeprefix(b"\xef\xbb\xbf").strip()
+    if first.startswith(b"["):
+        try:
+            yield from _array_rows(path, (line + file.read()).decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise MalformedJson(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
+        return
+    while line:
+        if line.strip():
+            yield f"line {number}", _parsed_line(line)
+        line, number = file.readline(), number + 1
+
+
+def _parsed_line(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise MalformedJson(f"{path} is not UTF-8 text ({error}); pass JSON or JSONL") from None
-    if not text.strip():
-        raise MalformedJson(f"{path} is empty; pass a file with at least one row")
-    yield from _array_rows(path, text) if text.lstrip()[0] == "[" else _line_rows(path, text)
+        return MalformedJson(f"not UTF-8 text: {error.reason} at byte {error.start + 1}")
+    except json.JSONDecodeError as error:
+        indented = "; a file is a JSON array, or JSONL with a row on each line" if line.strip() == b"{" else ""
+        return MalformedJson(f"malformed JSON: {error.msg} at column {error.colno}{indented}")
 
 
-def hub_rows(source: str, split: str | None, config: str | None = None) -> Iterator[tuple[str, Any]]:
-    """("SOURCE, split S, row K", record) of a dataset folder or hub id; split None takes `test`, else the first."""
-    if Path(source).suffix in {".json", ".jsonl"}:
-        raise FileNotFoundError(f"{source} does not exist; pass a JSON or JSONL file or a hub id")
+def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    decoder = json.JSONDecoder()
+    position = _skip_space(text, text.index("[") + 1)
+    row = 0
+    while position < len(text) and text[position] != "]":
+        row += 1
+        try:
+            record, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            raise MalformedJson(
+                f"{path}, row {row}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON "
+                "array cannot be read past this point: repair it, or write one row a line (JSONL)"
+            ) from None
+        yield f"row {row}", record
+        position = _skip_space(text, position)
+        if position < len(text) and text[position] == ",":
+            position = _skip_space(text, position + 1)
+        elif position < len(text) and text[position] != "]":
+            raise MalformedJson(f"{path}, row {row}: malformed JSON: no ',' or ']' after the row; repair the file")
+    if position >= len(text):
+        raise MalformedJson(
+            f"{path}: malformed JSON: the array is cut short after {row} rows, it has no ']'; repair the file"
+        )
+    if text[position + 1 :].strip():
+        raise MalformedJson(f"{path}: malformed JSON: text after the end of the array; repair the file")
+
+
+def _skip_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterator[tuple[str, Any]]:
     import datasets  # takes a second
 
     if (Path(source) / "dataset_info.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
@@ -42,52 +129,5 @@ def hub_rows(source: str, split: str | None, config: str | None = None) -> Itera
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(loaded)}")
         loaded = loaded[split]
-    for row, record in enumerate(loaded):
-        yield f"{source}, split {split}, row {row}", record
-
-
-def _line_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    row = 0
-    for line_number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            record = MalformedJson(f"malformed JSON: {error.msg} at column {error.colno}")
-        yield f"{path}, line {line_number}, row {row}", record
-        row += 1
-
-
-def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    decoder = json.JSONDecoder()
-    position = _skip_space(text, text.index("[") + 1)
-    line, counted, row = 1, 0, 0
-    while position < len(text) and text[position] != "]":
-        line += text.count("\n", counted, position)
-        counted = position
-        where = f"{path}, line {line}, row {row}"
-        try:
-            record, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise MalformedJson(
-                f"{where}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON array "
-                "cannot be read past this point: repair it, or write one row a line (JSONL)"
-            ) from None
-        yield where, record
-        row += 1
-        position = _skip_space(text, position)
-        if position < len(text) and text[position] == ",":
-            position = _skip_space(text, position + 1)
-        elif position < len(text) and text[position] != "]":
-            raise MalformedJson(f"{where}: malformed JSON: no ',' or ']' after the row")
-    if position >= len(text):
-        raise MalformedJson(f"{path}: malformed JSON: the array is cut short after {row} rows, it has no ']'")
-    if text[position + 1 :].strip():
-        raise MalformedJson(f"{path}: malformed JSON: text after the end of the array")
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+    for row, record in enumerate(loaded, start=1):
+        yield f"row {row}" + (f" of split {split}" if split else ""), record

@@ -3,10 +3,9 @@
     python scripts/accuracy.py --target TARGET --heads ctc=runs/ctc/head medusa=runs/medusa/head \\
         --dataset runs/distilled --output runs/accuracy
 
-Offset 0 is the token after the base token. The true tokens before an offset are given: Chimera and Hydra read them, a
-CTC head is asked for the best children of the true prefix under its prefix scores, Medusa needs none. Rows are chosen
-as training chooses its held-out rows: with `--rows` up to its `--held_out`, a head trained on this dataset has seen
-none of them. Writes accuracy.json and accuracy.md.
+Offset 0 is the token after the base token. At each offset the true tokens before it are known: Chimera and Hydra read
+them, CTC ranks the tokens that continue them by its prefix scores, Medusa ignores them. Use --rows no larger than the
+--held_out of training (64 unless it was set): then no row was trained on. Writes accuracy.json and accuracy.md.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
+from draft_heads.data.progress import track
+from draft_heads.data.shards import load_distilled
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser
@@ -39,7 +40,8 @@ def accuracies(head: DraftHead, target: Target, rows: Any, collator: DraftCollat
     hits = torch.zeros(head.config.offsets, TOP)
     counted = torch.zeros(head.config.offsets)
     view = target.view()
-    for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collator):
+    batches: Any = DataLoader(rows, batch_size=batch_size, collate_fn=collator)
+    for batch in track(batches, f"batches of rows for {head.config.kind}"):
         batch = {name: value.to(target.device) for name, value in batch.items()}
         loss = head(**{**batch, **target.states_of(batch, head.config.target_layers)}, target=view)
         if loss.correct is not None and loss.counted is not None:
@@ -62,9 +64,11 @@ def table(results: dict[str, list[Any]]) -> str:
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = target_parser(__doc__)
-    made.add_argument("--heads", nargs="+", metavar="NAME=RUN/head", help="the heads, by the names the table uses")
-    made.add_argument("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
-    made.add_argument("--rows", type=int, default=64, help="held-out rows to count on (default 64)")
+    made.add_argument(
+        "--heads", nargs="+", metavar="NAME=RUN/head", help="heads to compare, and their names in the table"
+    )
+    made.add_argument("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
+    made.add_argument("--rows", type=int, default=64, help="held-out rows to measure on (default 64)")
     made.add_argument("--output", type=Path, help="folder for accuracy.json and accuracy.md")
     return made
 
@@ -74,6 +78,10 @@ def run(args: argparse.Namespace) -> None:
     if len(named) != len(args.heads):
         raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
     check_positive(args, "rows")
+    for path in named.values():  # what cannot be read is told before the target is loaded
+        read_config(path)
+    for folder in args.dataset:
+        load_distilled(folder)
     target = load_target(args)
     heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
     rows = RunOptions(args.target, args.dataset, held_out=args.rows)

@@ -18,19 +18,22 @@ from draft_heads.data.config_file import exit_status, parse_with_config
 from rich.console import Console
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.conversations import SKIP_BAD_ROWS_HELP
 from draft_heads.data.datastore import MANIFEST, build_datastore
+from draft_heads.data.json_rows import check_source
+from draft_heads.data.progress import progress_bar
 from draft_heads.inference.evaluation.report import check_output
 from draft_heads.scripts.decoding_options import check_positive, script_parser
-from draft_heads.scripts.terminal import progress_bar
 
 
 def parser() -> argparse.ArgumentParser:
     p = script_parser(__doc__)
-    p.add_argument("--dataset", help="ShareGPT or messages JSON/JSONL file, dataset folder or hub id")
+    p.add_argument("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz, dataset folder or hub id")
     p.add_argument("--tokenizer", metavar="DIR|ID", help="the target's tokenizer")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--output", type=Path, help="folder to write")
     p.add_argument("--limit", type=int, help="only the first N conversations")
+    p.add_argument("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
     p.add_argument("--overwrite", action="store_true", help="replace a datastore in --output")
     return p
 
@@ -38,10 +41,13 @@ def parser() -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> None:
     check_positive(options, "limit")
     check_output(options.output, options.overwrite, MANIFEST)
+    check_source(options.dataset)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     console = Console()
     with progress_bar(console, "reading") as progress:
-        manifest = build_datastore(options.dataset, tokenizer, options.output, options.limit, progress)
+        manifest = build_datastore(
+            options.dataset, tokenizer, options.output, options.limit, progress, options.skip_bad_rows
+        )
     what = f"{options.output}: {manifest['tokens']:,} tokens of {manifest['conversations']:,} conversations"
     console.print(what, highlight=False, soft_wrap=True)
 

@@ -37,7 +37,7 @@ def script_parser(description: str | None, config: bool = True) -> argparse.Argu
     """A parser whose help shows the script's docstring as written; with --config, which `parse_with_config` reads."""
     parser = OptionParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if config:
-        parser.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, no dashes")
+        parser.add_argument("--config", type=Path, help="YAML file with values for these flags, without dashes")
     return parser
 
 
@@ -57,9 +57,9 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, the checkpoint's own on GPU")
-    add("--device", help="default: cuda if there is one, else cpu; auto spreads layers")
+    add("--device", help="cpu, cuda, …, or auto: layers on all GPUs (default cuda if present)")
     add("--compile", action="store_true", help="compile the target; the first answers take longer")
-    add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="over tree nodes (default masked)")
+    add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="of tree nodes (default masked)")
     add_threads(parser)
     return parser
 
@@ -71,18 +71,23 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     """
     parser = target_parser(description)
     add = parser.add_argument
-    add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="vanilla always runs")
-    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files: mt_bench=FILE gsm8k=FILE …")
+    add(
+        "--drafters",
+        nargs="+",
+        metavar="NAME[=[KIND:]PATH[,key=value…]]",
+        help="docs/decoding.md lists them; vanilla always runs",
+    )
+    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files, named as you like (docs/decoding.md)")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
     add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")
     add("--limit", type=int, help="only the first N questions of each benchmark")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
-    add("--batch_size", type=int, default=1, help="sequences decoded at once, vanilla's too (default 1)")
+    add("--batch_size", type=int, default=1, help="sequences decoded together, for every drafter (default 1)")
     add("--stop_at_loops", action="store_true", help="end an answer where it begins to repeat itself endlessly")
     add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")
     add("--top_k", type=int, default=0, help="sample from the k most probable tokens only; 0: all")
-    add("--top_p", type=float, default=1.0, help="sample from the most probable tokens of this total only; 1: all")
+    add("--top_p", type=float, default=1.0, help="sample from the top tokens that make up this share; 1: all")
     add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
     options = parse_with_config(parser, arguments, ("target", "drafters", "benchmarks", "output"))

@@ -20,6 +20,7 @@ from draft_heads.data.config_file import exit_status, on_interrupt
 from rich.console import Console
 
 from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
+from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.evaluation.answers import AnswerFiles
 from draft_heads.inference.evaluation.evaluate import (
@@ -44,15 +45,16 @@ from draft_heads.scripts.decoding_options import (
     parse_benchmarks,
     parse_options,
 )
-from draft_heads.scripts.terminal import progress_bar, show_report
+from draft_heads.scripts.terminal import show_report
 
 
 def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
-    """The first --limit questions of every file; GSM8K answers are scored by their number."""
-    return [
-        Benchmark(name, load_benchmark(name, path)[: options.limit], same_number if name == "gsm8k" else None)
-        for name, path in parse_benchmarks(options.benchmarks).items()
-    ]
+    """The first --limit questions of every file; answers to GSM8K problems are scored by their number."""
+    found = []
+    for name, path in parse_benchmarks(options.benchmarks).items():
+        questions = load_benchmark(name, path, options.limit)
+        found.append(Benchmark(name, questions, same_number if questions[0].numeric else None))
+    return found
 
 
 def same_number(answer: str, reference: str) -> bool:

@@ -1,4 +1,4 @@
-"""Train a small target from scratch: tokenizer, chat template, language model, and what it can do, measured.
+"""Train a small target from scratch: tokenizer, chat template and language model; then measure what it can do.
 
     python scripts/make_tiny_target.py --output runs/tiny_target
     python scripts/make_tiny_target.py --dataset chats.json --hidden 256 --output runs/small
@@ -26,17 +26,17 @@ import tokenizers
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.benchmarks import gsm8k_answer
 from draft_heads.data.bpe import train_tokenizer
-from draft_heads.data.conversations import load_conversations, parse_record
+from draft_heads.data.conversations import SKIP_BAD_ROWS_HELP, load_conversations, parse_record
 from draft_heads.data.loops import loop_start
 from draft_heads.data.options import add_threads, use_threads
 from draft_heads.data.pretrained import check_folder_or_hub_id
+from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import ChatRenderer, ConversationError, end_token_ids
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.inference.evaluation.report import markdown_table
@@ -47,14 +47,14 @@ PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt 
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
 
 INTEGERS = {
-    "vocab_size": (1024, "size of a trained tokenizer"),
+    "vocab_size": (1024, "tokens of the tokenizer, where one is trained"),
     "hidden": (128, "hidden size, a multiple of 32"),
     "layers": (4, "decoder blocks"),
-    "max_length": (512, "longer conversations are cut, in tokens"),
+    "max_length": (512, "conversations are cut after so many tokens"),
     "batch_tokens": (1024, "tokens per optimizer step"),
-    "conversations": (30000, "size of the synthetic corpus"),
-    "questions": (250, "unseen prompts to measure on, each kind"),
-    "seed": (0, "of weights and corpus"),
+    "conversations": (30000, "conversations in the synthetic corpus"),
+    "questions": (250, "unseen prompts of each kind to measure on"),
+    "seed": (0, "seed of the weights and the corpus"),
 }
 """Flag → default, help."""
 
@@ -62,11 +62,17 @@ INTEGERS = {
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--output", required=True, help="folder to write; must be empty or absent")
-    parser.add_argument("--dataset", help="ShareGPT or messages JSON(L), or a hub id; default: the synthetic corpus")
+    parser.add_argument(
+        "--dataset",
+        help="ShareGPT or messages: JSON(L) file, also .gz or hub id; default: the synthetic corpus",
+    )
+    parser.add_argument("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
     parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
-    parser.add_argument("--max_minutes", type=float, default=12, help="training time, the schedule's length (12)")
-    parser.add_argument("--store", choices=["float32", "bfloat16"], default="float32", help="dtype of the saved weights")
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate (0.003)")
+    parser.add_argument("--max_minutes", type=float, default=12, help="minutes of training (12)")
+    parser.add_argument(
+        "--store", choices=["float32", "bfloat16"], default="float32", help="dtype of the saved weights"
+    )
+    parser.add_argument("--learning_rate", type=float, default=3e-3, help="highest learning rate (0.003)")
     for name, (default, text) in INTEGERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     add_threads(parser)
@@ -89,7 +95,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 def load_messages(options: argparse.Namespace) -> tuple[list[list[dict]], list[list[dict]]]:
     """(training, unseen) conversations as messages; of a user's dataset every 50th row is kept unseen."""
     if options.dataset:
-        rows = list(load_conversations(options.dataset)["messages"])
+        rows = list(load_conversations(options.dataset, skip_bad_rows=options.skip_bad_rows)["messages"])
         if len(rows) < 2:
             raise SystemExit(f"--dataset needs at least 2 conversations; {options.dataset} has {len(rows)}")
         every = min(50, len(rows))
@@ -174,11 +180,9 @@ def train(
     others = [p for p in model.parameters() if id(p) not in blocks]
     muon = torch.optim.Muon([{"params": list(blocks.values()), "peak_lr": 5 * peak}], weight_decay=0.01)
     adam = torch.optim.AdamW([{"params": others, "peak_lr": peak}], betas=(0.9, 0.97), weight_decay=0.0)
-    columns = (TextColumn("training"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
     start, steps, tokens, average = time.monotonic(), 0, 0, math.nan
     model.train()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=1.0, note="")
+    with progress_bar(console, "training") as show:
         stream = batches(rows, options.batch_tokens, options.seed)
         practising = batches(practice, options.batch_tokens, options.seed) if practice else stream
         while (done := (time.monotonic() - start) / (60 * options.max_minutes)) < 1:
@@ -196,8 +200,8 @@ def train(
                 value = loss.item()
                 average = value if math.isnan(average) else 0.8 * average + 0.2 * value
                 rate = tokens / (time.monotonic() - start)
-                progress.update(task, completed=done, note=f"loss {average:.3f}  {steps} steps  {rate:,.0f} tokens/s")
-        progress.update(task, completed=1.0)
+                figures = f"loss {average:.3f}, {steps} steps, {rate:,.0f} tokens/s"
+                show("minutes of training", done * options.max_minutes, options.max_minutes, figures)
     model.eval()
     return {"steps": steps, "training_tokens": tokens, "training_loss": round(average, 4)}
 

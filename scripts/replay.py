@@ -1,11 +1,13 @@
-"""Measure text-only drafters on recorded answers: the β that greedy decoding would have reached, without a target.
+"""Measure the β of drafters that read only text (ngram, prompt_lookup, rest, …) on recorded answers; no target runs.
+
+The β is that of greedy decoding of the same answers.
 
     python scripts/replay.py --answers mt_bench_answers.jsonl --tokenizer TOKENIZER --questions mt_bench.jsonl \\
         --drafters ngram tree=ngram,branches=2 kept=ngram,keep=1 prompt_lookup rest=DATASTORE --output runs/replay
 
-Prompts are the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
---questions a prompt is what was answered before in the same conversation. Each drafter replays the answers in order, so
-that earlier texts count where it keeps them (keep=1). Writes report.json, report.md and
+A prompt is the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
+--questions the prompt is only the earlier answers of the conversation. The answers are replayed in the order of the
+file, so a drafter that keeps earlier texts (keep=1) profits from them. Writes report.json, report.md and
 accepted_length.png to --output.
 """
 
@@ -21,16 +23,16 @@ from draft_heads.data.config_file import exit_status, parse_with_config
 
 from rich.console import Console
 
-from draft_heads.data.benchmarks import Question, load_benchmark
+from draft_heads.data.benchmarks import load_benchmark
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
-from draft_heads.data.json_rows import read_json_rows
 from draft_heads.data.options import add_threads, use_threads
+from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.evaluation.answers import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.scripts.decoding_options import check_positive, distinct_specs, script_parser
-from draft_heads.scripts.terminal import progress_bar, show_report
+from draft_heads.scripts.terminal import show_report
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
     p.add_argument("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
-    p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="the questions: FastChat or GSM8K rows")
+    p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="the questions that were answered")
     p.add_argument("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
     p.add_argument("--output", type=Path, help="folder for the results")
     p.add_argument("--overwrite", action="store_true", help="replace a finished run in --output")
@@ -48,13 +50,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def read_questions(path: Path) -> list[Question]:
-    """FastChat questions, or GSM8K problems, whose ids count from 0 as in recorded files."""
-    first = next((record for _, record in read_json_rows(path)), None)
-    fastchat = isinstance(first, dict) and "turns" in first
-    return load_benchmark("mt_bench" if fastchat else "gsm8k", str(path))
-
-
 def run(options: argparse.Namespace) -> None:
     console = Console()
     check_positive(options, "limit", "max_nodes")
@@ -62,7 +57,8 @@ def run(options: argparse.Namespace) -> None:
     specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
-    questions = match_questions(answers, read_questions(options.questions) if options.questions else None)
+    asked = load_benchmark("questions", str(options.questions)) if options.questions else None
+    questions = match_questions(answers, asked)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     drafters = text_drafters(specs, tokenizer, options.max_nodes)
     render = partial(render_prompt, tokenizer) if options.questions else None

@@ -105,7 +105,7 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
 def run(arguments: list[str] | None) -> None:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--answers", type=Path, required=True, help="the drafter's answers, FastChat JSONL")
-    parser.add_argument("--baseline", type=Path, required=True, help="the target's own answers to them")
+    parser.add_argument("--baseline", type=Path, required=True, help="the target's own answers to the same questions")
     parser.add_argument("--questions", type=Path, help="questions with categories, for one row per category")
     options = parser.parse_args(arguments)
     categories = read_categories(options.questions) if options.questions else None

@@ -1,40 +1,23 @@
-"""The progress bar of an evaluation, and the table it ends with."""
+"""The table that an evaluation ends with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from draft_heads.inference.evaluation.report import cells, columns_of, overall, write_report
-
-
-@contextmanager
-def progress_bar(console: Console, first: str = "warming up") -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar as a function of (stage, done, total); `first` is the stage shown before the first call."""
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times
-    with Progress(*columns, console=console) as bars:
-        task = bars.add_task(first, total=None)
-
-        def update(stage: str, done: int, of: int) -> None:
-            if done == 0:
-                bars.reset(task)
-            bars.update(task, description=stage, completed=done, total=of)
-
-        yield update
+from draft_heads.inference.evaluation.report import cells, columns_of, few_turns_note, overall, write_report
 
 
 def show_report(console: Console, folder: Path, report: dict[str, Any]) -> None:
     """Write the report to `folder`, print its table and the files' paths."""
     pictures = write_report(folder, report)
     console.print(summary_table(report))
+    for note in few_turns_note(report):
+        console.print(note, highlight=False)
     for path in [*pictures, folder / "report.md", folder / "report.json"]:
         console.print(f"  {path}", highlight=False, soft_wrap=True)
 

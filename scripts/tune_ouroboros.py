@@ -19,9 +19,8 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status, parse_with_config
 
-from rich.progress import track
-
 from draft_heads.data.benchmarks import load_benchmark
+from draft_heads.data.progress import track
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
@@ -85,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     made = target_parser(__doc__)
     add = made.add_argument
     add("--draft_model", help="folder or hub id of the draft model")
-    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files, of which first turns are decoded")
+    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="files of questions; each question's first turn is asked")
     add("--output", type=Path, help="the JSON to write, for the drafter's option tuned=FILE")
     add("--prompts", type=int, default=16, help="questions of each file, from its end (default 16)")
     add("--new_tokens", type=int, default=64, help="longest answer (default 64)")

@@ -3,10 +3,10 @@
     python scripts/tune_tree.py --target TARGET --head runs/ctc/head --dataset runs/distilled --output tree.json
     python scripts/evaluate.py … --drafters ctc=runs/ctc/head,tuned=tree.json
 
-A tree is as good as the probabilities it is built from: every temperature of the grid builds the trees along the same
-rows, and the one of the highest simulated β is kept. Then the prompts of those rows are decoded with every number of
-nodes, in turn, and the one that gives the most tokens per second here is kept. What is decoded does not change. Rows
-are chosen as training chooses its held-out rows: keep `--rows` up to its `--held_out`.
+First, trees are built along held-out rows with the head's probabilities at every temperature of the grid, and the
+temperature with the highest simulated β is kept. Then the prompts of those rows are decoded with every number of nodes
+in turn, and the number that gives the most tokens per second on this machine is kept. The decoded text does not change.
+Use --rows no larger than the --held_out of training (64 unless it was set): then no row was trained on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any
 from draft_heads.data.config_file import exit_status, parse_with_config
 
 import torch
-from rich.progress import track
 
 from draft_heads.data.collate import DraftCollator
+from draft_heads.data.progress import track
+from draft_heads.data.shards import load_distilled
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
@@ -38,10 +39,10 @@ from draft_heads.train.training_data import load_data
 
 NODES = (2, 4, 8, 16, 32, 64)
 COUNTS = {
-    "rows": (64, "held-out rows to walk along"),
-    "prompts": (16, "of these rows, how many are decoded for the speed"),
-    "new_tokens": (64, "longest answer when decoding"),
-    "max_nodes": (32, "nodes of the trees that the temperature is chosen for"),
+    "rows": (64, "held-out rows on which temperatures are compared"),
+    "prompts": (16, "how many of these rows' prompts are decoded to compare numbers of nodes"),
+    "new_tokens": (64, "longest answer to such a prompt, in tokens"),
+    "max_nodes": (32, "nodes of the trees with which temperatures are compared"),
 }
 """Flag → default, help."""
 GRID = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
@@ -84,12 +85,12 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = target_parser(__doc__)
     add = made.add_argument
-    add("--head", help="RUN/head")
-    add("--dataset", nargs="+", help="what scripts/distill.py wrote with this target; as in training")
+    add("--head", metavar="RUN/head", help="folder or hub id of the trained head")
+    add("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
     add("--output", type=Path, help="the JSON to write, for a drafter's option tuned=FILE")
     for name, (default, text) in COUNTS.items():
         add(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
-    add("--temperatures", type=float, nargs="+", default=list(GRID), help="the grid")
+    add("--temperatures", type=float, nargs="+", default=list(GRID), help="temperatures to try")
     add("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes to try")
     return made
 
@@ -98,6 +99,9 @@ def run(args: argparse.Namespace) -> None:
     if min(args.temperatures) <= 0:
         raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
     check_positive(args, "rows", "max_nodes", "prompts", "new_tokens", "nodes")
+    read_config(args.head)  # what cannot be read is told before the target is loaded
+    for folder in args.dataset:
+        load_distilled(folder)
     target = load_target(args)
     head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
     rows = RunOptions(args.target, args.dataset, held_out=args.rows)
@@ -119,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
         figures = f"β {speed['beta']:.2f}  γ {speed['gamma']:.2f}  {speed['milliseconds_a_step']:.2f} ms a step"
         print(f"{count:>3} nodes  {figures}{'  <' if count == fastest else ''}")
     if speeds[fastest]["gamma"] < 1:
-        print("no number of nodes is faster than decoding without drafts on this machine")
+        print("on this machine no number of nodes is faster than decoding without drafts")
     tuned = {"tree_temperature": best, "max_nodes": fastest, "simulated_beta": betas, "speed": speeds}
     write_tuned(args.output, tuned, target)
     print(f"written: temperature {best:g} and {fastest} nodes in {args.output}")

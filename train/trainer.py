@@ -8,7 +8,9 @@ accumulation, the loss is the same.
 from __future__ import annotations
 
 import math
+import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import ProgressCallback, Trainer
 
 from draft_heads.data.collate import DraftCollator, row_lengths
+from draft_heads.data.progress import ProgressLines
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target.target import Target
@@ -24,7 +27,7 @@ from draft_heads.train.batches import EpochSampler, TokenBatches
 from draft_heads.train.optimizer import MuonWithAdamW
 from draft_heads.train.simulate import simulate_row
 from draft_heads.train.training_arguments import HeadTrainingArguments
-from draft_heads.train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
+from draft_heads.train.wall_clock import MinutesBar, TrainingLines, WallClock, wall_time_scheduler
 
 
 class DraftHeadTrainer(Trainer):
@@ -63,7 +66,11 @@ class DraftHeadTrainer(Trainer):
             eval_dataset=eval_dataset,
             callbacks=[self.clock],
         )
-        if args.max_minutes and not args.disable_tqdm:
+        if not args.disable_tqdm and not sys.stderr.isatty():
+            self.remove_callback(ProgressCallback)
+            lines = ProgressLines(partial(print, file=sys.stderr, flush=True))
+            self.add_callback(TrainingLines(self.clock, lines))
+        elif args.max_minutes and not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(MinutesBar(self.clock))
         self.loss_is_scaled_for_ga = True  # divided by the windows of the whole accumulated batch

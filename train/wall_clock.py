@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
-from transformers import ProgressCallback, TrainerCallback, get_scheduler
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
 
 from draft_heads.data.files import write_text
+from draft_heads.data.progress import Update
 
 MARKER = "complete.json"
 _RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
@@ -72,15 +72,35 @@ class MinutesBar(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             shape = "training {percentage:3.0f}% |{bar}| {n:.1f} of {total:g} minutes{postfix}"
-            pause = 0.1 if sys.stderr.isatty() else 15.0  # a log file need not have every step
-            self.training_bar = tqdm(
-                total=self.clock.max_minutes, bar_format=shape, dynamic_ncols=True, mininterval=pause
-            )
+            self.training_bar = tqdm(total=self.clock.max_minutes, bar_format=shape, dynamic_ncols=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training_bar is not None:
             self.training_bar.set_postfix(steps=state.global_step, refresh=False)
             self.training_bar.update(min(self.clock.elapsed, self.clock.max_minutes) - self.training_bar.n)
+
+
+class TrainingLines(PrinterCallback):
+    """Progress in a log file: lines with steps or minutes, and the metrics as transformers prints them."""
+
+    def __init__(self, clock: WallClock, show: Update) -> None:
+        super().__init__()
+        self.clock, self.show = clock, show
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.monotonic(), state.global_step
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if not self.clock.max_minutes:
+            self.show("steps of training", state.global_step, state.max_steps)
+            return
+        seconds, steps = time.monotonic() - self._began[0], state.global_step - self._began[1]
+        minutes = min(self.clock.elapsed, self.clock.max_minutes)
+        rate = f"{steps / max(seconds, 1e-9):,.1f} steps a second"
+        self.show("minutes of training", minutes, self.clock.max_minutes, rate)
 
 
 def incomplete_checkpoints(run: Path) -> list[Path]:

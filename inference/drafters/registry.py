@@ -49,6 +49,7 @@ HEAD_DRAFTERS: dict[str, type[Any]] = {
     kind: drafter for kind, drafter in DRAFTERS.items() if issubclass(drafter, HeadDrafter)
 }
 """Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
+_TUNED_REMEDY = "write it behind a head or Ouroboros, as in ctc=RUN/head,tuned=FILE"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -81,7 +82,13 @@ class DrafterSpec:
             raise ValueError(
                 f"a drafter is NAME or NAME=[KIND:]PATH[,key=value…][+…]; got {text!r}; write e.g. ctc=runs/ctc/head"
             )
-        return cls(name, tuple(cls._part(part, name, text) for part in (rest or name).split("+")))
+        if name == "tuned":
+            raise ValueError(f"tuned=FILE is no drafter but an option of one; got {text!r}; {_TUNED_REMEDY}")
+        parts = tuple(cls._part(part, name, text) for part in (rest or name).split("+"))
+        for part in parts:
+            if part.kind in DRAFTERS:
+                _tuned(part, DRAFTERS[part.kind])  # checked before anything is loaded
+        return cls(name, parts)
 
     @staticmethod
     def _part(text: str, name: str, whole: str) -> DrafterPart:
@@ -208,8 +215,10 @@ class DrafterBuilder:
 def _tuned(part: DrafterPart, kind: type[Drafter]) -> dict[str, Any]:
     """The values that the option tuned=FILE reads from a tuning script's file; empty without it."""
     path, values = part.options.get("tuned"), kind.tuned_options
-    if path is None or not values:
+    if path is None:
         return {}
+    if not values:
+        raise ValueError(f"a drafter of kind {part.kind} takes no tuned=FILE; got tuned={path}; {_TUNED_REMEDY}")
     try:
         tuned = json.loads(Path(path).read_text(encoding="utf-8"))
         return {name: to_type(tuned[name]) for name, to_type in values.items()}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draft_heads.data.json_rows import MalformedJson, read_json_rows
+from draft_heads.data.json_rows import MalformedJson, read_rows
 
 if TYPE_CHECKING:
     from draft_heads.inference.evaluation.evaluate import TurnRecord
@@ -48,11 +48,10 @@ class Answer:
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file, line and row; object) of every row; ValueError names file, line and reason."""
-    try:
-        rows = list(read_json_rows(path))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a JSONL file") from None
-    for where, row in rows:
+    if not path.is_file():
+        raise ValueError(f"{path}: cannot be read (no such file); give a JSONL file")
+    for place, row in read_rows(str(path)):
+        where = f"{path}, {place}"
         if isinstance(row, MalformedJson):
             raise ValueError(f"{where}: {row}")
         if not isinstance(row, dict):

@@ -20,6 +20,7 @@ HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "a
 REPLAY_PICTURES = ("accepted_length.png",)
 REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
 OVER_TRANSFORMERS = "over transformers"
+FEW_TURNS = 20
 
 EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of vanilla over the
 drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns identical to
@@ -166,6 +167,7 @@ def markdown(report: dict[str, Any]) -> str:
             *("# Evaluation", setting_sentence(report), table),
             *([f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []),
             EXPLANATION,
+            *few_turns_note(report),
             *([EXPLANATION_TRANSFORMERS] if both else []),
             *("![speedup](speedup.png)", accepted),
             "## Decoding time by part of a step",
@@ -175,6 +177,14 @@ def markdown(report: dict[str, Any]) -> str:
             *findings_note(report["findings"]),
         ]
     return "\n\n".join([*parts, *category_tables(report["results"]), ""])
+
+
+def few_turns_note(report: dict[str, Any]) -> list[str]:
+    """A sentence if a benchmark has too few turns for its intervals; none for replayed answers, which have none."""
+    turns = {row["benchmark"]: row["turns"] for row in overall(report["results"])} if report["target"] else {}
+    few = ", ".join(f"{name} {count}" for name, count in turns.items() if count < FEW_TURNS)
+    rule = f"With fewer than {FEW_TURNS} answered turns, β, γ and their intervals say little"
+    return [f"{rule}; answered here: {few}. Measure on more questions."] if few else []
 
 
 def setting_sentence(report: dict[str, Any]) -> str:

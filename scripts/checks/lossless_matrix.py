@@ -24,11 +24,10 @@ from typing import Any
 from draft_heads.data.config_file import exit_status
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_heads.data.progress import track
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.base import DraftHead
@@ -239,9 +238,7 @@ def main() -> bool:
     cells = [(name, dtype, args.prompts) for name in [*RANDOM_TARGETS, *args.targets] for dtype in DTYPES]
     rows: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        for found in track(
-            pool.imap_unordered(partial(check, kinds=args.kinds), cells), "lossless", len(cells), console=Console()
-        ):
+        for found in track(pool.imap_unordered(partial(check, kinds=args.kinds), cells), "lossless", len(cells)):
             rows += found
             (args.output / "lossless_matrix.json").write_text(json.dumps(rows, indent=1) + "\n")
     rows.sort(key=lambda row: (row["target"], row["dtype"], row["drafter"], row["trained"]))

@@ -28,46 +28,56 @@ def test_fastchat_questions_keep_their_turns(tmp_path):
 
 def test_word_problems_and_code_prompts(tmp_path):
     file = write(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "2+2=4\n#### 4"})
-    assert load_benchmark("gsm8k", file) == [Question(0, None, ["2+2?"], "2+2=4\n#### 4")]
+    assert load_benchmark("gsm8k", file) == [Question(0, None, ["2+2?"], "2+2=4\n#### 4", numeric=True)]
     file = write(tmp_path / "h.jsonl", {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "  pass"})
     assert load_benchmark("humaneval", file) == [Question("HumanEval/0", None, ["def f():"], "  pass")]
 
 
+def test_user_turns_of_conversations_are_asked(tmp_path):
+    turns = [("gpt", "Hello."), ("human", "One?"), ("gpt", None), ("human", "Two?"), ("tool", "x")]
+    sharegpt = {"id": "a", "conversations": [{"from": role, "value": text} for role, text in turns]}
+    messages = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
+    file = write(tmp_path / "own.jsonl", sharegpt, messages, "{")
+    assert load_benchmark("own", file, limit=2) == [
+        Question("a", None, ["One?", "Two?"]),
+        Question("row-2", None, ["Hi"]),
+    ]
+
+
+FASTCHAT, PROBLEM = {"question_id": 0, "turns": ["a"]}, {"question": "a", "answer": "#### 1"}
+HUMANEVAL = {"task_id": "t", "prompt": "p"}
+
+
 @pytest.mark.parametrize(
-    ("name", "bad", "reason"),
+    ("good", "bad", "reason"),
     [
-        ("mt_bench", '{"question_id": 1,', "malformed JSON"),
-        ("mt_bench", {"question_id": 1, "turns": []}, "'turns' is a non-empty list of texts, received list"),
-        ("mt_bench", {"question_id": 1, "turns": ["a", 2]}, "'turns' is a non-empty list"),
-        ("spec_bench", {"turns": ["a"]}, "'question_id' is a number or a text, received nothing"),
-        ("gsm8k", {"question": "a"}, "'answer' is a non-empty text, received nothing"),
-        ("gsm8k", {"question": "a", "answer": "four"}, "'answer' ends with '#### number'"),
-        ("humaneval", {"task_id": "x"}, "'prompt' is a non-empty text"),
-        ("humaneval", "[3]", "a row is an object, received list"),
+        (FASTCHAT, '{"question_id": 1,', "malformed JSON"),
+        (FASTCHAT, {"question_id": 1, "turns": []}, "'turns' is a non-empty list of texts, received list"),
+        (FASTCHAT, {"question_id": 1, "turns": ["a", 2]}, "'turns' is a non-empty list"),
+        (FASTCHAT, {"question_id": 0, "turns": ["a"]}, "it has the id 0 of line 1; ids must be unique"),
+        (PROBLEM, {"question": "a"}, "'answer' is a non-empty text, received nothing"),
+        (
+            PROBLEM,
+            {"question": "a", "answer": "four"},
+            "the answer of a GSM8K problem .* ends with 'four'",
+        ),
+        (HUMANEVAL, {"task_id": "x"}, "'prompt' is a non-empty text"),
+        (HUMANEVAL, "[3]", "a row is an object, received list"),
+        ({"messages": [{"role": "user", "content": "a"}]}, {"messages": []}, "the user's turns are non-empty texts"),
+        ("", {"text": "a", "id": 2}, "a file of questions has rows with 'turns' .* received the keys: text, id"),
     ],
 )
-def test_bad_question_is_named_by_file_and_line(tmp_path, name, bad, reason):
-    good = {
-        "question_id": 0,
-        "turns": ["a"],
-        "question": "a",
-        "answer": "#### 1",
-        "task_id": "t",
-        "prompt": "p",
-    }
+def test_bad_question_is_named_by_file_and_line(tmp_path, good, bad, reason):
     file = write(tmp_path / "q.jsonl", good, bad)
-    with pytest.raises(BenchmarkError, match=rf"q\.jsonl, line 2, row 1: {reason}"):
-        load_benchmark(name, file)
+    with pytest.raises(BenchmarkError, match=rf"q\.jsonl, line 2: {reason}"):
+        load_benchmark("any name", file)
 
 
-def test_empty_file_unknown_name_and_repeated_id_are_errors(tmp_path):
+def test_empty_file_is_an_error_and_ids_count_from_0(tmp_path):
     with pytest.raises(ValueError, match=r"e\.jsonl is empty"):
         load_benchmark("gsm8k", write(tmp_path / "e.jsonl"))
-    with pytest.raises(ValueError, match="the known ones: mt_bench, gsm8k, vicuna_bench, humaneval, spec_bench"):
-        load_benchmark("mtbench", "x")
-    row = {"question_id": 5, "turns": ["a"]}
-    with pytest.raises(BenchmarkError, match="rows 0 and 1 have the same question_id 5"):
-        load_benchmark("mt_bench", write(tmp_path / "r.jsonl", row, row))
+    questions = load_benchmark("own", write(tmp_path / "q.jsonl", {"turns": ["a"]}, {"turns": ["b"]}))
+    assert [question.question_id for question in questions] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Reading conversations: both forms, and every bad row named or listed."""
+"""Reading conversations: both forms, every bad row named, or trimmed and listed."""
 
+import gzip
 import json
 
 import pytest
 
-from draft_heads.data.conversations import ConversationError, load_conversations, read_conversations
+from draft_heads.data.conversations import BadRow, ConversationError, load_conversations, read_conversations
 
 GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -30,7 +31,8 @@ def test_sharegpt_and_messages_rows_become_the_same_messages(tmp_path, form):
     file = tmp_path / "rows.json"
     file.write_text(text)
     dataset = load_conversations(str(file))
-    assert dataset["id"] == ["a", "row-1", "row-2"]
+    ids = ["row-3", "row-5"] if form == "lines" else ["row-2", "row-3"]  # blank lines count
+    assert dataset["id"] == ["a", *ids]
     assert dataset[0]["messages"] == dataset[1]["messages"] == MESSAGES
     assert [m["role"] for m in dataset[2]["messages"]] == ["system", "user", "assistant", "user", "assistant"]
 
@@ -40,52 +42,111 @@ def test_dataset_folder_is_read_through_datasets(tmp_path):
         tmp_path / "d"
     )
     again = load_conversations(str(tmp_path / "d"))
-    assert again["id"] == ["a", "row-1"]
+    assert again["id"] == ["a", "row-2"]
     assert again[1]["messages"] == MESSAGES
 
 
 BAD = [
     ('{"id": 3, "conversations": [', "malformed JSON"),
     ("[1]", "a row is an object, received list"),
-    ({"id": "x", "text": "y"}, "'conversations' or 'messages', received the keys: id, text"),
+    ({"id": "x", "text": "y"}, "'conversations' or 'messages', received the keys id, text"),
     ({"conversations": "Hi"}, "the turns are a list, received str"),
-    ({"conversations": [{"from": "human"}, {"value": "x"}]}, "turn 0 has no key 'value'"),
-    ({"messages": [{"content": "x"}]}, "turn 0 has no key 'role'"),
-    (turns("human", "tool"), "turn 1 has the unknown role 'tool'; known: system, human"),
-    (turns("human", "gpt", text=3), r"turn 0 \(human\): text is a string, received int"),
-    (turns("gpt", "human"), "starts with the assistant"),
-    (turns("system", "gpt"), "starts with the assistant"),
-    (turns("human", "human", "gpt"), "turns 0 and 1 are both of the user"),
-    (turns("human", "gpt", "gpt"), "turns 1 and 2 are both of the assistant"),
-    (turns("human", "system", "gpt"), "turn 1 is a system turn"),
-    (turns("human"), "no assistant turn"),
-    (turns("human", "gpt", text=" "), r"turn 1 \(assistant\) is blank"),
-    (turns(), "is empty"),
+    ({"conversations": [{"from": "human"}, {"value": "x"}]}, r"a turn has no key 'value' \(turn 1\)"),
+    ({"messages": [{"content": "x"}]}, r"a turn has no key 'role' \(turn 1\)"),
+    (turns("human", "tool"), r"the role 'tool' is none of system, human, .* \(turn 2\)"),
+    (turns("human", "gpt", text=3), r"the text of a turn is a string, received int \(turn 1\)"),
+    (turns("gpt", "human"), r"an assistant turn before the first user turn \(turn 1\)"),
+    (turns("system", "gpt"), r"an assistant turn before the first user turn \(turn 2\)"),
+    (turns("human", "human", "gpt"), r"two user turns in a row \(turn 2\)"),
+    (turns("human", "system", "gpt"), r"a system turn that is not the first turn \(turn 2\)"),
+    (turns("human"), "the conversation has no assistant turn"),
+    (turns("human", "gpt", text=" "), r"an empty answer \(turn 2\)"),
+    (turns(), "the conversation is empty"),
 ]
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD)
-def test_bad_row_stops_the_run_with_file_line_row_and_reason(tmp_path, row, reason):
+def test_bad_row_stops_the_run_with_file_row_reason_and_remedy(tmp_path, row, reason):
     file = write_lines(tmp_path / "rows.jsonl", [GOOD, "", row, GOOD])
-    with pytest.raises(ConversationError, match=rf"rows\.jsonl, line 3, row 1: .*{reason}.*--skip_bad_rows"):
+    with pytest.raises(ConversationError, match=rf"rows\.jsonl, line 3: .*{reason}.*--skip_bad_rows"):
         load_conversations(file)
 
 
-def test_skipped_bad_rows_are_counted_and_listed(tmp_path, caplog):
+def test_rows_without_a_question_and_its_answer_are_dropped_and_listed(tmp_path):
     file = write_lines(tmp_path / "rows.jsonl", [row for row, _ in BAD] + [GOOD])
     loaded = read_conversations(file, skip_bad_rows=True)
     assert loaded.dataset["id"] == ["a"]
-    assert [int(bad.split(": ")[0].rpartition(" ")[2]) for bad in loaded.bad_rows] == list(range(len(BAD)))
-    assert len(caplog.messages) == len(BAD)
-    assert f"{file}, line 8, row 7" in caplog.text
+    assert {(bad.place, bad.outcome) for bad in loaded.bad_rows} == {
+        (f"line {number}", "dropped") for number in range(1, len(BAD) + 1)
+    }
 
 
-def test_bad_row_of_an_array_is_named_by_its_line(tmp_path):
+PAIR = turns("human", "gpt")["conversations"]
+
+
+@pytest.mark.parametrize(
+    ("conversation", "kept", "reasons"),
+    [
+        (turns("gpt", "gpt", "human", "gpt")["conversations"], 2, ["an assistant turn before the first user turn"]),
+        ([*PAIR, {"from": "human", "value": "x"}, {"from": "gpt", "value": None}], 3, ["an empty answer"]),
+        ([*PAIR, {"from": "human", "value": "x"}, {"from": "gpt", "value": ""}, *PAIR], 3, ["an empty answer"]),
+        ([*PAIR, {"from": "tool", "value": "x"}, {"from": "gpt", "value": "x"}], 2, ["the role 'tool' is none of "]),
+        ([*PAIR, *turns("human", "human", "gpt")["conversations"]], 3, ["two user turns in a row"]),
+        (turns("system", "gpt", "human", "gpt", "gpt")["conversations"], 3, ["an assistant turn before", "two assis"]),
+    ],
+)
+def test_sound_turns_of_a_bad_row_are_kept_and_what_is_trimmed_is_counted_by_reason(
+    tmp_path, caplog, conversation, kept, reasons
+):
     file = tmp_path / "rows.json"
-    file.write_text(json.dumps([GOOD, turns("gpt")], indent=1))
-    line = file.read_text().split("\n").index(" {", 2) + 1
-    with pytest.raises(ConversationError, match=rf"line {line}, row 1: .*starts with the assistant"):
+    file.write_text(json.dumps([GOOD, {"conversations": conversation}]))  # one line: the row is named
+    loaded = read_conversations(str(file), skip_bad_rows=True)
+    assert [len(row) for row in loaded.dataset["messages"]] == [2, kept]
+    assert [(bad.place, bad.outcome, bad.kept_turns) for bad in loaded.bad_rows] == [("row 2", "trimmed", kept)] * len(
+        reasons
+    )
+    for bad, reason, line in zip(loaded.bad_rows, reasons, caplog.messages):
+        assert bad.reason.startswith(reason)
+        assert line == f"{file}: 1 row trimmed: {bad.reason} (row 2)"
+    with pytest.raises(ConversationError, match=r"rows\.json, row 2: "):
         load_conversations(str(file))
+
+
+def test_limit_reads_no_further_than_it_needs(tmp_path):
+    repeated = {"id": "again", "messages": MESSAGES}
+    file = write_lines(tmp_path / "rows.jsonl", [GOOD, repeated, turns("user", "gpt"), "{"])
+    assert read_conversations(file, limit=3).dataset["id"] == ["a", "again", "row-3"]
+    loaded = read_conversations(file, limit=2, distinct=True)
+    assert (loaded.dataset["id"], loaded.repeated) == (["a", "row-3"], 1)
+    with pytest.raises(ConversationError, match="line 4"):
+        read_conversations(file, limit=4)
+
+
+def test_gzipped_files_are_read_and_a_damaged_one_is_named(tmp_path):
+    for name, text in (("a.json.gz", json.dumps([GOOD])), ("b.jsonl.gz", json.dumps(GOOD))):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+        assert load_conversations(str(tmp_path / name))["id"] == ["a"]
+    (tmp_path / "c.json.gz").write_bytes(gzip.compress(json.dumps([GOOD]).encode())[:-12])
+    with pytest.raises(ValueError, match=r"c\.json\.gz is damaged or cut short"):
+        load_conversations(str(tmp_path / "c.json.gz"))
+
+
+def test_other_formats_and_missing_files_are_refused_by_their_name(tmp_path):
+    for name in ("chat.csv", "chat.PARQUET", "chat.csv.gz", "chat.tar.gz"):
+        (tmp_path / name).write_text(json.dumps(GOOD))
+        with pytest.raises(ValueError, match=rf"received the \.\w+ file .*{name}; write its rows as JSONL"):
+            load_conversations(str(tmp_path / name))
+    for name in ("nowhere.json", str(tmp_path / "nowhere"), "./owner/name", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="does not exist"):
+            load_conversations(name)
+
+
+def test_line_that_is_not_utf8_is_a_bad_row(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(json.dumps(GOOD).encode() + b"\n{\xff}\n")
+    assert read_conversations(str(file), skip_bad_rows=True).bad_rows == [
+        BadRow("line 2", "not UTF-8 text", "invalid start byte at byte 2")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +155,9 @@ def test_bad_row_of_an_array_is_named_by_its_line(tmp_path):
         ("", "is empty; pass a file"),
         ("  \n", "is empty; pass a file"),
         ("[]", "holds no conversation: no rows"),
-        ('[{"a": 1} {"b": 2}]', "line 1, row 0: .*no ','"),
-        ('[{"a": 1},\n {"b": ]', r"line 2, row 1: malformed JSON: .* at line 2 column 8"),
+        ('[{"a": 1} {"b": 2}]', "row 1: .*no ','"),
+        ('[{"a": 1},\n {"b": ]', r"row 2: malformed JSON: .* at line 2 column 8"),
+        (json.dumps([GOOD, GOOD])[:-1], "cut short after 2 rows"),
     ],
 )
 def test_unreadable_file_is_an_error_even_when_rows_are_skipped(tmp_path, text, reason):
@@ -103,15 +165,3 @@ def test_unreadable_file_is_an_error_even_when_rows_are_skipped(tmp_path, text, 
     file.write_text(text)
     with pytest.raises(ValueError, match=reason):
         load_conversations(str(file), skip_bad_rows=True)
-
-
-def test_array_cut_short_is_an_error(tmp_path):
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps([GOOD, GOOD])[:-1])
-    with pytest.raises(ValueError, match="cut short after 2 rows"):
-        load_conversations(str(file))
-
-
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.json does not exist"):
-        load_conversations(str(tmp_path / "nowhere.json"))

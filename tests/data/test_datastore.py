@@ -100,7 +100,7 @@ def test_a_bad_row_stops_the_run_and_is_named(tmp_path, source, capsys):
     bad[1]["conversations"][1]["value"] = " "
     source.write_text(json.dumps(bad))
     assert script.main(["--dataset", str(source), "--tokenizer", TINY, "--output", str(tmp_path / "out")]) == 2
-    assert "row 1: turn 1 (assistant) is blank" in capsys.readouterr().err
+    assert "row 2: an empty answer (turn 2)" in capsys.readouterr().err
     assert not (tmp_path / "out" / MANIFEST).exists()
 
 

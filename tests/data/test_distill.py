@@ -199,7 +199,7 @@ def test_row_the_template_cannot_render_stops_or_is_listed(tmp_path, target):
     source = tmp_path / "chat.json"
     source.write_text(json.dumps(rows))
     options = {"chat_template": str(tmp_path / "t.jinja")}
-    with pytest.raises(ConversationError, match=r"row 1 \(id 1\).*refused.*--skip_bad_rows"):
+    with pytest.raises(ConversationError, match=r"row 2 \(id 1\).*refused.*--skip_bad_rows"):
         run_distill(target, str(source), str(tmp_path / "out"), **options)
     manifest = run_distill(target, str(source), str(tmp_path / "out"), skip_bad_rows=True, **options)
     assert [row["id"] for row in manifest["shards"][0]["skipped"]] == ["1"]

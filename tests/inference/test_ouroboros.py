@@ -219,7 +219,7 @@ def tiny():
         (f"ouroboros={TINY},gamma=0", "gamma must be at least 1; got 0"),
         (f"ouroboros={TINY},p=1", "at least 2 tokens; got 1"),
         (f"ouroboros={TINY},tuned=no.json", "a file of scripts/tune_ouroboros.py with gamma and w and p and k"),
-        (f"draft_model={TINY},tuned=no.json", "unknown option tuned"),
+        (f"draft_model={TINY},tuned=no.json", "takes no tuned=FILE"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tiny, words, told):

@@ -56,6 +56,9 @@ def test_a_name_alone_is_a_drafter_that_loads_nothing(target):
         ("magic", "chimera, ctc"),
         ("ctc=somewhere/missing/head", "does not exist"),
         ("v=vanilla,tree", "key=value"),
+        ("tuned=tree.json", "tuned=FILE is no drafter .* got 'tuned=tree.json'; write it behind a head"),
+        ("a=ngram,tuned=tree.json", "a drafter of kind ngram takes no tuned=FILE; .* as in ctc=RUN/head,tuned=FILE"),
+        ("a=ctc:head,tuned=no.json", "tuned= needs a file of scripts/tune_tree.py .* no.json"),
     ],
 )
 def test_malformed_words_are_refused(text, told):

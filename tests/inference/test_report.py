@@ -70,6 +70,7 @@ def test_the_folder_holds_tables_pictures_and_the_report(tmp_path, report):
 
 def test_report_md_shows_the_figures(report):
     text = markdown(report)
+    assert "With fewer than 20 answered turns" in text and "bench 4, other 1" in text
     assert "| bench | fast | 1.50 | 2.50× | 2.50–2.50 | 250.0 | 4/4 | 50.0% |" in text
     assert "| bench | broken | 1.00 | 1.00× | 1.00–1.00 | 100.0 | 0/4, 4 UNEXPLAINED | 0.0% |" in text
     assert "| writing | 1.00 (1.00×) | 1.50 (2.50×) | 1.00 (1.00×) |" in text

@@ -78,6 +78,8 @@ def test_preview_colours_exactly_the_trained_tokens():
         (["--batch_size", "0"], "--batch_size must be at least 1; got 0"),
         (["--engine", "openai"], "--engine openai and --base_url URL go together"),
         (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
+        (["--target", "nowhere", "--dataset", "chat.csv"], "received the .csv file chat.csv; write its rows as JSONL"),
+        (["--target", "nowhere", "--dataset", "no.json.gz"], "no.json.gz does not exist"),  # before the target loads
         (["--hidden_states", "int8"], "--hidden_states int8 is unknown; pass target or one of"),
     ],
 )
@@ -100,5 +102,5 @@ def test_left_out_rows_are_listed_in_the_summary(given, tmp_path, capsys):
     flags = ["--target", given[1], "--dataset", str(source), "--output", str(tmp_path / "o"), "--skip_bad_rows"]
     assert distill.main([*flags, "--max_length", "36"]) == 0
     printed = capsys.readouterr().out
-    assert "line 1, row 0: malformed JSON" in printed
-    assert "row 1 (id c1): its first answer begins beyond max_length 36" in printed
+    assert "1 row dropped: malformed JSON (line 1)" in printed
+    assert "line 3 (id c1): its first answer begins beyond max_length 36" in printed

@@ -60,7 +60,7 @@ def command(target, tmp_path):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
         *("--target", str(target), "--drafters", "plain=vanilla", "--output", str(tmp_path / "out")),
-        *("--benchmarks", f"mt_bench={tmp_path / 'mt.jsonl'}", f"gsm8k={tmp_path / 'gsm.jsonl'}"),
+        *("--benchmarks", f"mt_bench={tmp_path / 'mt.jsonl'}", f"sums={tmp_path / 'gsm.jsonl'}"),
         *("--max_new_tokens", "8", "--dtype", "float64", "--device", "cpu", "--threads", "1"),
     ]
 
@@ -82,7 +82,7 @@ def test_evaluate_writes_the_report_and_says_where(command, tmp_path, capsys):
     assert row["beta"] == 1.0
     assert row["lossless"] == {"identical_turns": 4, "turns": 4, "near_ties": 0, "unexplained": 0}
     assert row["score"] is None  # references that no rule scores
-    assert rows["gsm8k", None, "plain"]["score"] == {"accuracy": 0.0}
+    assert rows["sums", None, "plain"]["score"] == {"accuracy": 0.0}
     assert len((out / "answers" / "plain.jsonl").read_text().splitlines()) == 2 + 4
 
 

@@ -116,7 +116,7 @@ def test_unanswerable_ids_broken_answers_and_finished_folders_are_refused(comman
     assert "it lacks 3, 4" in capsys.readouterr().err
     broken = write(tmp_path / "broken.jsonl", [{"question_id": 3, "choices": []}])
     assert run(command, answers=[broken]) == 2
-    assert "broken.jsonl, line 1, row 0: choices must be a list" in capsys.readouterr().err
+    assert "broken.jsonl, line 1: choices must be a list" in capsys.readouterr().err
     assert run(command, drafters=["ngram"]) == 0
     assert run(command, drafters=["ngram"]) == 2
     assert "--overwrite" in capsys.readouterr().err
