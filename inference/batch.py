@@ -78,7 +78,7 @@ class BatchEngine:
                 while slots[slot] is None and waiting:
                     index = waiting.pop()
                     own = replace(settings, stop=deepcopy(settings.stop))  # a stop rule may be stateful
-                    stopper = Stopper(own, self.target.tokenizer, limits[index])
+                    stopper = Stopper(own, self.target, limits[index])
                     slots[slot] = self._begin(slot, prompts[index], stopper, answers[index], single, cache, end)
             clock.lap("verify")
             if not any(slots):

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
+from draft_heads.inference.generation import (
+    Clock,
+    Generation,
+    GenerationSettings,
+    Prompt,
+    Stopper,
+    TextPieces,
+    prompt_ids,
+    room,
+)
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.compiled import no_host_sync, program
@@ -54,29 +63,42 @@ class DecodingEngine:
             if drafter.on_device and drafter.max_nodes:
                 self._draft = program(self._draft_step, target.device)
 
-    def generate(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Generation:
-        """The whole answer. Raises ContextError (before any work) if the prompt does not fit."""
+    def generate(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Generation:
+        """The whole answer to a text, to messages or to token ids (`Prompt`).
+
+        Raises ContextError (before any work) if the prompt does not fit, ValueError for what is no prompt.
+        """
         result = Generation()
-        for _ in self._run(prompt_ids, settings or GenerationSettings(), result):
+        for _ in self._run(prompt, settings or GenerationSettings(), result):
             pass
         return result
 
-    def stream(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Iterator[list[int]]:
-        """The answer step by step: the new tokens of each target step as they are verified."""
-        yield from self._run(prompt_ids, settings or GenerationSettings(), Generation())
+    def stream(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[list[int]]:
+        """As `generate`, step by step: the new tokens of each target step as they are verified."""
+        yield from self._run(prompt, settings or GenerationSettings(), Generation())
 
-    def _run(self, prompt_ids: list[int], settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
-        limit = room(self.target, len(prompt_ids), settings.max_new_tokens)
-        stopper = Stopper(settings, self.target.tokenizer, limit)
+    def stream_text(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[str]:
+        """As `stream`, in pieces of text of whole characters; special tokens are left out."""
+        pieces = TextPieces(self.target.tokenizer)
+        for tokens in self.stream(prompt, settings):
+            if text := pieces.add(tokens):
+                yield text
+        if text := pieces.end():
+            yield text
+
+    def _run(self, prompt: Prompt, settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
+        ids = prompt_ids(self.target, prompt)
+        limit = room(self.target, len(ids), settings.max_new_tokens)
+        stopper = Stopper(settings, self.target, limit)
         clock = Clock()
         with torch.inference_mode():
-            cache = self._cleared_cache(self._reserved_length(len(prompt_ids) + limit))
+            cache = self._cleared_cache(self._reserved_length(len(ids) + limit))
             self._warm_up_shapes(cache)
-            end = self._end.fill_(len(prompt_ids) + limit)
-        step = self._prefill(prompt_ids, cache, limit, settings, clock)
+            end = self._end.fill_(len(ids) + limit)
+        step = self._prefill(ids, cache, limit, settings, clock)
         first = torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
         pending = deque([PendingReadback(first)])
-        committed = len(prompt_ids) - 1  # the newest token is not in the cache yet
+        committed = len(ids) - 1  # the newest token is not in the cache yet
         while True:
             if self.ahead or not pending:
                 step, packed = self._step(step, cache, end, settings, clock)
@@ -134,9 +156,9 @@ class DecodingEngine:
 
     @torch.inference_mode()
     def _prefill(
-        self, prompt_ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: Clock
+        self, ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: Clock
     ) -> VerifiedStep:
-        prompt = torch.tensor(prompt_ids, dtype=torch.long, device=self.target.device)
+        prompt = torch.tensor(ids, dtype=torch.long, device=self.target.device)
         self.drafter.begin(prompt, self._reserved_length(prompt.numel() + limit))
         clock.lap("draft")
         hidden, logits, aux_hidden = self.target.prefill(prompt, cache, self.drafter.target_layers)

@@ -196,8 +196,8 @@ def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
     """A sentence for every part of a hybrid that could have been left out: needed in fewer than 1 % of the steps."""
     return [
-        f"{drafter}: in {found['steps']:,} target steps, {part['needed']:,} tokens were accepted thanks to {name} alone; "
-        "without it drafting takes less time."
+        f"{drafter}: in {found['steps']:,} target steps, {part['needed']:,} tokens were accepted thanks to {name} "
+        "alone; without it drafting takes less time."
         for drafter, found in findings.items()
         for name, part in found.get("parts", {}).items()
         if part["needed"] < found["steps"] / 100

@@ -19,7 +19,6 @@ from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter, NgramTable
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.engine import DecodingEngine, GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import ForkedDrafter, ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
 from tests.inference.trees import check_tree
@@ -183,9 +182,9 @@ NAMES = ["ctc+ngram", "medusa+ngram+prompt_lookup", "chimera+hydra", "ngram+look
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}])
 def test_decoding_is_exact(llama, llama_prompts, name, sampling):
-    settings = GenerationSettings(60, sampling=sampling)
+    settings = GenerationSettings(60, **sampling)
     drafter = HybridDrafter(parts_of(llama, name), llama, 10)
     hybrid, vanilla = DecodingEngine(llama, drafter), DecodingEngine(llama, VanillaDrafter())
     for prompt in llama_prompts:
