@@ -121,7 +121,7 @@ class BatchEngine:
         device = self.target.device
         trees = [DraftTree.empty(device) if slot is None else slot.drafter.propose() for slot in slots]
         base = torch.stack([end.new_zeros(()) if slot is None else slot.base for slot in slots])
-        clock.lap("draft")
+        clock.lap("draft" if self.drafter.max_nodes else "other")
         cache.bound = max(slot.committed for slot in slots if slot is not None)
         cache.set_visible_length(1 + max(self.drafter.max_depth, *map(len, trees)))
         verify = self._verify_step if settings.sampling is None else self._verify
@@ -144,7 +144,7 @@ class BatchEngine:
                 cache.lengths[index] = 0
                 continue
             slot.drafter.observe(batch.sequence(index, tree))
-            clock.lap("draft")
+            clock.lap("draft" if self.drafter.max_nodes else "other")
 
     def _verify(
         self, base: Tensor, tree: DraftTree, cache: KVCache, end: Tensor, settings: GenerationSettings

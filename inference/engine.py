@@ -54,6 +54,7 @@ class DecodingEngine:
         self.ahead = on_gpu if ahead is None else ahead
         self._captured = CapturedSteps() if captured is None and on_gpu and self.ahead and target.fused else captured
         self._accept: Accept = accept_exact
+        self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
         self._cache: KVCache | None = None
         self._end = torch.zeros((), dtype=torch.long, device=target.device)  # length at which the text must end
         self._draft, self._verify = self._draft_step, self._verify_step
@@ -160,7 +161,7 @@ class DecodingEngine:
     ) -> VerifiedStep:
         prompt = torch.tensor(ids, dtype=torch.long, device=self.target.device)
         self.drafter.begin(prompt, self._reserved_length(prompt.numel() + limit))
-        clock.lap("draft")
+        clock.lap(self._drafting)
         hidden, logits, aux_hidden = self.target.prefill(prompt, cache, self.drafter.target_layers)
         base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
         clock.lap("verify")
@@ -175,7 +176,7 @@ class DecodingEngine:
         def body(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
             after_prompt = step.tree is None  # prompts differ in length: their step is not compiled
             tree = (self._draft_step if after_prompt else self._draft)(step)
-            clock.lap("draft")
+            clock.lap(self._drafting)
             cache.set_visible_length(1 + len(tree))
             # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
             verify = self._verify if settings.sampling is None else self._verify_step

@@ -14,7 +14,7 @@ import torch
 
 from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
-from draft_heads.inference.evaluation.metrics import TIME_KEYS, result_rows
+from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows
 
 PICTURES = {f"{draw.__name__}.png": draw for draw in (plots.speedup, plots.accepted_length, plots.time_share)}
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
@@ -22,14 +22,14 @@ REPLAY_PICTURES = ("accepted_length.png",)
 REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
 OVER_TRANSFORMERS = "over transformers"
 
-EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of vanilla over the
-drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns identical to
-transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
+EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of the plain loop, here
+`{plain_loop}`, over the drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns
+identical to transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
 within the numerical noise."""
 EXPLANATION_REPLAY = """β: new tokens per target step, the prefill included, as in greedy decoding.
 Recorded answers were replayed through text-only drafters; no target ran, nothing was timed or compared."""
 EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `generate`, without this project's engine;
-over transformers: its seconds per token over the drafter's, as γ for vanilla."""
+over transformers: its seconds per token over the drafter's. The plain loop is the faster of it and `vanilla`."""
 
 
 def build_report(
@@ -38,7 +38,7 @@ def build_report(
     """The content of report.json; `target` and `settings` describe the run; target None: replayed answers."""
     return {
         "target": target,
-        "settings": settings,
+        "settings": settings if target is None else {**settings, "plain_loop": plain_loop(evaluation)},
         "results": result_rows(evaluation, seed),
         "findings": evaluation.findings,
         "noise": evaluation.noise,
@@ -75,7 +75,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
     """Write pictures, report.md and, last and atomically, report.json; returns the paths of the pictures."""
     names = PICTURES if report["target"] else REPLAY_PICTURES
     for name in names:
-        PICTURES[name](report["results"]).savefig(folder / name, dpi=150)
+        PICTURES[name](report).savefig(folder / name, dpi=150)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")
     write_json(folder / "report.json", report)
     return [folder / name for name in names]
@@ -157,7 +157,7 @@ def markdown(report: dict[str, Any]) -> str:
         parts = [
             *("# Evaluation", setting_sentence(report), table),
             *([f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []),
-            EXPLANATION,
+            EXPLANATION.format_map(report["settings"]),
             *([EXPLANATION_TRANSFORMERS] if both else []),
             *("![speedup](speedup.png)", accepted),
             "## Decoding time by part of a step",
