@@ -3,7 +3,7 @@
     python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
 
 Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). A run that was killed continues with the next
-shard when the command is given again. `--preview N` prints N conversations with the trained tokens coloured and writes
+shard when the command is given again. `--preview N` prints N conversations with the trained tokens marked and writes
 nothing.
 """
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dataset", help="ShareGPT or messages JSON/JSONL file, dataset folder or hub id")
     p.add_argument("--output", help="folder to write")
     p.add_argument("--overwrite", action="store_true", help="replace what is in --output")
-    p.add_argument("--preview", type=int, metavar="N", help="print N conversations, trained tokens coloured")
+    p.add_argument("--preview", type=int, metavar="N", help="print N conversations, trained tokens marked")
     add_flags(p, DistillOptions)
     p.add_argument("--dtype", help=f"{', '.join(DTYPES)} (float32 on CPU, the checkpoint's on GPU)")
     p.add_argument("--device", help="cpu, cuda, …; auto spreads the layers over all devices (a GPU where there is one)")
