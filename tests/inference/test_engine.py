@@ -15,6 +15,7 @@ from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings, TextPieces
+from draft_heads.inference.step import verify_step
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
@@ -45,6 +46,27 @@ def test_a_drafter_that_is_always_wrong_costs_one_step_a_token(target, answer):
     wrong = [(token + 1) % 211 for token in answer]
     result = DecodingEngine(target, ScriptedDrafter(wrong, 4)).generate(PROMPT, GenerationSettings(60))
     assert result.tokens == answer and result.accept_lengths == [1] * 60
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_step_without_drafts_is_the_step_of_a_tree_that_is_never_accepted(name):
+    target, prompts, found = load_target(name, torch.float64), [PROMPT, PROMPT[::-1]], []
+    for empty in (DraftTree.empty(), DraftTree.empty().padded(2)):
+        cache, single = target.new_cache(80, 2), target.new_cache(64)
+        for place, prompt in enumerate(prompts):
+            single.clear()
+            target.prefill(torch.tensor(prompt), single)
+            cache.copy_sequence(place, single)
+        cache.bound, base, steps = len(PROMPT), torch.tensor([5, 9]), []
+        for _ in range(3):
+            cache.set_visible_length(4)
+            steps.append(verify_step(target, cache, base, DraftTree.stack([empty] * 2), 3, target_layers=(1,)))
+            base, cache.bound = steps[-1].base, cache.bound + 1
+        found.append([(s.tokens, s.next_tokens, s.count, s.source, s.hidden, s.aux_hidden) for s in steps])
+        assert cache.lengths.tolist() == [len(PROMPT) + 3] * 2
+    for plain, padded in zip(*found):
+        for ours, reference in zip(plain, padded):
+            torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-9)
 
 
 def test_trees_may_be_smaller_than_their_drafter_is_deep(target, answer):
