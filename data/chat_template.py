@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 BUNDLED = Path(__file__).resolve().parents[1] / "configs" / "chat_templates"
-CHAT_TEMPLATE_HELP = "chat template for a tokenizer that has none: a .jinja file, or the name of a bundled one (vicuna)"
+CHAT_TEMPLATE_HELP = (
+    "chat template in place of the tokenizer's own: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
+)
 
 
 def read_chat_template(name_or_path: str) -> str:
@@ -31,13 +36,18 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
 
 
 def load_chat_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """As `load_tokenizer`, for --tokenizer: one without a chat template gets Vicuna's; ValueError if there is none."""
+    """As `load_tokenizer`, for --tokenizer; one without a chat template gets Vicuna's, which a line says.
+
+    ValueError if there is no tokenizer.
+    """
     template = read_chat_template(chat_template or "vicuna")
     try:
         tokenizer = load_tokenizer(path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--tokenizer {path} is no tokenizer's folder or hub id ({reason}); check the path") from None
+    if not chat_template and not tokenizer.chat_template:
+        logger.warning("--tokenizer %s has no chat template: --chat_template vicuna is taken", path)
     if chat_template or not tokenizer.chat_template:
         tokenizer.chat_template = template
     return tokenizer

@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -110,6 +111,12 @@ def split_held_out(dataset: datasets.Dataset, rows: int, seed: int = 0) -> tuple
     hashes = [hashlib.sha256(f"{seed}:{row_id}".encode()).digest()[:8] for row_id in dataset["id"]]
     ranked = sorted(range(len(hashes)), key=lambda i: (hashes[i], i))
     return dataset.select(sorted(ranked[rows:])), dataset.select(sorted(ranked[:rows]))
+
+
+def row_lengths(dataset: datasets.Dataset) -> list[int]:
+    """Tokens of every row."""
+    batches = dataset.select_columns(["input_ids"]).with_format("arrow").iter(batch_size=1000)
+    return [length for batch in batches for length in pc.list_value_length(batch["input_ids"]).to_pylist()]
 
 
 def label_counts(dataset: datasets.Dataset, vocab_size: int, max_length: int) -> Tensor:

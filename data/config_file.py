@@ -1,14 +1,45 @@
-"""What all command lines share: `--config FILE.yaml` with defaults for the flags, and errors as one line on stderr."""
+"""What all command lines share: flags, `--config FILE.yaml` with defaults for them, errors and Ctrl-C as one line.
+
+Every entry point imports this module before torch: OpenMP reads its wait policy when torch loads it. Threads that wait
+should sleep, because on cores that other programs share, spinning ones make small models many times slower.
+"""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Errors are one sentence without the usage; an unknown flag is answered with the known one that is nearest."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        self.refuse(unknown)
+        return options
+
+    def refuse(self, unknown: Sequence[str]) -> None:
+        """Exit with status 2 if anything of the command line was not understood."""
+        flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+        if flags:
+            near = difflib.get_close_matches(flags[0], self._option_string_actions, 1)
+            self.error(f"unknown flag {flags[0]}; {f'did you mean {near[0]}?' if near else '--help lists the flags'}")
+        if unknown:
+            self.error(f"{unknown[0]!r} belongs to no flag; --help lists the flags")
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"error: {message}\n")
 
 
 def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -60,10 +91,39 @@ def parse_with_config(
     return options
 
 
-def exit_status(run: Callable[[], bool | None]) -> int:
-    """Run a script's work: 0, 1 when it returns False, 2 when it cannot run, with the reason on stderr."""
+def exit_status(run: Callable[[], object]) -> int:
+    """Run a script's work: 0, 1 when it returns False, 2 when it cannot run, 130 after Ctrl-C; the reason on stderr.
+
+    SIGTERM counts as Ctrl-C: a launcher stops its processes by it.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(*_: Any) -> None:
+        for number in before:
+            signal.signal(number, lambda *_: None)  # a terminal and a launcher may both send one
+        raise KeyboardInterrupt
+
     try:
-        return int(run() is False)
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:  # as it is in the background of a script
+                signal.signal(number, stop)
+        status = int(run() is False)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt as interrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\ninterrupted; {str(interrupt) or 'the same command starts again'}", file=sys.stderr)
+        return 130  # signals that are still to come change nothing
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return status
+
+
+@contextmanager
+def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
+    """Inside, Ctrl-C ends the program with the line that `kept()` gives: what is left, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(kept()) from None

@@ -6,8 +6,10 @@ target's own token at each position given the text before it (-100 at position 0
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
-what the chat template adds after them. A conversation with the same user turns as an earlier one would get the same
-answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out and trained on.
+what the chat template adds after them. Where the template rewrites earlier turns (it drops thoughts), the turn begins
+a row of the same id with the prompt as inference has it. A conversation with the same user turns as an earlier one
+would get the same answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out
+and trained on.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows,
 repeated, fingerprint, bad_rows}, end_token_ids, shards [{file, rows, first_row, source_rows, skipped, cut, …}], counts
@@ -21,6 +23,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
+
+from draft_heads.data.config_file import on_interrupt
 
 import datasets
 from rich.console import Console
@@ -61,14 +65,14 @@ def distill(
         tokens = distiller.count_tokens(rest)
         print(check_disk(tokens, options.labels == "argmax", hidden_size, distiller.hidden_dtype, output))
     folder.begin()
-    with DistillProgress(show_progress) as bars:
+    with on_interrupt(folder.kept), DistillProgress(show_progress) as bars:
         distiller.progress = bars
         bars.update(bars.rows, completed=folder.next_row, total=len(loaded.dataset))
         while folder.next_row < len(loaded.dataset):
             _write_shard(folder, distiller, loaded.dataset)
             counts = folder.manifest["counts"]
             note = f"{counts['trained_tokens']:,} trained tokens, agreement {counts['agreement']}"
-            bars.update(bars.rows, note=note)
+            bars.update(bars.rows, completed=folder.next_row, note=note)
     folder.finish()
     return folder.manifest
 
@@ -113,7 +117,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
 
     entry = {
         "first_row": first,
-        "source_rows": len(rows),
+        "source_rows": last - first,
         "skipped": [
             {"row": row.number, "id": row.id, "reason": row.skipped} for row in rows if row.skipped is not None
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -33,6 +33,8 @@ class Row:
     ids: list[int]
     mask: list[bool]
     pending: list[int]
+    text: str = ""  # rendering of the last prompt, when answers are generated
+    answer: tuple[str, bool] = ("", True)  # text of the last answer, and whether that is all of it
     skipped: str | None = None
     cut: bool = False
     finish: str = "end"
@@ -83,10 +85,16 @@ class Distiller:
         self.progress = DistillProgress(show=False)
 
     def rows(self, conversations: datasets.Dataset, first: int = 0) -> list[Row]:
-        """Rendered or generated rows, skipped ones included, not yet labelled; numbered from `first`."""
+        """Rendered or generated rows, skipped ones included, not yet labelled; numbered from `first`.
+
+        A conversation is one row, but for templates that rewrite earlier turns in later prompts (they drop thoughts):
+        there each turn that is answered after such a change begins a row, of the same number and id.
+        """
         rows = [self._new_row(first + i, record) for i, record in enumerate(conversations)]
+        ended: list[Row] = []
         while waiting := [row for row in rows if row.pending]:
-            self._answer_next_turn(waiting)
+            ended += self._answer_next_turn(waiting)
+        rows = sorted(ended + rows, key=lambda row: row.number)
         for row in rows:
             if row.skipped is None and not any(row.mask):
                 row.skipped = f"its first answer begins beyond max_length {self.max_length}"
@@ -153,21 +161,33 @@ class Distiller:
             ) from None
         row.pending, row.mask, row.skipped = [], [], str(error)
 
-    def _answer_next_turn(self, rows: list[Row]) -> None:
-        """Answer the first pending turn of every row, or end the conversation where its prompt does not fit."""
-        answering, prompts = [], []
+    def _answer_next_turn(self, rows: list[Row]) -> list[Row]:
+        """Answer the first pending turn of every row, or end the conversation where its prompt does not fit.
+
+        Returns the rows that ended because the template rewrote them; their conversations go on in `rows`.
+        """
+        answering, prompts, ended = [], [], []
         for row in rows:
-            messages = row.messages[: row.pending.pop(0) + 1]
+            turn = row.pending.pop(0)
+            if row.ids:
+                row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0]}
+            messages = row.messages[: turn + 1]
             try:
-                prompt = row.ids + self.renderer.next_turn(messages) if row.ids else self.renderer.prompt(messages)
+                text = self.renderer.prompt_text(messages)
+                kept = self._kept_tokens(row, messages, text)
+                prompt = self.renderer.prompt(messages) if kept is None else kept
             except ConversationError as error:
                 self._reject(row, error)
                 continue
-            if len(prompt) < self.max_length:
-                answering.append(row)
-                prompts.append(prompt)
-            else:
+            if len(prompt) >= self.max_length:
                 row.pending, row.cut = [], bool(row.ids)
+                continue
+            if row.ids and kept is None:
+                ended.append(replace(row, pending=[]))
+                row.ids, row.mask = [], []
+            row.text = text
+            answering.append(row)
+            prompts.append(prompt)
         limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
         bars = self.progress
         bars.reset(bars.answers, total=len(prompts), visible=True)
@@ -175,10 +195,21 @@ class Distiller:
         for row, prompt, answer in zip(answering, prompts, answers):
             row.mask += [False] * (len(prompt) - len(row.ids)) + [True] * len(answer.tokens)
             row.ids = prompt + answer.tokens
+            row.answer = self.renderer.answer_text(answer.tokens, self.target.end_token_ids)
             row.finish = answer.finish
             if answer.finish != "end":
                 row.pending = []
                 row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
+        return ended
+
+    def _kept_tokens(self, row: Row, messages: list[dict[str, str]], text: str) -> list[int] | None:
+        """The row's own tokens with the next prompt behind them; None where its `text` rewrites what was there."""
+        answer, complete = row.answer
+        behind = text[len(row.text) :].lstrip()
+        if not row.ids or not complete or not text.startswith(row.text) or not behind.startswith(answer):
+            return None
+        more = self.renderer.next_turn(messages)
+        return row.ids + (more[1:] if more[:1] == row.ids[-1:] else more)  # one token ends a turn and begins the next
 
 
 def without_repeats(conversations: datasets.Dataset) -> datasets.Dataset:

@@ -1,26 +1,68 @@
-"""What identifies a target for labels and heads: its sizes, its tokenizer, its chat template."""
+"""What identifies a target: its architecture and sizes, tokenizer, chat template, and a sample of its weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-FIELDS = ("vocab_size", "hidden_size", "tokenizer_hash", "chat_template_hash")
+logger = logging.getLogger(__name__)
+
+SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+FIELDS = ("architecture", "vocab_size", "hidden_size", *SIZES, "tokenizer_hash", "chat_template_hash")
+WEIGHTS = ("quantization", "weights_hash")
+_VALUES_PER_WEIGHT = 16
 # Two vocabularies with equal entries may still split text differently: the hash covers how this text is split.
 _PROBE = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
 
 
-def target_fingerprint(config: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """`FIELDS` of a target from its text config and its tokenizer; stable across library versions."""
-    return {
+def target_fingerprint(
+    config: Any, tokenizer: PreTrainedTokenizerBase, sampled_weights: str | None = None
+) -> dict[str, Any]:
+    """`FIELDS` of a target from its text config and its tokenizer; stable across library versions.
+
+    sampled_weights: its `weights_hash`; None leaves the weights out, which are then not compared
+    """
+    fingerprint = {
+        "architecture": str(config.model_type).removesuffix("_text"),  # one name alone and inside a multimodal model
         "vocab_size": int(config.vocab_size),
         "hidden_size": int(config.hidden_size),
+        **{name: getattr(config, name, None) for name in SIZES},
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "chat_template_hash": chat_template_hash(tokenizer),
     }
+    if sampled_weights is not None:
+        quantization = getattr(config, "quantization_config", None)
+        fingerprint["quantization"] = None if quantization is None else str(_quantization_method(quantization))
+        fingerprint["weights_hash"] = sampled_weights
+    return fingerprint
+
+
+def _quantization_method(config: Any) -> Any:
+    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    return getattr(method, "value", method)
+
+
+def weights_hash(*modules: nn.Module) -> str:
+    """Hash of evenly spaced values of every weight (16 hex digits); alike in float32 and bfloat16.
+
+    Values are rounded to bfloat16, then to 1/127 of the largest one sampled of their tensor, so that what float16
+    loses of the small ones of a bfloat16 checkpoint does not count. Packed values of quantised layers are left out.
+    """
+    digest = hashlib.sha256()
+    for name, weight in (named for module in modules for named in module.named_parameters()):
+        if type(weight) is not nn.Parameter or not weight.is_floating_point() or not weight.numel():
+            continue
+        step = -(-weight.numel() // _VALUES_PER_WEIGHT)
+        values = weight.detach().reshape(-1)[::step].cpu().to(torch.bfloat16).float()
+        levels = (values / values.abs().max().clamp(min=1e-30) * 127).round().to(torch.int8)
+        digest.update(name.encode() + levels.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -38,18 +80,43 @@ def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return _digest(tokenizer.get_chat_template()) if tokenizer.chat_template else None
 
 
-def check_fingerprint(manifest_fp: dict[str, Any], target_fp: dict[str, Any], what: str) -> None:
-    """ValueError naming every field in which `what` (say "--dataset OUT") was not made with this target."""
+def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: str, fine_tune: bool = False) -> None:
+    """ValueError naming every field in which `what` (say "--dataset OUT") was not made for this target.
+
+    fine_tune: other weights, and with them another chat template, are allowed and reported in one line. A field that
+    an older version did not write is not compared, which a line says too.
+    """
+    missing = [name for name in (*FIELDS, *WEIGHTS) if name not in made_for and name in target]
     different = [
-        f"{name} {manifest_fp.get(name)!r} against the target's {target_fp.get(name)!r}"
-        for name in FIELDS
-        if manifest_fp.get(name) != target_fp.get(name)
+        name for name in (*FIELDS, *WEIGHTS) if name in made_for and name in target and made_for[name] != target[name]
     ]
-    if different:
-        raise ValueError(
-            f"{what} belongs to another target: {'; '.join(different)}; pass the target it was made with, or make "
-            "it again for this one"
+    weights = [name for name in different if name in WEIGHTS]
+    others = [name for name in different if name not in WEIGHTS]  # their difference implies that of the weights
+    if fine_tune and weights and set(others) <= {"chat_template_hash"}:
+        logger.warning(
+            "%s was trained for another model of the same architecture and tokenizer (other weights%s): decoding stays "
+            "lossless, but fewer drafts may be accepted",
+            *(what, ", another chat template" if others else ""),
         )
+        return
+    named = "; ".join(f"{name} {made_for[name]!r} against the target's {target[name]!r}" for name in others or weights)
+    if others == ["chat_template_hash"] and not weights:
+        raise ValueError(
+            f"{what} was made for this target with another chat template ({named}); pass the --chat_template it was "
+            "made with, or none if it was made with the tokenizer's own, or make it again with this one"
+        )
+    if others:
+        raise ValueError(
+            f"{what} belongs to another target: {named}; pass the target it was made with, or make it again for this "
+            "one"
+        )
+    if weights:
+        raise ValueError(
+            f"{what} was made with other weights of the same architecture, a fine-tune or another quantization "
+            f"({named}); labels are a model's own: pass the target that made them, or make them again with this one"
+        )
+    if missing:
+        logger.warning("%s was made by an older version: not compared: %s", what, ", ".join(missing))
 
 
 def _digest(text: str) -> str:

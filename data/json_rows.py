@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
-
 
 class MalformedJson(ValueError):
     """A file or a line that is not JSON."""
@@ -33,6 +31,8 @@ def hub_rows(source: str, split: str | None, config: str | None = None) -> Itera
     """("SOURCE, split S, row K", record) of a dataset folder or hub id; split None takes `test`, else the first."""
     if Path(source).suffix in {".json", ".jsonl"}:
         raise FileNotFoundError(f"{source} does not exist; pass a JSON or JSONL file or a hub id")
+    import datasets  # takes a second
+
     if (Path(source) / "dataset_info.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
         loaded = datasets.load_from_disk(source)
     else:

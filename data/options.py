@@ -56,6 +56,22 @@ def add_flags(group: Any, options: type) -> None:
         group.add_argument(f"--{f.name}", **settings)
 
 
+THREADS_HELP = "CPU threads of a process; 0: torch's choice, one a core (0)"
+
+
+def add_threads(parser: Any) -> None:
+    """The flag --threads; `use_threads` applies it."""
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help=THREADS_HELP)
+
+
+def use_threads(threads: int) -> None:
+    """Let torch compute with so many CPU threads; 0 leaves its choice; ValueError for fewer."""
+    if threads < 0:
+        raise ValueError(f"--threads must be 0 (torch's choice) or more; got {threads}")
+    if threads:
+        torch.set_num_threads(threads)
+
+
 def true_or_false(text: str) -> bool:
     """`true`, `yes`, `1`, `false`, `no` or `0` as a boolean, for argparse."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -9,12 +9,17 @@ end-of-turn token included and nothing after it. Example, ChatML:
 A template that marks them with `{% generation %}` gives the mask. Otherwise every assistant turn is located by
 rendering the conversation again with a placeholder in its place: the text before and after the placeholder is the
 template's, and the rest of the real rendering is the turn. No separator is ever guessed.
+
+Templates that drop parts of earlier turns (thoughts, an analysis channel) or that end the last turn with another token
+are rendered as they are: an earlier answer is what the template leaves of it, the last one is everything the target
+would write after the generation prompt.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -78,7 +83,7 @@ class ChatRenderer:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template with "
-                "the one the target was trained on: a .jinja file, or the name of a bundled one"
+                "the one the target was trained on: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
             )
         if not tokenizer.is_fast:
             raise ValueError(
@@ -97,6 +102,19 @@ class ChatRenderer:
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids [L] of `messages` with the generation prompt."""
         return self._encode(self._text(messages, add_generation_prompt=True))[0]
+
+    def prompt_text(self, messages: Messages) -> str:
+        """The text of `prompt`."""
+        return self._text(messages, add_generation_prompt=True)
+
+    def answer_text(self, answer: list[int], end_token_ids: Sequence[int]) -> tuple[str, bool]:
+        """(text of a generated answer after its last special token, whether that is all of it); end tokens are cut."""
+        while answer and answer[-1] in end_token_ids:
+            answer = answer[:-1]
+        special = [i + 1 for i, token in enumerate(answer) if token in self._special]
+        rest = answer[special[-1] :] if special else answer
+        text = self.tokenizer.decode(rest, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text).strip(), not special
 
     def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """(input_ids [L], assistant_mask [L]); see the module's docstring."""
@@ -180,6 +198,9 @@ class ChatRenderer:
             replaced = messages[:number] + [{"role": "assistant", "content": placeholder}]
             whole = self._text(replaced + messages[number + 1 :])
             before, found, after = whole.partition(placeholder)
+            prompt = self._text(messages[:number], add_generation_prompt=True)
+            if not text.startswith(before) and before.startswith(prompt) and text.startswith(prompt):
+                before = prompt  # the template moves thoughts out of the content; the target writes them too
             start, content = len(before), len(text) - len(after)
             located = found and placeholder not in after and text.startswith(before) and text.endswith(after)
             if not located or start > content:
@@ -190,7 +211,6 @@ class ChatRenderer:
                     "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
                 )
             own = _common_prefix(after, self._text(replaced).rpartition(placeholder)[2])
-            prompt = self._text(messages[:number], add_generation_prompt=True)
             # The target writes the whitespace between the generation prompt and the content: "ASSISTANT:" is the
             # prompt, " Hello." the answer.
             aligned = before.startswith(prompt) and not before[len(prompt) :].strip()

@@ -62,7 +62,6 @@ class ShardFolder:
         folder = Path(output)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {output} is a file; pass a folder")
-        folder.mkdir(parents=True, exist_ok=True)
         written = folder / MANIFEST
         if written.exists() and not overwrite:
             manifest = _read_manifest(folder)
@@ -75,13 +74,15 @@ class ShardFolder:
                 raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
             _check_shards(folder, manifest)
             return cls(folder, manifest)
-        if foreign := sorted(path.name for path in folder.iterdir() if not _is_own_file(path)):
+        there = folder.iterdir() if folder.exists() else ()
+        if foreign := sorted(path.name for path in there if not _is_own_file(path)):
             raise ValueError(f"--output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
         return cls(folder, fresh)
 
     def begin(self) -> None:
-        """Remove shards that the manifest does not list, and temporary files."""
+        """Make the folder; remove shards that the manifest does not list, and temporary files."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not self.manifest["shards"]:
             (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
         named = {MANIFEST, *(shard["file"] for shard in self.manifest["shards"])}
@@ -127,6 +128,13 @@ class ShardFolder:
         entry = {"file": name, "rows": written, "bytes": path.stat().st_size, **entry, "counts": counts}
         self.manifest["shards"].append(entry)
         self._save()
+
+    def kept(self) -> str:
+        """What an interrupted run leaves, and how to go on with it."""
+        if not self.manifest["shards"]:
+            return "no shard was finished: the same command starts again (--shard_rows N makes smaller ones)"
+        done = f"{self.next_row} of {self.manifest['data']['rows']} conversations"
+        return f"{done} are done and kept in {self.folder}: the same command goes on there"
 
     def finish(self) -> None:
         """Mark the folder complete."""
@@ -191,7 +199,7 @@ def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
     return [
         f"{key} is {old.get(key)!r} there, {new.get(key)!r} here"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        if old.get(key) != new.get(key) and (key in old or not key.startswith("target.fingerprint"))  # older versions
     ]
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import check_fingerprint
+from draft_heads.data.pretrained import check_folder_or_hub_id
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.config import HeadConfig
 
@@ -56,10 +57,7 @@ def locate(source: str | Path) -> Path:
     folder = Path(source)
     if folder.is_dir():
         return folder
-    if folder.is_absolute() or str(source).count("/") != 1:
-        raise ValueError(
-            f"a head checkpoint must be a folder or a hub id OWNER/NAME; {source} is neither; check the path"
-        )
+    check_folder_or_hub_id("head checkpoint", str(source))
     try:
         return Path(snapshot_download(str(source)))
     except Exception as error:
@@ -86,14 +84,15 @@ def read_config(source: str | Path) -> dict[str, Any]:
 def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = None) -> DraftHead:
     """Load a head (float32, CPU, evaluation mode) from a folder or hub id.
 
-    With a target's fingerprint given, a head trained for another target is refused with every difference named.
+    With a target's fingerprint given, a head trained for another target is refused with every difference named; one
+    for other weights of the same architecture and tokenizer is loaded, and a line says so.
     """
     folder = locate(source)
     values = read_config(folder)
     head_class, config_class = head_classes(values["kind"])
     config = config_class.from_dict(values)
     if target_fingerprint is not None:
-        check_fingerprint(config.target_fingerprint, target_fingerprint, f"head {source}")
+        check_fingerprint(config.target_fingerprint, target_fingerprint, f"head {source}", fine_tune=True)
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise ValueError(f"a head checkpoint needs {WEIGHTS}; {folder} has none; copy the checkpoint again")

@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
@@ -105,6 +106,19 @@ def anchor_scores(input_ids: Tensor, seed: int) -> Tensor:
     return value
 
 
+def rank_in_segment(score: Tensor, segment_ids: Tensor) -> Tensor:
+    """[B, L] int64, how many positions of the same segment have a higher score; scores are 0 or more, and below 2^32.
+
+    Worked example: segments 1 1 1 2 2 with scores 5 9 7 3 4 have the ranks 2 0 1 1 0.
+    """
+    order = (segment_ids * 2**32 - score).argsort(dim=-1, stable=True)
+    sorted_segments = segment_ids.gather(1, order)
+    index = torch.arange(score.shape[1], device=score.device).expand_as(order)
+    begins = F.pad(sorted_segments[:, 1:] != sorted_segments[:, :-1], (1, 0), value=True)
+    first = torch.where(begins, index, 0).cummax(-1).values
+    return torch.zeros_like(order).scatter_(1, order, index - first)
+
+
 def select_windows(
     input_ids: Tensor,
     greedy_ids: Tensor,
@@ -113,21 +127,21 @@ def select_windows(
     size: int,
     end_token_ids: list[int],
     agree: bool = True,
-    anchors_per_row: int = 0,
+    anchors_each: int = 0,
     seed: int = 0,
     tokens_after: int = 0,
 ) -> Windows:
-    """The windows of at most `anchors_per_row` anchors of each row (0: every valid anchor)."""
+    """The windows of at most `anchors_each` anchors of each conversation (0: every valid anchor)."""
     labels, lengths, closed, valid = label_windows(
         input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree, tokens_after
     )
-    per_row = int(valid.sum(-1).max())
-    take = min(per_row, anchors_per_row) if anchors_per_row else per_row
     real = torch.where(segment_ids > 0, input_ids, -1)  # padding must not change a row's anchors
     score = torch.where(valid, anchor_scores(real, seed) + 1, 0)
-    chosen = score.topk(take, dim=-1).indices
+    sampled = valid if anchors_each == 0 else valid & (rank_in_segment(score, segment_ids) < anchors_each)
+    take = int(sampled.sum(-1).max())
+    chosen = (score * sampled).topk(take, dim=-1).indices
     anchors = chosen.sort(-1).values
-    picked = valid.gather(1, anchors)
+    picked = sampled.gather(1, anchors)
     order = torch.argsort((~picked).long(), dim=-1, stable=True)  # valid first, still ascending
     anchors, picked = anchors.gather(1, order), picked.gather(1, order)
     return Windows(

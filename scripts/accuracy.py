@@ -17,19 +17,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.config_file import exit_status, parse_with_config
+
 import torch
 from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
-from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import load_target, target_parser
+from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser
 from draft_heads.train.options import RunOptions
-from draft_heads.train.run import load_data
+from draft_heads.train.training_data import load_data
 
 
 @torch.inference_mode()
@@ -68,18 +69,15 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main() -> None:
-    try:
-        args = parse_with_config(parser(), None, ("target", "heads", "dataset", "output"))
-        named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
-        if len(named) != len(args.heads):
-            raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
-        target = load_target(args)
-        heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
-        run = RunOptions(args.target, args.dataset, held_out=args.rows)
-        data = {name: load_data(run, target, head.config.target_layers) for name, head in heads.items()}
-    except (ValueError, OSError) as error:
-        sys.exit(f"scripts/accuracy.py: {error}")
+def run(args: argparse.Namespace) -> None:
+    named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
+    if len(named) != len(args.heads):
+        raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
+    check_positive(args, "rows")
+    target = load_target(args)
+    heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
+    rows = RunOptions(args.target, args.dataset, held_out=args.rows)
+    data = {name: load_data(rows, target, head.config.target_layers, "--rows") for name, head in heads.items()}
     results = {}
     for name, head in heads.items():
         _, held_out, _, collator = data[name]
@@ -91,5 +89,10 @@ def main() -> None:
     print(f"written: {args.output / 'accuracy.md'}")
 
 
+def main() -> int:
+    required = ("target", "heads", "dataset", "output")
+    return exit_status(lambda: run(parse_with_config(parser(), None, required)))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,10 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from draft_heads.data.config_file import exit_status, parse_with_config
+
 from rich.console import Console
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
-from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.datastore import MANIFEST, build_datastore
 from draft_heads.inference.evaluation.report import check_output
 from draft_heads.scripts.decoding_options import check_positive, script_parser

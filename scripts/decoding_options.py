@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from draft_heads.data.config_file import OptionParser, parse_with_config
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
-from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.files import write_text
 from draft_heads.data.loops import LoopDetector
-from draft_heads.data.options import DTYPES, dtype_name, dtype_named
+from draft_heads.data.options import DTYPES, add_threads, dtype_name, dtype_named, use_threads
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
@@ -35,7 +34,7 @@ REPORTED = (
 
 def script_parser(description: str | None, config: bool = True) -> argparse.ArgumentParser:
     """A parser whose help shows the script's docstring as written; with --config, which `parse_with_config` reads."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OptionParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if config:
         parser.add_argument("--config", type=Path, help="YAML file with defaults for any of these flags, no dashes")
     return parser
@@ -60,7 +59,7 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--device", help="default: cuda if there is one, else cpu; auto spreads layers")
     add("--compile", action="store_true", help="compile the target; the first answers take longer")
     add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="over tree nodes (default masked)")
-    add("--threads", type=int, help="CPU threads (default: torch's choice)")
+    add_threads(parser)
     return parser
 
 
@@ -86,7 +85,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     add("--acceptance", choices=ACCEPTANCE, default="exact", help="typical is LOSSY: answers are not the target's own")
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
     options = parse_with_config(parser, arguments, ("target", "drafters", "benchmarks", "output"))
-    check_positive(options, "max_new_tokens", "max_nodes", "limit", "threads", "batch_size")
+    check_positive(options, "max_new_tokens", "max_nodes", "limit", "batch_size")
     if options.acceptance not in ACCEPTANCE:
         raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
@@ -101,9 +100,7 @@ def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_target(options: argparse.Namespace) -> Target:
-    """Load the target as the options say; sets the number of threads first."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    """Load the target as the options say."""
     target = Target.from_pretrained(
         options.target, options.dtype, options.device, options.target_adapter, options.chat_template
     )
@@ -111,7 +108,8 @@ def load_target(options: argparse.Namespace) -> Target:
 
 
 def configure_target(target: Target, options: argparse.Namespace) -> Target:
-    """Apply --attention and --compile; returns the target."""
+    """Apply --threads, --attention and --compile; returns the target."""
+    use_threads(options.threads)
     if options.attention not in TREE_ATTENTION:
         raise ValueError(f"--attention must be one of {', '.join(TREE_ATTENTION)}, got {options.attention!r}")
     if options.attention != "masked":

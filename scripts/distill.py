@@ -15,20 +15,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.config_file import OptionParser, exit_status, parse_with_config
+
 from rich.console import Console
 from rich.table import Table
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
-from draft_heads.data.config_file import parse_with_config
 from draft_heads.data.distill import distill, preview
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.options import DTYPES, add_flags, option_names
+from draft_heads.data.options import DTYPES, add_flags, add_threads, option_names, use_threads
 from draft_heads.inference.target.target import Target
 
 
 def parser() -> argparse.ArgumentParser:
     """One flag per field of DistillOptions, the target's flags, input and output."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--config", type=Path, metavar="FILE.yaml", help="the flags below as YAML keys; flags override them")
     p.add_argument("--target", help="folder or hub id of the target")
     p.add_argument("--dataset", help="ShareGPT or messages JSON/JSONL file, dataset folder or hub id")
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", help="cpu, cuda, …; auto spreads the layers over all devices (a GPU where there is one)")
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--target_adapter", metavar="DIR", help="PEFT adapter merged into the target")
+    add_threads(p)
     return p
 
 
@@ -53,24 +55,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def run(args: dict[str, Any]) -> None:
+    options = DistillOptions(**{name: args[name] for name in option_names(DistillOptions)})
+    use_threads(args["threads"])
+    target = Target.from_pretrained(
+        args["target"], args["dtype"], args["device"], args["target_adapter"], args["chat_template"]
+    )
+    if args["preview"]:
+        preview(target, args["dataset"], args["preview"], options)
+        return
+    print(f"writes {args['output']}/shard-*.arrow and {args['output']}/manifest.json")
+    manifest = distill(target, args["dataset"], args["output"], options, args["overwrite"])
+    summary(manifest, args["output"])
+
+
 def main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    try:
-        args = vars(parse(argv))
-        options = DistillOptions(**{name: args[name] for name in option_names(DistillOptions)})
-        target = Target.from_pretrained(
-            args["target"], args["dtype"], args["device"], args["target_adapter"], args["chat_template"]
-        )
-        if args["preview"]:
-            preview(target, args["dataset"], args["preview"], options)
-            return 0
-        print(f"writes {args['output']}/shard-*.arrow and {args['output']}/manifest.json")
-        manifest = distill(target, args["dataset"], args["output"], options, args["overwrite"])
-    except (ValueError, OSError) as error:
-        print(f"distill: {error}", file=sys.stderr)
-        return 1
-    summary(manifest, args["output"])
-    return 0
+    return exit_status(lambda: run(vars(parse(argv))))
 
 
 def summary(manifest: dict[str, Any], output: str) -> None:

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from draft_heads.data.config_file import exit_status, on_interrupt
+
 from rich.console import Console
 
 from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
-from draft_heads.data.config_file import exit_status
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.evaluation.answers import AnswerFiles
 from draft_heads.inference.evaluation.evaluate import (
@@ -93,7 +94,9 @@ def run(options: argparse.Namespace) -> None:
     engines: dict[str, AnyEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
     clear_output(options.output)
     answers = AnswerFiles(options.output, list(engines))
-    evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)
+    kept = f"the answers so far are in {options.output / 'answers'}, without a report; the same command starts again"
+    with on_interrupt(lambda: kept):
+        evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)
     report = build_report(evaluation, **describe_run(options, target), seed=options.seed)
     show_report(console, options.output, report)
 

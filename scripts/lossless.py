@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from draft_heads.data.config_file import exit_status
+
 from rich.console import Console
 from rich.table import Table
 
-from draft_heads.data.config_file import exit_status
 from draft_heads.inference.evaluation.evaluate import TurnRecord
 from draft_heads.inference.evaluation.metrics import lossless_counts
 from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json

@@ -20,19 +20,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from draft_heads.data.config_file import exit_status, on_interrupt
+
 import tokenizers
 import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.functional import cross_entropy, pad
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.benchmarks import gsm8k_answer
 from draft_heads.data.bpe import train_tokenizer
 from draft_heads.data.conversations import load_conversations, parse_record
 from draft_heads.data.loops import loop_start
+from draft_heads.data.options import add_threads, use_threads
+from draft_heads.data.pretrained import check_folder_or_hub_id
 from draft_heads.data.rendering import ChatRenderer, ConversationError, end_token_ids
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.inference.evaluation.report import markdown_table
@@ -50,7 +54,6 @@ INTEGERS = {
     "batch_tokens": (1024, "tokens per optimizer step"),
     "conversations": (30000, "size of the synthetic corpus"),
     "questions": (250, "unseen prompts to measure on, each kind"),
-    "threads": (2, "CPU threads"),
     "seed": (0, "of weights and corpus"),
 }
 """Flag → default, help."""
@@ -62,9 +65,13 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dataset", help="ShareGPT or messages JSON(L), or a hub id; default: the synthetic corpus")
     parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
     parser.add_argument("--max_minutes", type=float, default=12, help="training time, the schedule's length (12)")
+    parser.add_argument(
+        "--store", choices=["float32", "bfloat16"], default="float32", help="dtype of the saved weights"
+    )
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="peak learning rate (0.003)")
     for name, (default, text) in INTEGERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+    add_threads(parser)
     options = parser.parse_args(argv)
     if options.hidden % 32 or options.hidden < 32:
         parser.error(f"--hidden must be a multiple of 32 (heads have 32 dimensions); got {options.hidden}")
@@ -109,14 +116,15 @@ def render(tokenizer: PreTrainedTokenizerFast, messages: list[list[dict]], max_l
 # ---- model and training ----------------------------------------------------------------------------------
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace) -> torch.nn.Module:
     """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
     heads, ends = options.hidden // 32, list(end_token_ids(tokenizer))
     marks = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = {"hidden_size": options.hidden, "intermediate_size": options.hidden * 5 // 2}
     sizes |= {"num_hidden_layers": options.layers, "max_position_embeddings": 2 * options.max_length}
     sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads}
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        "llama",
         vocab_size=len(tokenizer),
         initializer_range=options.hidden**-0.5,
         tie_word_embeddings=False,
@@ -124,7 +132,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
         **sizes,
         **marks,
     )
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     ending = ends if len(ends) > 1 else ends[0]
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=ending, **marks)
     return model
@@ -149,7 +157,7 @@ def batches(rows: list[Row], batch_tokens: int, seed: int) -> Iterator[tuple[tor
             )
 
 
-def loss_of(model: LlamaForCausalLM, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of the assistant's tokens; right padding is out of causal attention's reach."""
     ids_BL, mask_BL = ids_BL.to(model.device), mask_BL.to(model.device)
     hidden_BLH = model.model(input_ids=ids_BL[:, :-1]).last_hidden_state
@@ -158,7 +166,7 @@ def loss_of(model: LlamaForCausalLM, ids_BL: torch.Tensor, mask_BL: torch.Tensor
 
 
 def train(
-    model: LlamaForCausalLM, practice: list[Row], rows: list[Row], options: argparse.Namespace, console: Console
+    model: torch.nn.Module, practice: list[Row], rows: list[Row], options: argparse.Namespace, console: Console
 ) -> dict:
     """Train for `--max_minutes`, `PRACTICE` of it on `practice` if any: 50 steps warm-up, linear decay from half.
 
@@ -264,15 +272,16 @@ Made by
 """
 
 
-def main(argv: list[str] | None = None) -> dict:
+def make(argv: list[str] | None = None) -> dict:
     options, console = parse_options(argv), Console(stderr=True)
-    torch.set_num_threads(options.threads)
+    use_threads(options.threads)
     torch.manual_seed(options.seed)
     output = Path(options.output)
 
     with console.status("reading and tokenizing the corpus"):
         messages, unseen = load_messages(options)
         if options.tokenizer:
+            check_folder_or_hub_id("--tokenizer", options.tokenizer)
             tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
@@ -287,16 +296,18 @@ def main(argv: list[str] | None = None) -> dict:
     console.print(f"{len(rows):,} conversations, {size:,} tokens, {parameters:,} parameters")
     trained = train(model, practice, rows, options, console)
 
-    model.save_pretrained(output)
+    model.to(getattr(torch, options.store)).save_pretrained(output)
+    model.float()  # the figures below are of the stored weights
     tokenizer.save_pretrained(output)
-    with console.status("measuring on unseen prompts"):
+    kept = f"the model is in {output}, not yet measured; empty it to make another"
+    with on_interrupt(lambda: kept), console.status("measuring on unseen prompts"):
         figures = measure(Target(model, tokenizer), unseen, options)
     command = shlex.join(["python", "scripts/make_tiny_target.py", *(sys.argv[1:] if argv is None else argv)])
     facts = {
         "parameters": parameters,
         "conversations": len(rows),
         **trained,
-        "device": f"{model.device.type}, {options.threads} threads, {platform.machine()}",
+        "device": f"{model.device.type}, {torch.get_num_threads()} threads, {platform.machine()}",
         "python": platform.python_version(),
         **{module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},
     }
@@ -309,5 +320,9 @@ def main(argv: list[str] | None = None) -> dict:
     return figures
 
 
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(lambda: make(argv))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

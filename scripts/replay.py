@@ -17,12 +17,14 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from draft_heads.data.config_file import exit_status, parse_with_config
+
 from rich.console import Console
 
 from draft_heads.data.benchmarks import Question, load_benchmark
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
-from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.json_rows import read_json_rows
+from draft_heads.data.options import add_threads, use_threads
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.evaluation.answers import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--overwrite", action="store_true", help="replace a finished run in --output")
     p.add_argument("--limit", type=int, help="only the first N answered questions")
     p.add_argument("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add_threads(p)
     return p
 
 
@@ -55,6 +58,7 @@ def read_questions(path: Path) -> list[Question]:
 def run(options: argparse.Namespace) -> None:
     console = Console()
     check_positive(options, "limit", "max_nodes")
+    use_threads(options.threads)
     specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))

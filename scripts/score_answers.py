@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from draft_heads.data.config_file import exit_status
+
 from draft_heads.inference.evaluation.answers import Answer, QuestionId, QuestionKey, read_answers, read_jsonl, some
 from draft_heads.scripts.decoding_options import script_parser
 
@@ -100,20 +102,18 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def run(arguments: list[str] | None) -> None:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--answers", type=Path, required=True, help="the drafter's answers, FastChat JSONL")
     parser.add_argument("--baseline", type=Path, required=True, help="the target's own answers to them")
     parser.add_argument("--questions", type=Path, help="questions with categories, for one row per category")
     options = parser.parse_args(arguments)
-    try:
-        categories = read_categories(options.questions) if options.questions else None
-        scores = score_answers(read_answers(options.answers), read_answers(options.baseline), categories)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(format_table(scores))
-    return 0
+    categories = read_categories(options.questions) if options.questions else None
+    print(format_table(score_answers(read_answers(options.answers), read_answers(options.baseline), categories)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return exit_status(lambda: run(arguments))
 
 
 if __name__ == "__main__":

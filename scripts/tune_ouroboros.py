@@ -17,10 +17,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from draft_heads.data.config_file import exit_status, parse_with_config
+
 from rich.progress import track
 
 from draft_heads.data.benchmarks import load_benchmark
-from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model

@@ -12,29 +12,29 @@ are chosen as training chooses its held-out rows: keep `--rows` up to its `--hel
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.config_file import exit_status, parse_with_config
+
 import torch
 from rich.progress import track
 
 from draft_heads.data.collate import DraftCollator
-from draft_heads.data.config_file import parse_with_config
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.base import VanillaDrafter
-from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser, write_tuned
 from draft_heads.train.options import RunOptions
-from draft_heads.train.run import load_data
 from draft_heads.train.simulate import simulate_row
+from draft_heads.train.training_data import load_data
 
 NODES = (2, 4, 8, 16, 32, 64)
 COUNTS = {
@@ -52,8 +52,7 @@ def simulated_betas(
     head: DraftHead, target: Target, rows: Any, collator: DraftCollator, max_nodes: int, grid: list[float]
 ) -> dict[float, float]:
     """Temperature → β over all greedy answers of the rows; NaN where they hold none."""
-    trainer = importlib.import_module(f"draft_heads.train.{head.config.kind}")
-    view, propose_from = target.view(), partial(trainer.propose_from, max_nodes=max_nodes)
+    view, propose_from = target.view(), partial(HEAD_DRAFTERS[head.config.kind].propose_from, max_nodes=max_nodes)
     totals = {temperature: torch.zeros(2) for temperature in grid}
     for row in track(rows, "walking held-out rows"):
         batch = {name: value.to(target.device) for name, value in collator([row]).items()}
@@ -95,25 +94,21 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main() -> None:
-    try:
-        args = parse_with_config(parser(), None, ("target", "head", "dataset", "output"))
-        if min(args.temperatures) <= 0:
-            raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
-        check_positive(args, "max_nodes", "prompts", "new_tokens", "nodes")
-        target = load_target(args)
-        head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
-        run = RunOptions(args.target, args.dataset, held_out=args.rows)
-        _, held_out, _, collator = load_data(run, target, head.config.target_layers)
-    except (ValueError, OSError) as error:
-        sys.exit(f"scripts/tune_tree.py: {error}")
+def run(args: argparse.Namespace) -> None:
+    if min(args.temperatures) <= 0:
+        raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
+    check_positive(args, "rows", "max_nodes", "prompts", "new_tokens", "nodes")
+    target = load_target(args)
+    head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
+    rows = RunOptions(args.target, args.dataset, held_out=args.rows)
+    _, held_out, _, collator = load_data(rows, target, head.config.target_layers, "--rows")
     betas = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)
     best = max(betas, key=lambda temperature: betas[temperature])
     for temperature, beta in betas.items():
         print(f"temperature {temperature:<5g} simulated β {beta:.3f}{'  <' if temperature == best else ''}")
     if betas[best] != betas[best]:
-        sys.exit(
-            f"scripts/tune_tree.py: simulated β needs answers that are the target's own greedy text; the {args.rows} "
+        raise ValueError(
+            f"simulated β needs answers that are the target's own greedy text; the {args.rows} "
             "held-out rows hold none; distil with --labels generate"
         )
     head.config.tree_temperature = best
@@ -130,5 +125,10 @@ def main() -> None:
     print(f"written: temperature {best:g} and {fastest} nodes in {args.output}")
 
 
+def main() -> int:
+    required = ("target", "head", "dataset", "output")
+    return exit_status(lambda: run(parse_with_config(parser(), None, required)))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

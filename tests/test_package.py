@@ -127,6 +127,31 @@ def test_modules_of_a_package_never_import_the_package():
     assert not wrong
 
 
+ENTRY_POINTS = [name for name, path in FILES.items() if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
+
+
+def imported_when_loaded(module: str, seen: set[str]) -> Iterator[str]:
+    """What loading a module imports, in order and through the project's own modules."""
+    for node in ast.parse(FILES[module].read_text(encoding="utf-8")).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("draft_heads.") in FILES else str(node.module) for name in whole]
+        for name in names:
+            own = name.removeprefix("draft_heads.")
+            yield own
+            if own != name and own in FILES and own not in seen:
+                seen.add(own)
+                yield from imported_when_loaded(own, seen)
+
+
+@pytest.mark.parametrize("module", ENTRY_POINTS)
+def test_entry_points_set_openmps_wait_policy_before_they_load_torch(module: str):
+    loaded = list(imported_when_loaded(module, set()))
+    heavy = [name.partition(".")[0] in ("torch", "transformers", "datasets") for name in loaded]
+    assert True not in heavy or loaded.index("data.config_file") < heavy.index(True)
+
+
 # ----------------------------------------------------------------------------------------------------
 # The wheel
 

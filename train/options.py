@@ -1,27 +1,29 @@
 """Options of every trainer: dataclasses read from a YAML recipe and the command line, checked where they are declared.
 
-A recipe gives defaults, the command line overrides them; without `--config` the recipe that fits the target's size is
-taken.
+A recipe gives defaults, the command line overrides them. Without `--config` the recipe of the target's size class is
+taken; a paper's own is taken by its name only.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import PartialState
-from transformers import AutoConfig, HfArgumentParser, TrainingArguments
-
-from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.config_file import read_config
-from draft_heads.data.options import add_flags, dtype_named, option, option_names
-from draft_heads.heads.config import HeadConfig
+
+import torch
+from transformers import AutoConfig, AutoModel
+
+from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_tokenizer
+from draft_heads.data.options import THREADS_HELP, dtype_named, option
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
-_SIZES = ((50e6, "tiny"), (10e9, "vicuna-7b"), (20e9, "vicuna-13b"), (float("inf"), "vicuna-33b"))
+CONFIG_HELP = "recipe of defaults: a YAML file or a bundled name; without it that of the target's size class"
+# Fewer parameters than the bound, about the geometric mean of the sizes that two classes are named after.
+SIZE_CLASSES = ((50e6, "tiny"), (3e9, "1b"), (11e9, "8b"), (22e9, "14b"), (48e9, "32b"), (float("inf"), "70b"))
 
 
 @dataclass
@@ -38,7 +40,7 @@ class RunOptions:
     held_out: int = option(64, "rows kept for evaluation, never trained on")
     simulate_rows: int = option(32, "held-out rows that simulated beta walks along; 0 turns it off")
     simulate_nodes: int = option(32, "node budget of simulated beta")
-    threads: int = option(0, "torch threads per process; 0 leaves them alone")
+    threads: int = option(0, THREADS_HELP)
 
     def __post_init__(self) -> None:
         if self.held_out < 1:
@@ -51,27 +53,33 @@ class RunOptions:
 
 
 @dataclass
-class HeadTrainingArguments(TrainingArguments):
-    """transformers' TrainingArguments with the few things a head's training adds."""
+class TrainingOptions:
+    """What a head's training adds to transformers' TrainingArguments; `HeadTrainingArguments` are both."""
 
     max_minutes: float = option(
         0.0, "wall minutes at which the schedule ends, learning rate included; 0: by epochs or steps"
     )
     clip: str = option("norm", "norm (max_grad_norm bounds the norm) or value (every entry)")
     head_optimizer: str = option(
-        "adamw", "adamw (--optim of transformers) or muon (for weight matrices; not with --deepspeed)"
+        "adamw",
+        "adamw (--optim of transformers), muon (for weight matrices; not with --deepspeed); auto: muon where it works",
+    )
+    tokens_per_batch: int = option(
+        0, "tokens of a process's batch, padding included, in rows of similar length; 0: per_device_train_batch_size"
     )
     overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 
-    def __post_init__(self) -> None:
+    def __post_init__(self: Any) -> None:
         if self.clip not in ("norm", "value"):
             raise ValueError(f"--clip must be norm or value; got {self.clip!r}")
         if self.clip == "value" and self.deepspeed:
             raise ValueError(
                 "--clip value cannot be used with --deepspeed, which clips by norm only; drop one of the two"
             )
+        if self.head_optimizer == "auto":
+            self.head_optimizer = "adamw" if self.deepspeed else "muon"
         if self.head_optimizer not in ("adamw", "muon"):
-            raise ValueError(f"--head_optimizer must be adamw or muon; got {self.head_optimizer!r}")
+            raise ValueError(f"--head_optimizer must be adamw, muon or auto; got {self.head_optimizer!r}")
         if self.head_optimizer == "muon" and self.deepspeed:
             raise ValueError(
                 "--head_optimizer muon cannot be used with --deepspeed, whose ZeRO stages flatten the matrices it "
@@ -79,69 +87,113 @@ class HeadTrainingArguments(TrainingArguments):
             )
         if self.max_minutes < 0:
             raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
+        accelerator: dict[str, Any] = {}
+        if self.tokens_per_batch:
+            accelerator["even_batches"] = False  # their numbers of rows differ
         self.remove_unused_columns = False
-        self.label_names = []
+        self.label_names = []  # type: ignore[var-annotated]
         on_cpu = not torch.accelerator.is_available()
         if on_cpu and not self.deepspeed:
             self.use_cpu = True
         elif on_cpu and "LOCAL_RANK" in os.environ:  # with DeepSpeed on CPU accelerate picks no backend, so name gloo
+            from accelerate import PartialState
+
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
-            self.accelerator_config = {"use_configured_state": True}
-        super().__post_init__()
+            accelerator["use_configured_state"] = True
+        self.accelerator_config = self.accelerator_config or accelerator
+        super().__post_init__()  # type: ignore[misc]
 
 
-def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:
-    """(RunOptions, head settings, HeadTrainingArguments) from the command line and a recipe.
+def recipe_defaults(
+    kind: str, known: argparse.Namespace, parser: argparse.ArgumentParser
+) -> tuple[dict[str, Any], str]:
+    """The defaults of the recipe that --config names or the target's size class has, and a line that says which.
 
-    Raises SystemExit with a sentence for anything invalid. Head settings are the fields that `head_config` adds to
-    `HeadConfig`; sizes come from the target and are not options.
+    The chat template of a bundled recipe is for tokenizers that have none, its draft vocabulary for larger ones.
     """
-    parser = HfArgumentParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
-    group = parser.add_argument_group(f"{head_config.kind} head")
-    add_flags(group, head_config)
-    parser.add_argument("--config", default=None, help="recipe of defaults; without it the one that fits the target")
-    try:
-        known, _ = parser.parse_known_args(arguments)
-        if not known.target:
-            raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
-        recipe = Path(known.config) if known.config else recipe_for(head_config.kind, known.target)
-        parser.set_defaults(**read_config(recipe, parser))
-        run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-        if not run.dataset:
-            raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
-        head = {name: getattr(rest, name) for name in option_names(head_config)}
-        head_config(**head)  # validated here, before anything is loaded
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
-    return run, head, training
+    config = None
+    if known.config:
+        recipe, taken = find_recipe(kind, known.config)
+    else:
+        config = AutoConfig.from_pretrained(known.target)
+        recipe, taken = recipe_for(kind, config)
+    defaults = read_config(recipe, parser)
+    if recipe.parent != RECIPES / kind:
+        return defaults, taken
+    if size := defaults.get("draft_vocab_size"):
+        config = config or AutoConfig.from_pretrained(known.target)
+        if size >= config.get_text_config(decoder=True).vocab_size:
+            del defaults["draft_vocab_size"]
+    if (template := defaults.get("chat_template")) and not known.chat_template:
+        if load_tokenizer(known.target).chat_template:
+            del defaults["chat_template"]
+            taken += f"; its chat template {template} is left out, the tokenizer has its own"
+        else:
+            taken += f"; chat template {template}, as the tokenizer has none"
+    return defaults, taken
 
 
-def recipe_for(kind: str, target: str) -> Path:
-    """The recipe of a head for a target of this size, from its config alone."""
-    parameters = estimated_parameters(AutoConfig.from_pretrained(target))
-    size = next(name for bound, name in _SIZES if parameters < bound)
-    if "llama-2" in target.lower() and size != "tiny":
-        size = "llama2-chat-7b" if size == "vicuna-7b" else "llama2-chat-13b"
-    return RECIPES / kind / f"{size}.yaml"
+def recipe_for(kind: str, config: Any) -> tuple[Path, str]:
+    """The recipe of a head for a target's size class, from its config alone, and a line that says why."""
+    parameters = count_parameters(config)
+    recipe = recipe_for_size(kind, parameters)
+    size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.1f} M"
+    return recipe, f"{kind}/{recipe.stem}, by the {size} parameters of the target's config"
 
 
+def recipe_for_size(kind: str, parameters: int) -> Path:
+    """The recipe of the size class; a mixture of experts counts whole, because its memory decides what fits."""
+    return RECIPES / kind / f"{next(name for bound, name in SIZE_CLASSES if parameters < bound)}.yaml"
+
+
+def find_recipe(kind: str, name_or_path: str) -> tuple[Path, str]:
+    """The recipe that --config names: a file, or a bundled one of this head."""
+    path, bundled = Path(name_or_path), RECIPES / kind / f"{name_or_path}.yaml"
+    if path.is_file():
+        return path, str(path)
+    if bundled.is_file():
+        return bundled, f"{kind}/{name_or_path}"
+    names = ", ".join(sorted(recipe.stem for recipe in (RECIPES / kind).glob("*.yaml")))
+    raise ValueError(
+        f"--config {name_or_path} is neither a file nor a bundled recipe; pass a YAML file or one of {names}"
+    )
+
+
+_COLUMNS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
 SHAPES = {
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
-    "33b": {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "num_attention_heads": 52},
+    name: dict(zip(_COLUMNS.split(), sizes))
+    for name, sizes in {
+        "1b": (2048, 8192, 16, 32, 8, 64, 128256),
+        "7b": (4096, 11008, 32, 32, 32, 128, 32000),
+        "8b": (4096, 12288, 36, 32, 8, 128, 151936),
+        "13b": (5120, 13824, 40, 40, 40, 128, 32000),
+        "14b": (5120, 17408, 40, 40, 8, 128, 151936),
+        "32b": (5120, 25600, 64, 64, 8, 128, 151936),
+        "33b": (6656, 17920, 60, 52, 52, 128, 32000),
+        "70b": (8192, 28672, 80, 64, 8, 128, 128256),
+    }.items()
 }
-"""Llama shapes with a vocabulary of 32,000."""
+"""Llama shapes: those of the papers' targets (7b, 13b, 33b) and one of today's for each size class."""
 
 
-def estimated_parameters(config: Any) -> float:
-    """Parameters of a decoder from its sizes: embeddings, attention and MLP of every layer."""
+def count_parameters(config: Any) -> int:
+    """Parameters of the decoder that a config describes, every expert counted; made without memory."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"--target must be a decoder-only causal LM; got an encoder-decoder model ({config.model_type}); pick "
             "another target"
         )
-    config = config.get_text_config(decoder=True)
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return 2 * config.vocab_size * hidden + config.num_hidden_layers * (4 * hidden**2 + 3 * hidden * inner)
+    text = config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            decoder = AutoModel.from_config(text)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"the size of --target ({config.model_type}) cannot be read from its config ({reason}); name a recipe with "
+            f"--config, one of {', '.join(name for _, name in SIZE_CLASSES)}"
+        ) from error
+    tied = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
+    return sum(p.numel() for p in decoder.parameters()) + (0 if tied else text.vocab_size * text.hidden_size)

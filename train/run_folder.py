@@ -9,7 +9,8 @@ from typing import Any
 
 from draft_heads.data.files import write_text
 from draft_heads.heads.checkpoint import CONFIG
-from draft_heads.train.options import HeadTrainingArguments, RunOptions
+from draft_heads.train.options import RunOptions
+from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
 
 SETTINGS = "run.json"
@@ -17,27 +18,22 @@ SETTINGS = "run.json"
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
 
 
-def prepare_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
-    """Check --output_dir against these settings; returns the checkpoint to resume from, None for a fresh start.
+def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
+    """ValueError, naming --overwrite, if --output_dir holds a finished run, one of other settings, or something else.
 
-    ValueError, naming `--overwrite`, for a finished run, other settings, or a folder of something else.
+    A run that ended before its first checkpoint, say for want of memory, may be begun again with other settings.
+    Nothing is written or deleted: that is `begin`'s, when everything else has been checked too.
     """
     folder = Path(args.output_dir or "")
-    with args.main_process_first(desc="preparing the run's folder"):
-        if args.process_index == 0:
-            _prepare(folder, settings, args.overwrite)
-    return newest_complete_checkpoint(folder)
-
-
-def _prepare(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    if overwrite and folder.exists():
-        shutil.rmtree(folder)
+    begun = (folder / SETTINGS).is_file()
+    if args.overwrite:
+        return
     if (folder / "head" / CONFIG).is_file():
         raise ValueError(
             f"--output_dir {folder} holds a finished run (its head is in {folder / 'head'}); pick another folder or "
             "add --overwrite to delete it"
         )
-    if (folder / SETTINGS).is_file():
+    if begun and newest_complete_checkpoint(folder):
         before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
         if changed:
@@ -46,17 +42,36 @@ def _prepare(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
                 f"--output_dir {folder} was begun with other settings ({differences}); repeat those, pick "
                 "another folder or add --overwrite to delete it"
             )
-        for cut_short in incomplete_checkpoints(folder):
-            print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
-            shutil.rmtree(cut_short)
-        return
-    if folder.exists() and any(path.name != "runs" for path in folder.iterdir()):
+    elif (
+        not begun and folder.exists() and (not folder.is_dir() or any(path.name != "runs" for path in folder.iterdir()))
+    ):
         raise ValueError(
             f"--output_dir {folder} is not empty and holds no run of this program; pick another folder or add "
             "--overwrite to delete it"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
+    """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start."""
+    folder = Path(args.output_dir or "")
+    with args.main_process_first(desc="preparing the run's folder"):
+        if args.process_index == 0:
+            if args.overwrite and folder.exists():
+                shutil.rmtree(folder)
+            for cut_short in incomplete_checkpoints(folder):
+                print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
+                shutil.rmtree(cut_short)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    return newest_complete_checkpoint(folder)
+
+
+def kept(folder: Path) -> str:
+    """What an interrupted run leaves, and how to go on with it."""
+    newest = newest_complete_checkpoint(folder)
+    if newest is None:
+        return "no checkpoint was written yet: the same command starts again (--save_steps N writes them more often)"
+    return f"the newest checkpoint is {newest}: the same command resumes there"
 
 
 def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:

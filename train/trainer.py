@@ -9,39 +9,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from transformers import ProgressCallback, Trainer
 
-from draft_heads.data.collate import DraftCollator
+from draft_heads.data.collate import DraftCollator, row_lengths
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target.target import Target
+from draft_heads.train.batches import EpochSampler, TokenBatches
 from draft_heads.train.optimizer import MuonWithAdamW
-from draft_heads.train.options import HeadTrainingArguments
 from draft_heads.train.simulate import simulate_row
+from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.wall_clock import MinutesBar, WallClock, wall_time_scheduler
-
-
-class EpochSampler(Sampler[int]):
-    """Row numbers in an order that depends on seed and epoch only: the same on one process and on many."""
-
-    def __init__(self, rows: int, seed: int) -> None:
-        self.rows, self.seed, self.epoch = rows, seed, 0
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        yield from torch.randperm(self.rows, generator=generator).tolist()
 
 
 class DraftHeadTrainer(Trainer):
@@ -123,9 +106,30 @@ class DraftHeadTrainer(Trainer):
             count += head.count_windows(seed=self.state.global_step, **inputs)
         return self.accelerator.reduce(count)
 
+    def get_train_dataloader(self) -> DataLoader:
+        """Batches of `per_device_train_batch_size` rows, or of rows of similar length with `tokens_per_batch`."""
+        if not self.args.tokens_per_batch:
+            return super().get_train_dataloader()
+        rows: Any = self.train_dataset
+        collator: Any = self.data_collator
+        lengths = [min(length, collator.max_length) for length in row_lengths(rows)]
+        batches = TokenBatches(lengths, self.args.tokens_per_batch, self._data_seed, self.args.world_size)
+        loader = DataLoader(
+            rows,
+            batch_sampler=batches,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        return self.accelerator.prepare(loader)
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
-        return EpochSampler(len(rows), self.args.seed if self.args.data_seed is None else self.args.data_seed)
+        return EpochSampler(len(rows), self._data_seed)
 
     # --- optimisation -----------------------------------------------------------------------------------------------
 
@@ -161,6 +165,12 @@ class DraftHeadTrainer(Trainer):
             logs = {**logs, **self._logged_parts, "minutes": round(self.clock.elapsed, 3)}
             self._logged_parts = {}
         super().log(logs, start_time)
+
+    def close_progress(self) -> None:
+        """Leave the progress bar as it is; otherwise it is drawn once more when the process ends."""
+        for callback in self.callback_handler.callbacks:
+            if (bar := getattr(callback, "training_bar", None)) is not None:
+                bar.close()
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 

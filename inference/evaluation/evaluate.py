@@ -77,6 +77,7 @@ class Evaluation:
 
     sources   drafter → the names of its draft sources, which `Generation.sources` indexes
     findings  drafter → its own statistics (`Drafter.findings`), where it has any
+    kinds     drafter → its kind, whatever its name; those of its parts, joined by +, for a hybrid
     """
 
     benchmarks: Sequence[Benchmark]
@@ -85,6 +86,7 @@ class Evaluation:
     noise: float | None = None
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
 
 
 def evaluate(
@@ -130,8 +132,17 @@ def evaluate(
     progress("checking against generate", len(prompts), len(prompts))
     judged = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
     drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
+    return Evaluation(benchmarks, tuple(engines), judged, oracle.measured_noise, **described(drafters))
+
+
+def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
+    """The fields `sources`, `findings` and `kinds` of an evaluation of these drafters."""
     sources = {name: drafter.sources for name, drafter in drafters.items()}
-    return Evaluation(benchmarks, tuple(engines), judged, oracle.measured_noise, sources, findings_of(drafters))
+    kinds = {
+        name: "+".join(part.drafter.kind for part in getattr(drafter, "parts", ())) or drafter.kind
+        for name, drafter in drafters.items()
+    }
+    return {"sources": sources, "findings": findings_of(drafters), "kinds": kinds}
 
 
 def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.answers import Answer, QuestionKey, some
-from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, TurnRecord, findings_of
+from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, TurnRecord, described
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
@@ -156,8 +156,7 @@ def replay_all(
             question = turn.question, questions[turn.question].question_id, questions[turn.question].category
             records.append(TurnRecord(name, *question, turn.turn, drafter_name, (), turn.text, generation))
     progress("replayed", len(drafters) * len(turns), len(drafters) * len(turns))
-    benchmarks, sources = [Benchmark(name, questions)], {key: drafter.sources for key, drafter in drafters.items()}
-    return Evaluation(benchmarks, tuple(drafters), records, sources=sources, findings=findings_of(drafters))
+    return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **described(drafters))
 
 
 def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) -> dict[str, Drafter]:

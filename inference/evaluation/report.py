@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows
 
-PICTURES = {f"{draw.__name__}.png": draw for draw in (plots.speedup, plots.accepted_length, plots.time_share)}
+PICTURES = ("speedup.png", "accepted_length.png", "time_share.png")
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
 REPLAY_PICTURES = ("accepted_length.png",)
 REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
@@ -73,9 +72,11 @@ def clear_output(folder: Path, finished: str = "report.json") -> None:
 
 def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
     """Write pictures, report.md and, last and atomically, report.json; returns the paths of the pictures."""
+    from draft_heads.inference.evaluation import plots  # loading matplotlib takes half a second
+
     names = PICTURES if report["target"] else REPLAY_PICTURES
     for name in names:
-        PICTURES[name](report).savefig(folder / name, dpi=150)
+        getattr(plots, Path(name).stem)(report).savefig(folder / name, dpi=150)
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")
     write_json(folder / "report.json", report)
     return [folder / name for name in names]
@@ -102,11 +103,18 @@ def columns_of(report: dict[str, Any]) -> tuple[str, ...]:
     return HEADER if report["target"] else REPLAY_HEADER
 
 
+def name_and_kind(row: dict[str, Any]) -> str:
+    """`medusa (ctc)` for a CTC head under that name; the name alone where it holds the kind: `ctc_raw`."""
+    name, kind = row["drafter"], row.get("kind") or ""
+    return name if all(part in name for part in kind.split("+")) else f"{name} ({kind})"
+
+
 def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     """A row's figures in the order of `columns`."""
     interval = row["gamma_ci95"]
     figures = {
-        **row,  # benchmark and drafter
+        "benchmark": row["benchmark"],
+        "drafter": name_and_kind(row),
         "β": number(row["beta"]),
         "γ": f"{number(row['gamma'])}×",
         "95 %": "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
@@ -152,7 +160,7 @@ def markdown(report: dict[str, Any]) -> str:
         times = []
         for row in whole:
             shares = ["–" if row["time_share"] is None else f"{row['time_share'][key]:.1%}" for key in TIME_KEYS]
-            times.append([row["benchmark"], row["drafter"], *shares, number(row["wall_seconds"], ".1f")])
+            times.append([row["benchmark"], name_and_kind(row), *shares, number(row["wall_seconds"], ".1f")])
         skipped = ", ".join(f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in whole if row["skipped"])
         parts = [
             *("# Evaluation", setting_sentence(report), table),

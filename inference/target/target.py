@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from draft_heads.data.chat_template import load_tokenizer
-from draft_heads.data.fingerprint import target_fingerprint
+from draft_heads.data.fingerprint import target_fingerprint, weights_hash
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named
+from draft_heads.data.pretrained import load_config
 from draft_heads.data.rendering import end_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
@@ -155,7 +156,7 @@ class Target:
         sharded = device == "auto"
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default if sharded or not device else device)
-        config = AutoConfig.from_pretrained(path)
+        config = load_config(path)
         _check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
@@ -167,10 +168,15 @@ class Target:
         if adapter:
             from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            adapted = PeftModel.from_pretrained(model, adapter)
+            sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
+            model = adapted.merge_and_unload()
         if not sharded:
             model.to(device)  # type: ignore[arg-type]
-        return cls(model, tokenizer, path, adapter)
+        target = cls(model, tokenizer, path, adapter)
+        if adapter:
+            target._weights_hash = sampled
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +216,11 @@ class Target:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree between a target and the heads and datasets made for it."""
-        return target_fingerprint(self.config, self.tokenizer)
+        return target_fingerprint(self.config, self.tokenizer, self._weights_hash)
+
+    @cached_property
+    def _weights_hash(self) -> str:
+        return weights_hash(self.decoder, self.lm_head)
 
     def view(self) -> TargetView:
         """The embedding and LM head, lent to a draft head."""

@@ -23,12 +23,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from draft_heads.data.config_file import exit_status, parse_with_config
+
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from draft_heads.data.config_file import exit_status, parse_with_config
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.checkpoint import head_classes
@@ -80,9 +81,9 @@ def random_target(options: argparse.Namespace) -> Target:
     """A Llama of a published shape, its weights random: for speeds only."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    config = LlamaConfig(**SHAPES[options.shape], max_position_embeddings=4096, dtype=dtype)
+    config = AutoConfig.for_model("llama", **SHAPES[options.shape], max_position_embeddings=4096)
     with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return configure_target(Target(model, name=f"random {options.shape}"), options)
 
 

@@ -17,8 +17,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from draft_heads.data.config_file import exit_status
+
 import torch
 
+from draft_heads.data.options import add_threads, use_threads
 from draft_heads.heads.losses import ctc_loss_fused, ctc_loss_reference
 from draft_heads.scripts.bench.decode import in_turn
 from draft_heads.scripts.decoding_options import script_parser
@@ -91,18 +94,17 @@ def bench_loss(args: argparse.Namespace, hidden: int) -> dict[str, object]:
     return row
 
 
-def main() -> None:
+def run() -> None:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--loss", action="store_true", help="compare the CTC losses")
     for name, default in {"windows": 1024, "frames": 8, "labels": 4, "vocab": 32000, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves them alone")
+    add_threads(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    use_threads(args.threads)
     if args.arm:
         print(json.dumps({"peak_bytes": peak_memory(args.arm, args, args.hidden[0])}))
         return
@@ -120,5 +122,9 @@ def main() -> None:
     print(json.dumps(result))
 
 
+def main() -> int:
+    return exit_status(run)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,6 +21,8 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.config_file import exit_status
+
 import torch
 from rich.console import Console
 from rich.progress import track
@@ -223,7 +225,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def main() -> int:
+def main() -> bool:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--targets", nargs="*", default=[], help="folders of targets beside the random-weight ones")
     parser.add_argument("--prompts", type=int, default=200)
@@ -246,8 +248,8 @@ def main() -> int:
     (args.output / "lossless_matrix.md").write_text(table(rows))
     print(table(rows))
     print(f"written: {args.output / 'lossless_matrix.md'}")
-    return int(any(row["unexplained"] for row in rows))  # in float64 every difference is
+    return not any(row["unexplained"] for row in rows)  # in float64 every difference is
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draft_heads.data.conversations import ConversationError, load_conversations
 from draft_heads.data.distill import distill
 from draft_heads.data.distill_options import DistillOptions
+from draft_heads.data.distiller import Distiller
 from draft_heads.data.rendering import ChatRenderer, render_conversation, render_prompt
 from draft_heads.data.shards import load_distilled
 from draft_heads.inference.target.target import Target
@@ -280,6 +281,17 @@ pathlib.Path.replace = replace
 from tests.data.test_distill import run_distill
 run_distill(target, source, output, labels="generate", max_new_tokens=12)
 """
+
+
+def test_an_interrupted_run_says_what_is_done(target, source, tmp_path, monkeypatch):
+    def interrupted(distiller, conversations, first=0, own=Distiller.rows):
+        if first == 4:
+            raise KeyboardInterrupt
+        return own(distiller, conversations, first)
+
+    monkeypatch.setattr(Distiller, "rows", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"4 of 10 conversations are done and kept in .*out: the same command"):
+        run_distill(target, source, str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -1,11 +1,18 @@
 """What two targets must share, and the error that names where they differ."""
 
 import pytest
+import torch
+from transformers import Qwen3Config
 
-from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint
+from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint, weights_hash
+from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, template, word_tokenizer
 
 CONFIG = random_llama().config
+
+
+def fingerprint(style="chatml", weights="w", config=CONFIG):
+    return target_fingerprint(config, byte_tokenizer(template(style)), weights)
 
 
 def test_using_the_tokenizer_keeps_the_fingerprint():
@@ -20,14 +27,52 @@ def test_using_the_tokenizer_keeps_the_fingerprint():
 def test_every_difference_is_named():
     ours = target_fingerprint(CONFIG, byte_tokenizer(template("chatml")))
     other = target_fingerprint(random_llama(hidden_size=16).config, word_tokenizer(template("vicuna"), "a b"))
-    with pytest.raises(ValueError, match=r"^--dataset D belongs to another target: hidden_size 16 against .*32"):
-        check_fingerprint(other, ours, "--dataset D")
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(
+        ValueError, match=r"^--dataset D belongs to another target: hidden_size 16 against .*32"
+    ) as error:
         check_fingerprint(other, ours, "--dataset D")
     assert all(name in str(error.value) for name in ("hidden_size", "tokenizer_hash", "chat_template_hash"))
     assert "vocab_size" not in str(error.value)
 
 
-def test_template_alone_is_enough_to_differ():
-    one, other = (target_fingerprint(CONFIG, byte_tokenizer(template(style))) for style in ("chatml", "vicuna"))
-    assert {name for name in one if one[name] != other[name]} == {"chat_template_hash"}
+def test_an_architecture_of_the_same_sizes_and_tokenizer_is_another_target():
+    qwen = Qwen3Config(**{name: value for name, value in CONFIG.to_dict().items() if name != "model_type"})
+    for fine_tune in (False, True):
+        with pytest.raises(ValueError, match=r"belongs to another target: architecture 'qwen3' against .*'llama'"):
+            check_fingerprint(fingerprint(config=qwen, weights="q"), fingerprint(), "--dataset D", fine_tune)
+
+
+@pytest.mark.parametrize("fine_tune", [False, True], ids=["labels", "head"])
+def test_another_template_alone_is_named_as_the_cause_with_the_remedy(fine_tune):
+    with pytest.raises(ValueError, match=r"for this target with another chat template .* pass the --chat_template"):
+        check_fingerprint(fingerprint("vicuna"), fingerprint(), "--dataset D", fine_tune)
+
+
+def test_other_weights_refuse_labels_and_are_told_of_a_head(caplog):
+    for made_for in (fingerprint(weights="base"), fingerprint("vicuna", weights="base")):
+        check_fingerprint(made_for, fingerprint(), "head H", fine_tune=True)
+    told = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith("head H was trained for another model of the same architecture") for line in told)
+    assert ["(other weights):" in told[0], "(other weights, another chat template):" in told[1]] == [True, True]
+    with pytest.raises(ValueError, match="D was made with other weights of the same architecture"):
+        check_fingerprint(fingerprint(weights="base"), fingerprint(), "--dataset D")
+
+
+def test_what_an_older_version_did_not_write_is_not_compared_and_told(caplog):
+    older = {name: fingerprint()[name] for name in ("vocab_size", "hidden_size", "tokenizer_hash")}
+    check_fingerprint(older, fingerprint(), "head H", fine_tune=True)
+    assert "head H was made by an older version: not compared: architecture" in caplog.text
+    caplog.clear()
+    check_fingerprint(fingerprint(), fingerprint(weights=None), "head H")  # a target whose weights nobody has seen
+    assert not caplog.text
+
+
+def test_weights_are_recognised_in_every_type_and_changed_ones_are_not():
+    ours = weights_hash(random_llama())
+    assert all(weights_hash(random_llama().bfloat16().to(dtype)) == ours for dtype in (torch.bfloat16, torch.float32))
+    assert weights_hash(random_llama().bfloat16().half()) == ours
+    tuned = random_llama()
+    with torch.no_grad():
+        tuned.model.layers[1].self_attn.v_proj.weight.add_(0.05 * torch.randn(16, 32))
+    assert weights_hash(tuned) != ours
+    assert Target(random_llama(), byte_tokenizer(template("chatml"))).fingerprint()["weights_hash"]

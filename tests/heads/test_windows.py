@@ -2,7 +2,7 @@
 
 import torch
 
-from draft_heads.heads.windows import IGNORED, label_windows, select_windows
+from draft_heads.heads.windows import IGNORED, label_windows, rank_in_segment, select_windows
 
 P, A, B, C, D, Q, E = 9, 1, 2, 3, 4, 5, 0  # E ends a turn
 
@@ -68,11 +68,11 @@ def batch(rows=4, length=40, seed=0):
 
 def test_sampled_anchors_are_the_same_however_rows_are_batched():
     text, greedy, mask, segments = batch()
-    together = select_windows(text, greedy, mask, segments, 3, [E], anchors_per_row=6, seed=5)
+    together = select_windows(text, greedy, mask, segments, 3, [E], anchors_each=6, seed=5)
     padded = [
         torch.nn.functional.pad(part[2:3], (0, 9)) for part in (text, greedy, mask, segments)
     ]  # alone, in a longer row
-    alone = select_windows(*padded, 3, [E], anchors_per_row=6, seed=5)
+    alone = select_windows(*padded, 3, [E], anchors_each=6, seed=5)
     assert together.anchors[2].tolist() == alone.anchors[0].tolist()
     assert len(set(together.anchors[2].tolist())) == 6
     assert together.anchors.tolist() == together.anchors.sort(-1).values.tolist()
@@ -81,7 +81,7 @@ def test_sampled_anchors_are_the_same_however_rows_are_batched():
 def test_another_seed_samples_other_anchors():
     text, greedy, mask, segments = batch()
     picks = {
-        tuple(select_windows(text, greedy, mask, segments, 3, [E], anchors_per_row=6, seed=s).anchors[0].tolist())
+        tuple(select_windows(text, greedy, mask, segments, 3, [E], anchors_each=6, seed=s).anchors[0].tolist())
         for s in range(8)
     }
     assert len(picks) > 4
@@ -91,3 +91,18 @@ def test_every_anchor_is_used_when_none_are_sampled():
     text, greedy, mask, segments = batch()
     windows = select_windows(text, greedy, mask, segments, 3, [E])
     assert windows.valid.all() and windows.anchors.shape == (4, 38)
+
+
+def test_each_packed_conversation_has_its_own_number_of_anchors():
+    text = torch.tensor([[A, B, C, D] * 4 + [A, B, C, D] * 2])
+    segments = torch.tensor([[1] * 16 + [2] * 8])
+    arguments = text, text, torch.ones_like(segments).bool(), segments
+    windows = select_windows(*arguments, 2, [E], anchors_each=5, seed=3)
+    assert windows.anchors.shape == (1, 10) and windows.valid.all()
+    assert (windows.anchors < 16).sum() == 5
+    assert select_windows(*arguments, 2, [E], anchors_each=0).valid.sum() == 14 + 6
+
+
+def test_ranks_of_the_docstring():
+    scores, segments = torch.tensor([[5, 9, 7, 3, 4]]), torch.tensor([[1, 1, 1, 2, 2]])
+    assert rank_in_segment(scores, segments).tolist() == [[2, 0, 1, 1, 0]]

@@ -237,7 +237,7 @@ def test_the_words_of_the_command_line_build_them(tiny, words):
     "words,told",
     [
         ("draft_model", "got no path"),
-        ("draft_model=no/such/folder", "no/such/folder is not one"),
+        ("draft_model=no/such/folder", "no/such/folder does not exist"),
         (f"draft_model={TINY},k=0", "k must be at least 1; got 0"),
         (f"draft_model={TINY},via=magic", "a drafter is one of"),
         (f"draft_model={TINY},n=3", "unknown option n of a draft_model drafter"),

@@ -1,14 +1,13 @@
 """Drafting from a cut vocabulary: real token ids, trees of a head that never says the rest, the target's answers."""
 
 import functools
-import importlib
 
 import pytest
 import torch
 from torch import nn
 
 from draft_heads.heads.base import Rows
-from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
@@ -116,7 +115,7 @@ def test_answers_are_the_targets_and_simulated_steps_those_of_decoding(kind, set
     head = trained_head(target, texts, steps=60, kind=kind, **settings, draft_vocab_size=150)
     said = {token for _, answer in texts for token in answer}
     assert said & set(range(150)) and said - set(range(150))
-    propose_from = importlib.import_module(f"draft_heads.train.{kind}").propose_from
+    propose_from = HEAD_DRAFTERS[kind].propose_from
     for ahead in (False, True):
         engine = DecodingEngine(target, drafter_for(head, target, 12), ahead=ahead)
         results = [engine.generate(prompt, RULES) for prompt, _ in texts]

@@ -6,7 +6,7 @@ import torch
 from draft_heads.heads.checkpoint import save_head
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
-from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 
@@ -54,7 +54,7 @@ def test_a_name_alone_is_a_drafter_that_loads_nothing(target):
         ("=x", "NAME"),
         ("ctc=", "NAME"),
         ("magic", "chimera, ctc"),
-        ("ctc=somewhere/missing/head", "neither"),
+        ("ctc=somewhere/missing/head", "does not exist"),
         ("v=vanilla,tree", "key=value"),
     ],
 )
@@ -79,6 +79,13 @@ def test_unknown_kinds_and_missing_heads_are_refused(target):
         build_drafter(DrafterSpec.parse("ctc"), target)
     with pytest.raises(ValueError, match="combines vanilla"):
         build_drafter(DrafterSpec.parse("both=vanilla+vanilla"), target)
+
+
+@pytest.mark.parametrize("kind", HEAD_DRAFTERS)
+def test_a_drafter_refuses_a_head_of_another_kind_in_a_sentence(target, kind):
+    other = "ctc" if kind == "medusa" else "medusa"
+    with pytest.raises(ValueError, match=f"drafts with {kind} heads; got a {other} head"):
+        HEAD_DRAFTERS[kind](make_head(target, other), target)
 
 
 def test_an_adapter_is_merged_into_the_target(target, tmp_path):

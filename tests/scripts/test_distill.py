@@ -47,7 +47,7 @@ def test_config_gives_defaults_that_flags_override(given, tmp_path):
 def test_bad_config_lists_the_valid_keys(given, tmp_path, capsys, text, reason):
     config = tmp_path / "c.yaml"
     config.write_text(text)
-    assert distill.main([*given, "--output", str(tmp_path / "o"), "--config", str(config)]) == 1
+    assert distill.main([*given, "--output", str(tmp_path / "o"), "--config", str(config)]) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -82,7 +82,7 @@ def test_preview_marks_exactly_the_trained_tokens():
     ],
 )
 def test_wrong_flags_end_in_a_sentence(given, tmp_path, capsys, flags, reason):
-    assert distill.main([*given, "--output", str(tmp_path / "o"), *flags]) == 1
+    assert distill.main([*given, "--output", str(tmp_path / "o"), *flags]) == 2
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 

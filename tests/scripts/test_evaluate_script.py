@@ -162,7 +162,7 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),
         (["--drafters", "transformers=vanilla"], "got 'transformers=vanilla'; rename the drafter"),
         (["--config", "absent.yaml"], "absent.yaml cannot be read"),
-        (["--target", "absent/../absent"], "absent"),
+        (["--target", "absent/../absent"], "--target absent/../absent does not exist"),
     ],
 )
 def test_bad_flags_are_one_sentence(flags, message, command, capsys):

@@ -11,7 +11,7 @@ from draft_heads.data.loops import loop_start
 from draft_heads.data.rendering import render_conversation, render_prompt
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.make_tiny_target import batches, greedy_answers, main, parse_options, solved
+from draft_heads.scripts.make_tiny_target import batches, greedy_answers, make, parse_options, solved
 
 EMBEDDED = Path(__file__).parents[2] / "data" / "tiny_target"
 TINY = ["--max_minutes", "0.03", "--hidden", "32", "--layers", "1", "--questions", "4", "--threads", "1"]
@@ -26,7 +26,7 @@ def embedded():
 def made(tmp_path_factory):
     """A target made with a budget of two seconds: (folder, what the script printed last)."""
     folder = tmp_path_factory.mktemp("made") / "target"
-    figures = main(["--output", str(folder), "--conversations", "300", "--vocab_size", "400", *TINY])
+    figures = make(["--output", str(folder), "--conversations", "300", "--vocab_size", "400", *TINY])
     return folder, figures
 
 
@@ -105,7 +105,7 @@ def test_dataset_and_tokenizer_make_a_draft_model_for_a_target(made, tmp_path, c
     rows = conversations(60, 5, "train")
     (tmp_path / "chats.json").write_text(json.dumps(rows))
     arguments = ["--dataset", str(tmp_path / "chats.json"), "--tokenizer", str(made[0])]
-    figures = main([*arguments, "--output", str(tmp_path / "draft"), *TINY])
+    figures = make([*arguments, "--output", str(tmp_path / "draft"), *TINY])
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     assert draft.config.vocab_size == 400
     assert AutoTokenizer.from_pretrained(tmp_path / "draft").get_vocab() == (

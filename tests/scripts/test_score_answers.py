@@ -101,7 +101,7 @@ def test_a_turn_without_a_step_after_the_prefill_has_no_idxs_ratio(tmp_path, cap
 def test_malformed_rows_name_file_line_and_reason(line, reason, files, tmp_path, capsys):
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write(line + "\n")
-    assert score_answers.main(files) == 1
+    assert score_answers.main(files) == 2
     message = capsys.readouterr().err
     assert f"{tmp_path / 'a.jsonl'}, line 3, row 2: " in message
     assert reason in message
@@ -109,17 +109,17 @@ def test_malformed_rows_name_file_line_and_reason(line, reason, files, tmp_path,
 
 def test_files_must_answer_the_same_questions(files, tmp_path, capsys):
     files[1] = write(tmp_path / "a.jsonl", DRAFTER[:1])
-    assert score_answers.main(files) == 1
+    assert score_answers.main(files) == 2
     assert "only the baseline has 2" in capsys.readouterr().err
 
 
 def test_a_question_the_questions_file_lacks_is_an_error(files, tmp_path, capsys):
     questions = write(tmp_path / "q.jsonl", QUESTIONS[:1])
-    assert score_answers.main([*files, "--questions", questions]) == 1
+    assert score_answers.main([*files, "--questions", questions]) == 2
     assert "it lacks 2" in capsys.readouterr().err
 
 
 def test_an_empty_file_is_an_error(files, tmp_path, capsys):
     files[3] = write(tmp_path / "empty.jsonl", [])
-    assert score_answers.main(files) == 1
+    assert score_answers.main(files) == 2
     assert "empty.jsonl is empty" in capsys.readouterr().err

@@ -1,11 +1,21 @@
 """Options: recipes by target size, unknown names, and settings refused where they are declared."""
 
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
-from draft_heads.train.options import RECIPES, parse_options, recipe_for
+from draft_heads.train.command import answer_help
+from draft_heads.train.options import RECIPES, SIZE_CLASSES, recipe_for
+from draft_heads.train.training_arguments import parse_options
 
 TARGET = "data/tiny_target"
 
@@ -32,8 +42,7 @@ def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
 def test_every_recipe_parses(tmp_path, kind):
     config = head_classes(kind)[1]
     recipes = sorted((RECIPES / kind).glob("*.yaml"))
-    sizes = {"tiny", "vicuna-7b", "vicuna-13b", "vicuna-33b", "llama2-chat-7b", "llama2-chat-13b"}
-    assert {path.stem for path in recipes} - {"published-code"} == sizes
+    assert {name for _, name in SIZE_CLASSES} <= {path.stem for path in recipes}
     for recipe in recipes:
         arguments = [
             "--target",
@@ -59,18 +68,66 @@ def test_a_recipe_of_another_head_is_refused(tmp_path, capsys):
     assert "residual" in capsys.readouterr().err
 
 
-def test_large_targets_get_the_papers_recipes(monkeypatch):
-    from transformers import LlamaConfig
+DENSE = {  # hidden, intermediate, layers, heads of a published size in each class
+    "1b": (2048, 8192, 16, 32),
+    "8b": (4096, 14336, 32, 32),
+    "14b": (5120, 17408, 40, 40),
+    "70b": (8192, 28672, 80, 64),
+}
+EXPERTS = {  # hidden, intermediate of an expert, layers, heads, experts
+    "1b": (1024, 512, 16, 16, 16),
+    "14b": (2880, 2880, 24, 64, 32),
+    "32b": (2048, 768, 48, 32, 128),
+    "70b": (6144, 16384, 56, 48, 8),
+}
 
-    sizes = {
-        "lmsys/vicuna-7b-v1.3": LlamaConfig(),
-        "lmsys/vicuna-13b-v1.3": LlamaConfig(hidden_size=5120, intermediate_size=13824, num_hidden_layers=40),
-        "lmsys/vicuna-33b-v1.3": LlamaConfig(hidden_size=6656, intermediate_size=17920, num_hidden_layers=60),
-        "meta-llama/Llama-2-7b-chat-hf": LlamaConfig(),
-    }
-    monkeypatch.setattr("draft_heads.train.options.AutoConfig.from_pretrained", sizes.__getitem__)
-    names = [recipe_for("ctc", target).stem for target in sizes]
-    assert names == ["vicuna-7b", "vicuna-13b", "vicuna-33b", "llama2-chat-7b"]
+
+FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2"), DENSE)
+FAMILIES |= dict.fromkeys(("gpt_oss", "mixtral", "qwen3_moe"), EXPERTS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gets_the_recipe_of_its_size(tmp_path, family):
+    for size, (hidden, inner, layers, heads, *experts) in FAMILIES[family].items():
+        text = {"model_type": family, "vocab_size": 128256, "hidden_size": hidden, "intermediate_size": inner}
+        text |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+        text |= {"pad_token_id": 0, "rope_scaling": None}
+        if experts:
+            text |= {"num_local_experts": experts[0], "num_experts": experts[0], "moe_intermediate_size": inner}
+        if family == "gemma3":  # the text model of a multimodal checkpoint
+            text = {"model_type": family, "text_config": text | {"model_type": "gemma3_text"}}
+        (tmp_path / "config.json").write_text(json.dumps(text))
+        recipe, line = recipe_for("ctc", AutoConfig.from_pretrained(tmp_path))
+        assert recipe == RECIPES / "ctc" / f"{size}.yaml" and recipe.is_file(), line
+        assert line.startswith(f"ctc/{size}, by the ")
+
+
+def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(tmp_path, monkeypatch, capsys):
+    shutil.copytree(TARGET, tmp_path / "own target")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--target", "own target", "--dataset", "d", "--bf16", "false"]
+    parse_options(CTCConfig, arguments)
+    assert re.fullmatch(
+        r"recipe: ctc/tiny, by the \d\.\d M parameters of the target's config\n", capsys.readouterr().out
+    )
+    run, _, training = parse_options(CTCConfig, [*arguments, "--config", "vicuna-7b"])
+    assert training.learning_rate == 3e-5
+    assert run.chat_template is None and "vicuna is left out, the tokenizer has its own" in capsys.readouterr().out
+    run = parse_options(CTCConfig, [*arguments, "--config", "vicuna-7b", "--chat_template", "llama-2"])[0]
+    assert run.chat_template == "llama-2"
+    (tmp_path / "own target" / "chat_template.jinja").unlink()
+    run = parse_options(CTCConfig, [*arguments, "--config", "vicuna-7b"])[0]
+    assert run.chat_template == "vicuna"
+    with pytest.raises(SystemExit):
+        parse_options(CTCConfig, [*arguments, "--config", "vicuna-8b"])
+    assert "neither a file nor a bundled recipe; pass a YAML file or one of 14b, 1b, " in capsys.readouterr().err
+
+
+def test_a_recipes_draft_vocabulary_is_left_out_for_smaller_vocabularies(tmp_path):
+    config = json.loads(Path(TARGET, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 2048, "intermediate_size": 8192}))
+    _, head, _ = parse_options(CTCConfig, ["--target", str(tmp_path), "--dataset", "d", "--bf16", "false"])
+    assert head["draft_vocab_size"] == 0
 
 
 def test_an_unknown_name_in_a_recipe_is_refused(tmp_path, capsys):
@@ -81,13 +138,16 @@ def test_an_unknown_name_in_a_recipe_is_refused(tmp_path, capsys):
 def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text("- 1\n")
     assert "must map flags" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
-    assert "cannot be read" in refused(capsys, "--config", str(tmp_path / "missing.yaml"))
+    assert "neither a file nor a bundled recipe" in refused(capsys, "--config", str(tmp_path / "missing.yaml"))
 
 
 @pytest.mark.parametrize(
     "arguments,told",
     [
         (["--frames", "3", "--labels", "4"], "2*labels-1"),
+        (["--frams", "3"], "unknown flag --frams; did you mean --frames?"),
+        (["--target", "data/nothing"], "--target data/nothing does not exist"),
+        (["--target", "data/tiny_target/config.json"], "config.json is a file"),
         (["--clip", "both"], "--clip must be norm or value"),
         (["--max_minutes", "-1"], "--max_minutes"),
         (["--held_out", "0"], "--held_out"),
@@ -98,3 +158,19 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
 )
 def test_values_out_of_range_name_their_flag(capsys, arguments, told):
     assert told in refused(capsys, *arguments)
+
+
+def test_help_has_our_flags_first_and_comes_without_transformers_trainer():
+    command = [sys.executable, "-X", "importtime", "train/ctc.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    flags = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  --")]
+    places = [flags.index(f"--{flag}") for flag in ("dataset", "frames", "output_dir", "max_minutes")]
+    assert places == sorted(places) and "--adam_beta1" not in done.stdout
+    assert "transformers.training_args" not in done.stderr and "torch" in done.stderr
+
+
+def test_help_all_lists_every_flag_of_transformers(capsys):
+    with pytest.raises(SystemExit):
+        answer_help("ctc", ["--help_all"])
+    told = capsys.readouterr().out
+    assert told.index("--frames") < told.index("--adam_beta1")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
-from draft_heads.train.run import load_data
+from draft_heads.train.run_folder import check_folder
+from draft_heads.train.training_data import load_data
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "data" / "tiny_target")
@@ -110,9 +112,12 @@ def losses(output):
 
 @pytest.fixture(scope="module")
 def uninterrupted(dataset, tmp_path_factory):
-    output = tmp_path_factory.mktemp("run") / "whole"
+    output = tmp_path_factory.mktemp("run") / "a whole run"
     status, told = run(dataset, output)
     assert status == 0, told
+    assert re.search(
+        rf"held-out rows: loss \S+, simulated β .*, top-1 accuracy by offset .*\nhead: {output}/head\n", told
+    )
     return output
 
 
@@ -121,7 +126,8 @@ def test_a_run_leaves_a_head_with_its_history(uninterrupted):
     provenance = json.loads((head / "provenance.json").read_text())
     assert provenance["steps"] == 6 and provenance["options"]["labels"] == 2
     assert {"eval_loss", "eval_accuracy_1", "eval_accuracy_2"} <= set(provenance["metrics"])
-    assert "train/ctc.py" in (head / "README.md").read_text()
+    (typed,) = re.findall(r"^    (\S+ \S*train/ctc.py .*)", (head / "README.md").read_text(), re.MULTILINE)
+    assert str(uninterrupted) in shlex.split(typed)
     assert len(losses(uninterrupted)) == 6
     assert list(uninterrupted.rglob("events.out.tfevents*"))
 
@@ -139,6 +145,8 @@ def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninte
     assert "| mine | top-5 |" in (tmp_path / "accuracy.md").read_text()
     status, told = run_script(*command, "--heads", "nameless", "--output", str(tmp_path))
     assert status == 1 and "NAME=RUN/head" in told
+    status, told = run_script(*command, "--heads", heads, "--output", str(tmp_path), "--rows", "48")
+    assert status == 1 and "--rows 48 must leave rows" in told
 
 
 def test_the_tree_is_tuned_on_held_out_rows(distil, uninterrupted, tmp_path):
@@ -173,19 +181,23 @@ def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
 
 
 @pytest.mark.slow
-def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, uninterrupted, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, uninterrupted, tmp_path, how):
     output = tmp_path / "killed"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *command(dataset, output)],
-        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (output / "checkpoint-2" / "complete.json").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(how)
+    told = process.communicate()[1]
+    if how == signal.SIGINT:
+        assert process.returncode == 130 and "Traceback" not in told
+        assert re.search(rf"interrupted; the newest checkpoint is {output}/checkpoint-\d: the same", told)
     shutil.rmtree(output / "head", ignore_errors=True)  # should the kill have come too late
     (output / "checkpoint-99").mkdir()  # as a kill in the middle of writing leaves it
 
@@ -225,6 +237,18 @@ def test_gradient_accumulation_has_the_losses_of_one_large_batch(dataset, uninte
     status, told = run(dataset, tmp_path / "run", "--gradient_accumulation_steps", "2", batch=2)
     assert status == 0, told
     assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-4)
+
+
+def test_batches_by_tokens_resume_where_they_stopped(dataset, tmp_path):
+    output, batches = tmp_path / "run", ("--tokens_per_batch", "700")
+    status, told = run(dataset, output, *batches)
+    assert status == 0, told
+    whole = losses(output)
+    for later in ("checkpoint-6", "head"):
+        shutil.rmtree(output / later)
+    status, told = run(dataset, output, *batches)
+    assert status == 0 and "resuming" in told, told
+    assert losses(output) == pytest.approx(whole, abs=1e-6)
 
 
 def test_a_dataset_with_cached_hidden_states_is_trained_on_without_the_targets_forward(distil, tmp_path):
@@ -282,12 +306,26 @@ def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
     (other / "manifest.json").write_text(json.dumps(manifest))
     status, told = run(str(other), tmp_path / "run")
     assert status != 0 and "tokenizer_hash" in told
+    status, told = run(dataset, tmp_path / "run", "--held_out", "48")
+    assert status != 0 and "--held_out 48 must leave rows" in told
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     status, told = run(dataset, tmp_path)
     assert status != 0 and "--overwrite" in told and (tmp_path / "thesis.txt").exists()
+
+
+def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False)
+    (tmp_path / "run.json").write_text('{"seed": 1}')
+    (tmp_path / "checkpoint-3").mkdir()
+    check_folder(args, {"seed": 2})
+    (tmp_path / "checkpoint-3" / "complete.json").write_text("{}")
+    check_folder(args, {"seed": 1})
+    with pytest.raises(ValueError, match=r"other settings \(seed was 1, now 2\).*--overwrite"):
+        check_folder(args, {"seed": 2})
 
 
 def test_a_head_that_reads_layers_trains_on_cached_and_on_computed_states(distil, dataset, tmp_path):

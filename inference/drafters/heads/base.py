@@ -5,17 +5,19 @@ Shapes: G key/value heads, C capacity, C' visible slots, D head size, Q new rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from draft_heads.heads.base import DraftHead
+from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.block import Attend, folded_attention
 from draft_heads.inference.drafters.base import Builder, Drafter, check_max_nodes
 from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
 
 
 class BlockCache:
@@ -92,6 +94,15 @@ class HeadDrafter(Drafter):
     tuned_options: ClassVar[dict[str, type]] = {"max_nodes": int, "tree_temperature": float}
     tuned_by = "scripts/tune_tree.py"
 
+    def __new__(cls, head: Any, *args: Any, **options: Any) -> Self:
+        """ValueError for a head of another kind, before anything of it is read."""
+        if head.config.kind != cls.kind:
+            raise ValueError(
+                f"{cls.__name__} drafts with {cls.kind} heads; got a {head.config.kind} head; use the drafter of that "
+                "kind: `build_drafter` finds it"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self, head: Any, target: Target, max_nodes: int, levels: int, caches: Sequence[BlockCache] = (), behind: int = 0
     ) -> None:
@@ -101,6 +112,11 @@ class HeadDrafter(Drafter):
         self.max_depth = min(levels, max_nodes)
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._caches, self._behind = caches, behind
+
+    @staticmethod
+    @abstractmethod
+    def propose_from(head: Any, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
+        """How trees are drafted along one row of text: a function from an anchor to the tree behind it."""
 
     @property
     def target_layers(self) -> tuple[int, ...]:

@@ -194,6 +194,13 @@ class ChimeraDrafter(HeadDrafter):
         self._context: ChimeraContext
         self._base: Tensor
 
+    @staticmethod
+    def propose_from(head: ChimeraHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
+        """Level by level, over the keys and values up to the anchor."""
+        text, view = rows.input_ids[0], head.draft_view(view)
+        context = row_contexts(head, rows, view, max_nodes * head.config.heads + 1)
+        return lambda anchor: draft_tree(head, view, context(anchor), text[anchor + 1], max_nodes)
+
     def memory(self) -> list[Tensor]:
         return [*super().memory(), self._recent]
 

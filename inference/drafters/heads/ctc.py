@@ -5,13 +5,14 @@ Shapes: n committed tokens, A newly committed ones, T frames, H hidden, C capaci
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from draft_heads.heads.attention import chain_attention
-from draft_heads.heads.base import TargetView
+from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.ctc import CTCHead
 from draft_heads.inference.drafters.base import tempered
@@ -50,6 +51,14 @@ class CTCDrafter(HeadDrafter):
         self.tree = tree
         self.on_device = tree == "prefix"  # the trees of the published code are built on the host
         self._state: Tensor  # c_n, [H]
+
+    @staticmethod
+    def propose_from(head: CTCHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
+        """The head's frames at every anchor at once, then a tree for each."""
+        anchors = torch.arange(rows.input_ids.shape[1], device=rows.hidden.device)[None]
+        view = head.draft_view(view)
+        frames = head.drafted_frames(rows, anchors, view)[0]
+        return lambda anchor: draft_tree(head, view, frames[anchor], max_nodes)
 
     def observe(self, step: VerifiedStep) -> None:
         head = self.head

@@ -5,10 +5,12 @@ Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from draft_heads.heads.base import TargetView
+from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.hydra import HydraHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
@@ -45,6 +47,12 @@ class HydraDrafter(HeadDrafter):
         self.view = target.view()
         self._state: Tensor  # s_n, [H]
         self._base: Tensor
+
+    @staticmethod
+    def propose_from(head: HydraHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
+        """Level by level behind the state and base token at the anchor."""
+        states, text = head.row_states(rows)[0], rows.input_ids[0]
+        return lambda anchor: draft_tree(head, view, states[anchor], text[anchor + 1], max_nodes)
 
     def observe(self, step: VerifiedStep) -> None:
         head = self.head

@@ -5,11 +5,13 @@ Shapes: K levels, V vocabulary, R most ranks of a level, C paths of a list, M no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.medusa import MedusaHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import HeadDrafter
@@ -108,6 +110,13 @@ class MedusaDrafter(HeadDrafter):
         self._paths = rank_paths(head, self.max_nodes, heads)
         self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
         self._last: Tensor  # h_n, [H]
+
+    @staticmethod
+    def propose_from(head: MedusaHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
+        """K distributions from the hidden state at the anchor."""
+        paths = rank_paths(head, max_nodes)
+        states = head.target_states(rows.hidden[0], None if rows.aux_hidden is None else rows.aux_hidden[0])
+        return lambda anchor: draft_tree(head, states[anchor], paths)
 
     def observe(self, step: VerifiedStep) -> None:
         aux_hidden = None if step.aux_hidden is None else step.aux_hidden[-1]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.pretrained import load_config
 from draft_heads.inference.drafters.base import Builder, Drafter, refuse_path
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
@@ -86,13 +87,8 @@ def load_draft_model(kind: str, path: str, target: Target) -> Target:
     """The causal language model at a folder or hub id, on the target's device and of its type."""
     if not path:
         raise ValueError(f"{kind} drafts with a smaller model; got no path; write {kind}=DIR")
-    try:
-        model = Target.from_pretrained(path, target.dtype, target.device)
-    except OSError as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{kind} needs the folder or hub id of a causal language model; {path} is not one ({first}); name another"
-        ) from None
+    load_config(path, f"the model of {kind}")  # a sentence, should there be none
+    model = Target.from_pretrained(path, target.dtype, target.device)
     check_same_tokens(kind, model, target)
     if target.compiled and model.fused is not None:
         model.compile()

@@ -1,0 +1,32 @@
+"""Folders and hub ids of models: what is neither is refused in a sentence before anything loads it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def check_folder_or_hub_id(what: str, source: str) -> None:
+    """ValueError for a path at which there is no folder: one that no hub id looks like, or whose parent exists."""
+    path = Path(source)
+    inside = len(path.parts) > 1 and path.parent.is_dir()
+    if not path.is_dir() and (inside or path.exists() or not _HUB_ID.fullmatch(source)):
+        found = "is a file" if path.exists() else "does not exist"
+        raise ValueError(f"{what} {source} {found}; give an existing folder, or a hub id as OWNER/NAME")
+
+
+def load_config(source: str, what: str = "--target") -> Any:
+    """The configuration of a model; ValueError in a sentence if there is none."""
+    check_folder_or_hub_id(what, source)
+    try:
+        return AutoConfig.from_pretrained(source)
+    except OSError as error:
+        reason = " ".join(str(error).split()).split(". ")[0]
+        if Path(source).is_dir():
+            raise ValueError(f"{what} {source} is no model's folder: {reason}") from None
+        raise ValueError(f"{what}: there is no folder {source}, and no such model from the hub: {reason}") from None

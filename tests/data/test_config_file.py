@@ -1,0 +1,73 @@
+"""What every command line does alike: unknown flags, errors and Ctrl-C as one line."""
+
+import os
+import runpy
+import signal
+
+from draft_heads.data.config_file import OptionParser, exit_status, on_interrupt
+
+import pytest
+
+from draft_heads.data import config_file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--frams", "3"], "error: unknown flag --frams; did you mean --frames?\n"),
+        (["--frams=3"], "error: unknown flag --frams; did you mean --frames?\n"),
+        (["--xyz"], "error: unknown flag --xyz; --help lists the flags\n"),
+        (["stray"], "error: 'stray' belongs to no flag; --help lists the flags\n"),
+        (["--frames", "x"], "error: argument --frames: invalid int value: 'x'\n"),
+    ],
+)
+def test_a_wrong_flag_is_answered_in_a_sentence(capsys, arguments, told):
+    parser = OptionParser()
+    parser.add_argument("--frames", type=int)
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_args(arguments)
+    assert stopped.value.code == 2 and capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_with_what_is_kept_and_a_second_signal_changes_nothing(capsys, number):
+    def work():
+        with on_interrupt(lambda: os.kill(os.getpid(), signal.SIGTERM) or "two shards are done"):
+            os.kill(os.getpid(), number)
+
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert exit_status(work) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert capsys.readouterr().err == "\ninterrupted; two shards are done\n"
+
+
+def test_ctrl_c_is_told_by_the_first_process_only(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert exit_status(interrupted) == 130
+    assert "the same command starts again" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert exit_status(interrupted) == 130 and not capsys.readouterr().err
+
+
+def test_an_error_is_one_line(capsys):
+    def failing():
+        raise ValueError("no such\n  folder")
+
+    handler = signal.getsignal(signal.SIGINT)
+    assert exit_status(failing) == 2 and capsys.readouterr().err == "error: no such folder\n"
+    assert exit_status(lambda: False) == 1 and exit_status(lambda: None) == 0
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, given, used):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    runpy.run_path(config_file.__file__)
+    assert os.environ["OMP_WAIT_POLICY"] == used

@@ -1,0 +1,43 @@
+"""Batches of rows of similar length."""
+
+import pytest
+import torch
+
+from draft_heads.train.batches import TokenBatches
+
+
+def lengths_of_conversations(rows=2000):
+    normal = torch.randn(rows, generator=torch.Generator().manual_seed(0))
+    return (0.8 * normal + 5.5).exp().clamp(8, 2048).long()
+
+
+def test_rows_of_one_length_share_a_batch():
+    assert TokenBatches([8, 8, 16, 16, 16], 36, seed=0).sizes == [1, 1, 1, 2]
+    assert TokenBatches([8, 8, 16, 16, 16], 48, seed=0).sizes == [2, 2, 1]
+
+
+def test_every_epoch_has_every_row_once_in_batches_that_are_full():
+    lengths = lengths_of_conversations()
+    batches = TokenBatches(lengths.tolist(), 4096, seed=1, processes=4)
+    assert len(batches) % 4 == 0
+    epochs = []
+    for epoch in range(2):
+        batches.sampler.set_epoch(epoch)
+        rows = list(batches)
+        epochs.append(rows)
+        assert len(rows) == len(batches)
+        assert sorted(row for batch in rows for row in batch) == list(range(2000))
+        padded = [len(batch) * int(-(-lengths[batch].max() // 8) * 8) for batch in rows]
+        assert max(padded) <= 4096
+        assert int(lengths.sum()) / sum(padded) > 0.95
+        tokens = torch.tensor([int(lengths[batch].sum()) for batch in rows]).view(-1, 4).float()
+        assert float((tokens.mean(1) / tokens.max(1).values).mean()) > 0.95  # ranks wait little for each other
+    assert sorted(map(sorted, epochs[0])) != sorted(map(sorted, epochs[1]))  # rows meet others
+    assert list(batches) == epochs[1]
+
+
+def test_a_batch_must_hold_the_longest_row():
+    with pytest.raises(ValueError, match="--tokens_per_batch must hold the longest row, 100 tokens; got 90"):
+        TokenBatches([10, 100], 90, seed=0)
+    with pytest.raises(ValueError, match="every process needs a row"):
+        TokenBatches([10, 10], 90, seed=0, processes=4)

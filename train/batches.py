@@ -1,0 +1,79 @@
+"""Which rows form a batch: rows of similar length, so that little of a batch is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.utils.data import BatchSampler, Sampler
+
+_MULTIPLE = 8  # `DraftCollator` rounds lengths up to it
+_JITTER = 0.05  # lengths are disturbed by up to this share before sorting, so that batches differ from epoch to epoch
+
+
+class EpochSampler(Sampler[int]):
+    """Row numbers in an order that depends on seed and epoch only: the same on one process and on many."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        self.rows, self.seed, self.epoch = rows, seed, 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def generator(self) -> torch.Generator:
+        """A random generator of its own for this epoch."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.rows, generator=self.generator()).tolist()
+
+
+class TokenBatches(BatchSampler):
+    """Batches of at most `tokens` tokens, padding included; every epoch has every row once.
+
+    Rows are sorted by a slightly disturbed length and cut into batches whose sizes are fixed once, so that every epoch
+    has the same number of batches; their order is random. Example: lengths 8, 8, 16, 16, 16 with 36
+    tokens give the batches [16, 16], [16], [8, 8]. The number of batches is a multiple of `processes`; the ranks of a
+    step get neighbours in length, so that none waits for another.
+    """
+
+    sampler: EpochSampler  # accelerate calls its set_epoch
+
+    def __init__(self, lengths: Sequence[int], tokens: int, seed: int, processes: int = 1) -> None:
+        """Raises ValueError if the longest row alone has more than `tokens` tokens, or rows are too few to share."""
+        self.lengths = torch.as_tensor(lengths)
+        self.sampler = EpochSampler(len(self.lengths), seed)
+        self.processes, self.drop_last = processes, False
+        longest = self.lengths * (1 + _JITTER)  # a disturbed length is at most this
+        padded = (torch.ceil(longest / _MULTIPLE) * _MULTIPLE).sort(descending=True).values.tolist()
+        if tokens < int(self.lengths.max()):
+            raise ValueError(
+                f"--tokens_per_batch must hold the longest row, {int(self.lengths.max())} tokens; got {tokens}; raise "
+                "it or lower --max_length"
+            )
+        if len(padded) < processes:
+            raise ValueError(f"every process needs a row to train on; {len(padded)} rows for {processes} processes")
+        self.sizes: list[int] = []
+        start = 0
+        while start < len(padded):
+            self.sizes.append(max(1, int(tokens // padded[start])))
+            start += self.sizes[-1]
+        self.sizes[-1] -= start - len(padded)
+        while len(self.sizes) % processes:  # the ranks of a step must all have a batch: halve the largest
+            largest = self.sizes.index(max(self.sizes))
+            whole = self.sizes.pop(largest)
+            self.sizes[largest:largest] = [whole - whole // 2, whole // 2]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = self.sampler.generator()
+        disturbed = self.lengths * (1 + _JITTER * torch.rand(len(self.lengths), generator=generator))
+        batches = disturbed.argsort(descending=True).split(self.sizes)
+        for step in torch.randperm(len(batches) // self.processes, generator=generator).tolist():
+            for rows in batches[step * self.processes : (step + 1) * self.processes]:
+                yield rows.tolist()

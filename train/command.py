@@ -1,0 +1,61 @@
+"""The command line of every trainer; transformers' Trainer takes seconds to load, so help is given without it."""
+
+from __future__ import annotations
+
+import sys
+
+from draft_heads.data.config_file import OptionParser, exit_status
+
+from draft_heads.data.options import add_flags
+from draft_heads.heads.checkpoint import head_classes
+from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions
+
+TRANSFORMERS_FLAGS = {
+    "output_dir": "folder for checkpoints and logs, and for head/ at the end",
+    "max_steps": "optimizer steps; goes before --num_train_epochs",
+    "num_train_epochs": "passes over the rows",
+    "learning_rate": "at its peak",
+    "per_device_train_batch_size": "rows of a batch, on each process",
+    "save_steps": "steps from one checkpoint to the next",
+    "deepspeed": "ZeRO configuration, e.g. configs/deepspeed/zero2.json",
+}
+"""The flags of transformers that most runs need."""
+
+
+def answer_help(kind: str, arguments: list[str]) -> None:
+    """Print the flags and exit where --help or --help_all is given; all but the latter comes without transformers'."""
+    every = "--help_all" in arguments
+    if not every and not {"-h", "--help"}.intersection(arguments):
+        return
+    parser = OptionParser(
+        usage="%(prog)s --target TARGET --dataset OUT --output_dir RUN [flag …]",
+        epilog="" if every else "All other TrainingArguments of transformers are flags too: --help_all lists them.",
+        add_help=False,
+    )
+    data = parser.add_argument_group("what to train on")
+    add_flags(data, RunOptions)
+    data.add_argument("--config", help=CONFIG_HELP)
+    add_flags(parser.add_argument_group(f"the {kind} head"), head_classes(kind)[1])
+    training = parser.add_argument_group("how long, and where to")
+    for name, text in TRANSFORMERS_FLAGS.items():
+        training.add_argument(f"--{name}", help=text)
+    add_flags(training, TrainingOptions)
+    parser.print_help()
+    if every:
+        from draft_heads.train.training_arguments import transformers_help
+
+        print(transformers_help())
+    sys.exit()
+
+
+def train(kind: str) -> None:
+    """The whole of an entry point: train a head of this kind as the command line says and export it to RUN/head."""
+
+    def run() -> None:
+        answer_help(kind, sys.argv[1:])
+        from draft_heads.train.run import train_head
+        from draft_heads.train.training_arguments import parse_options
+
+        train_head(kind, *parse_options(head_classes(kind)[1]))
+
+    sys.exit(exit_status(run))

@@ -1,0 +1,59 @@
+"""transformers' TrainingArguments with the options of a head's training; loading this module takes seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from draft_heads.data.config_file import OptionParser
+
+from transformers import HfArgumentParser, TrainingArguments
+
+from draft_heads.data.options import add_flags, option_names
+from draft_heads.data.pretrained import load_config
+from draft_heads.heads.config import HeadConfig
+from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, recipe_defaults
+
+
+@dataclass
+class HeadTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[misc]
+    """What `DraftHeadTrainer` runs by."""
+
+
+class TrainerParser(OptionParser, HfArgumentParser):
+    """transformers' parser of dataclasses, its errors without the usage of some hundred flags."""
+
+
+def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:
+    """(RunOptions, head settings, HeadTrainingArguments) from the command line and a recipe.
+
+    Raises SystemExit with a sentence for anything invalid. Head settings are the fields that `head_config` adds to
+    `HeadConfig`; sizes come from the target and are not options.
+    """
+    parser = TrainerParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
+    group = parser.add_argument_group(f"{head_config.kind} head")
+    add_flags(group, head_config)
+    parser.add_argument("--config", help=CONFIG_HELP)
+    try:
+        known, unknown = parser.parse_known_args(arguments)
+        parser.refuse(unknown)
+        if not known.target:
+            raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
+        load_config(known.target)  # a sentence, should there be none
+        defaults, taken = recipe_defaults(head_config.kind, known, parser)
+        parser.set_defaults(**defaults)
+        run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        if not run.dataset:
+            raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
+        head = {name: getattr(rest, name) for name in option_names(head_config)}
+        head_config(**head)  # validated here, before anything is loaded
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    if training.process_index == 0:
+        print(f"recipe: {taken}", flush=True)
+    return run, head, training
+
+
+def transformers_help() -> str:
+    """The flags of transformers' own."""
+    return HfArgumentParser(TrainingArguments, usage="", add_help=False).format_help()  # type: ignore[arg-type]

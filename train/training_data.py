@@ -1,0 +1,64 @@
+"""The rows that a head is trained on and those that are held out, from datasets that its target labelled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import torch
+
+from draft_heads.data.collate import DraftCollator, split_held_out
+from draft_heads.data.fingerprint import check_fingerprint
+from draft_heads.data.shards import DistilledDataset, load_distilled
+from draft_heads.inference.target.target import Target
+from draft_heads.train.options import RunOptions
+
+
+def load_data(
+    run: RunOptions, target: Target, target_layers: Sequence[int] = (), rows_flag: str = "--held_out"
+) -> tuple[Any, Any, list[DistilledDataset], DraftCollator]:
+    """(rows to train on, held-out rows, the datasets they come from, their collator) for a head of these layers.
+
+    Rows are held out by their id, so a conversation that several datasets hold is on one side in all of them.
+    rows_flag: what the script calls --held_out
+    """
+    parts = [_load_labelled(folder, run, target) for folder in run.dataset]
+    cached = {part.hidden_dtype for part in parts}
+    if len(cached) > 1:
+        found = ", ".join(f"{folder}: {part.hidden_dtype or 'none'}" for folder, part in zip(run.dataset, parts))
+        raise ValueError(
+            f"datasets trained on together must all have cached hidden states of one type, or none; got {found}; "
+            "distil them alike"
+        )
+    for folder, part in zip(run.dataset, parts):
+        if target_layers and part.hidden_dtype and part.target_layers != list(target_layers):
+            raise ValueError(
+                f"cached states must be those of the head's --target_layers {' '.join(map(str, target_layers))}; "
+                f"--dataset {folder} has {' '.join(map(str, part.target_layers)) or 'the last layer only'}; distil "
+                "with the same --target_layers, or without --hidden_states"
+            )
+    dataset = datasets.concatenate_datasets([part.dataset for part in parts])
+    if len(dataset) <= run.held_out:
+        raise ValueError(
+            f"{rows_flag} {run.held_out} must leave rows to train on; --dataset {' '.join(run.dataset)} has "
+            f"{len(dataset)}; lower it or distil more conversations"
+        )
+    training, held_out = split_held_out(dataset, rows=run.held_out)
+    longest = run.max_length or max(int(part.manifest["settings"]["max_length"]) for part in parts)
+    hidden = getattr(torch, parts[0].hidden_dtype) if parts[0].hidden_dtype else None
+    collator = DraftCollator(target.tokenizer.pad_token_id or 0, longest, run.packing, hidden, bool(target_layers))
+    return training, held_out, parts, collator
+
+
+def _load_labelled(folder: str, run: RunOptions, target: Target) -> DistilledDataset:
+    """One dataset, checked to be this target's."""
+    distilled = load_distilled(folder)
+    check_fingerprint(distilled.manifest["target"]["fingerprint"], target.fingerprint(), f"--dataset {folder}")
+    labelled_by = distilled.manifest["settings"].get("target_adapter")
+    if labelled_by != run.target_adapter:
+        raise ValueError(
+            f"labels and head must be made with the same adapter; --dataset {folder} was distilled with "
+            f"{labelled_by or 'none'}, --target_adapter is {run.target_adapter or 'none'}; pass the same to both"
+        )
+    return distilled
