@@ -190,17 +190,17 @@ def preview(target: Labeller, loaded: Conversations, count: int, options: Distil
         if row.skipped is not None:
             console.print(f"skipped: {row.skipped}", markup=False)
             continue
-        console.print(coloured(target.tokenizer, row.ids, row.mask))
-    console.print(Text("trained tokens", style=_TRAINED))
+        console.print(marked(target.tokenizer, row.ids, row.mask), soft_wrap=True)
+    console.print(Text.assemble(("⟦trained tokens⟧", _TRAINED)))
 
 
-def coloured(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
-    """The text of `ids`, special tokens shown, runs of `mask` in colour."""
+def marked(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
+    """The text of `ids`, special tokens shown, runs of `mask` between ⟦ ⟧ and in colour where there is one."""
     text = Text()
     start = 0
     for end in range(1, len(ids) + 1):
         if end == len(ids) or mask[end] != mask[start]:
             run = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            text.append(str(run), style=_TRAINED if mask[start] else "")
+            text.append(f"⟦{run}⟧" if mask[start] else str(run), style=_TRAINED if mask[start] else "")
             start = end
     return text

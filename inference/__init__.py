@@ -2,7 +2,7 @@
 
 target = Target.from_pretrained("data/tiny_target")
 drafter = build_drafter(DrafterSpec.parse("ctc=runs/ctc/head"), target)
-answer = DecodingEngine(target, drafter).generate(prompt_ids, GenerationSettings(max_new_tokens=64))
+answer = DecodingEngine(target, drafter).generate("Why is the sky blue?", GenerationSettings(max_new_tokens=64))
 """
 
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter

@@ -78,7 +78,7 @@ class BatchEngine:
                 while slots[slot] is None and waiting:
                     index = waiting.pop()
                     own = replace(settings, stop=deepcopy(settings.stop))  # a stop rule may be stateful
-                    stopper = Stopper(own, self.target.tokenizer, limits[index])
+                    stopper = Stopper(own, self.target, limits[index])
                     slots[slot] = self._begin(slot, prompts[index], stopper, answers[index], single, cache, end)
             clock.lap("verify")
             if not any(slots):
@@ -121,7 +121,7 @@ class BatchEngine:
         device = self.target.device
         trees = [DraftTree.empty(device) if slot is None else slot.drafter.propose() for slot in slots]
         base = torch.stack([end.new_zeros(()) if slot is None else slot.base for slot in slots])
-        clock.lap("draft")
+        clock.lap("draft" if self.drafter.max_nodes else "other")
         cache.bound = max(slot.committed for slot in slots if slot is not None)
         cache.set_visible_length(1 + max(self.drafter.max_depth, *map(len, trees)))
         verify = self._verify_step if settings.sampling is None else self._verify
@@ -144,7 +144,7 @@ class BatchEngine:
                 cache.lengths[index] = 0
                 continue
             slot.drafter.observe(batch.sequence(index, tree))
-            clock.lap("draft")
+            clock.lap("draft" if self.drafter.max_nodes else "other")
 
     def _verify(
         self, base: Tensor, tree: DraftTree, cache: KVCache, end: Tensor, settings: GenerationSettings

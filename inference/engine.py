@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
+from draft_heads.inference.generation import (
+    Clock,
+    Generation,
+    GenerationSettings,
+    Prompt,
+    Stopper,
+    TextPieces,
+    prompt_ids,
+    room,
+)
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.compiled import no_host_sync, program
@@ -45,6 +54,7 @@ class DecodingEngine:
         self.ahead = on_gpu if ahead is None else ahead
         self._captured = CapturedSteps() if captured is None and on_gpu and self.ahead and target.fused else captured
         self._accept: Accept = accept_exact
+        self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
         self._cache: KVCache | None = None
         self._end = torch.zeros((), dtype=torch.long, device=target.device)  # length at which the text must end
         self._draft, self._verify = self._draft_step, self._verify_step
@@ -54,29 +64,42 @@ class DecodingEngine:
             if drafter.on_device and drafter.max_nodes:
                 self._draft = program(self._draft_step, target.device)
 
-    def generate(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Generation:
-        """The whole answer. Raises ContextError (before any work) if the prompt does not fit."""
+    def generate(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Generation:
+        """The whole answer to a text, to messages or to token ids (`Prompt`).
+
+        Raises ContextError (before any work) if the prompt does not fit, ValueError for what is no prompt.
+        """
         result = Generation()
-        for _ in self._run(prompt_ids, settings or GenerationSettings(), result):
+        for _ in self._run(prompt, settings or GenerationSettings(), result):
             pass
         return result
 
-    def stream(self, prompt_ids: list[int], settings: GenerationSettings | None = None) -> Iterator[list[int]]:
-        """The answer step by step: the new tokens of each target step as they are verified."""
-        yield from self._run(prompt_ids, settings or GenerationSettings(), Generation())
+    def stream(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[list[int]]:
+        """As `generate`, step by step: the new tokens of each target step as they are verified."""
+        yield from self._run(prompt, settings or GenerationSettings(), Generation())
 
-    def _run(self, prompt_ids: list[int], settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
-        limit = room(self.target, len(prompt_ids), settings.max_new_tokens)
-        stopper = Stopper(settings, self.target.tokenizer, limit)
+    def stream_text(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[str]:
+        """As `stream`, in pieces of text of whole characters; special tokens are left out."""
+        pieces = TextPieces(self.target.tokenizer)
+        for tokens in self.stream(prompt, settings):
+            if text := pieces.add(tokens):
+                yield text
+        if text := pieces.end():
+            yield text
+
+    def _run(self, prompt: Prompt, settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
+        ids = prompt_ids(self.target, prompt)
+        limit = room(self.target, len(ids), settings.max_new_tokens)
+        stopper = Stopper(settings, self.target, limit)
         clock = Clock()
         with torch.inference_mode():
-            cache = self._cleared_cache(self._reserved_length(len(prompt_ids) + limit))
+            cache = self._cleared_cache(self._reserved_length(len(ids) + limit))
             self._warm_up_shapes(cache)
-            end = self._end.fill_(len(prompt_ids) + limit)
-        step = self._prefill(prompt_ids, cache, limit, settings, clock)
+            end = self._end.fill_(len(ids) + limit)
+        step = self._prefill(ids, cache, limit, settings, clock)
         first = torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
         pending = deque([PendingReadback(first)])
-        committed = len(prompt_ids) - 1  # the newest token is not in the cache yet
+        committed = len(ids) - 1  # the newest token is not in the cache yet
         while True:
             if self.ahead or not pending:
                 step, packed = self._step(step, cache, end, settings, clock)
@@ -134,11 +157,11 @@ class DecodingEngine:
 
     @torch.inference_mode()
     def _prefill(
-        self, prompt_ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: Clock
+        self, ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: Clock
     ) -> VerifiedStep:
-        prompt = torch.tensor(prompt_ids, dtype=torch.long, device=self.target.device)
+        prompt = torch.tensor(ids, dtype=torch.long, device=self.target.device)
         self.drafter.begin(prompt, self._reserved_length(prompt.numel() + limit))
-        clock.lap("draft")
+        clock.lap(self._drafting)
         hidden, logits, aux_hidden = self.target.prefill(prompt, cache, self.drafter.target_layers)
         base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
         clock.lap("verify")
@@ -153,7 +176,7 @@ class DecodingEngine:
         def body(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
             after_prompt = step.tree is None  # prompts differ in length: their step is not compiled
             tree = (self._draft_step if after_prompt else self._draft)(step)
-            clock.lap("draft")
+            clock.lap(self._drafting)
             cache.set_visible_length(1 + len(tree))
             # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
             verify = self._verify if settings.sampling is None else self._verify_step

@@ -1,11 +1,13 @@
 """Drafting inside transformers: `model.generate(…, custom_generate=generate_fn(drafter))`.
 
 A local callable replaces `generate`'s decoding loop and gives the same tokens: stopping criteria are checked after
-every token, left-padded batches are decoded one sequence after another. Unsupported arguments raise ValueError.
+every token, left-padded batches are decoded one sequence after another. `generate`'s own `streamer` receives the tokens
+of each target step, for one sequence only. Unsupported arguments raise ValueError.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,6 @@ from transformers import (
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 
 _UNSUPPORTED = (
@@ -34,12 +35,8 @@ _UNSUPPORTED = (
 )
 
 
-def generate_fn(drafter: Drafter, streamer: Any = None) -> Callable[..., Tensor]:
-    """A `custom_generate` of transformers that decodes with `drafter`.
-
-    streamer: `generate` does not pass its own to a callable, so pass it here. It receives the tokens of each target
-    step (not the prompt), for one sequence only.
-    """
+def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
+    """A `custom_generate` of transformers that decodes with `drafter`."""
     engines: dict[int, DecodingEngine] = {}
 
     def decode(
@@ -51,16 +48,16 @@ def generate_fn(drafter: Drafter, streamer: Any = None) -> Callable[..., Tensor]
         **model_kwargs: Any,
     ) -> Tensor:
         attention_mask = model_kwargs.get("attention_mask")  # a parameter of this name would be passed twice
-        sampling = parse_sampling(generation_config, logits_processor)
+        sampling = sampling_options(generation_config, logits_processor)
+        streamer = _streamer_of_caller()
         check_supported(generation_config, model_kwargs, streamer, len(input_ids))
         if id(model) not in engines:
             engines[id(model)] = DecodingEngine(Target(model), drafter)
         answers = []
         for row, ids in enumerate(input_ids):
             padding = 0 if attention_mask is None else int((attention_mask[row] == 0).sum())
-            settings = GenerationSettings(
-                generation_config.max_length - len(ids), stop=_stop_rule(stopping_criteria, ids), sampling=sampling
-            )
+            rule = _stop_rule(stopping_criteria, ids)  # end tokens are among the criteria
+            settings = GenerationSettings(generation_config.max_length - len(ids), (), stop=rule, **sampling)
             new: list[int] = []
             for tokens in engines[id(model)].stream(ids[padding:].tolist(), settings):
                 new += tokens
@@ -77,6 +74,14 @@ def generate_fn(drafter: Drafter, streamer: Any = None) -> Callable[..., Tensor]
     return decode
 
 
+def _streamer_of_caller() -> Any:
+    """The `streamer` of the `generate` that called our callable, to which transformers does not pass it."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = frame and frame.f_back
+    return frame and frame.f_locals.get("streamer")
+
+
 def _stop_rule(criteria: StoppingCriteriaList, prompt: Tensor) -> Callable[[list[int]], int | None]:
     """transformers' stopping criteria as the `stop` rule of `GenerationSettings`."""
 
@@ -87,8 +92,11 @@ def _stop_rule(criteria: StoppingCriteriaList, prompt: Tensor) -> Callable[[list
     return stop
 
 
-def parse_sampling(config: Any, processors: LogitsProcessorList) -> Sampling | None:
-    """The sampling that `generate` prepared; ValueError for any logits processor but temperature, top-k and top-p."""
+def sampling_options(config: Any, processors: LogitsProcessorList) -> dict[str, Any]:
+    """The sampling that `generate` prepared, as fields of `GenerationSettings`; {} for greedy decoding.
+
+    ValueError for any logits processor but temperature, top-k and top-p.
+    """
     options: dict[str, Any] = {}
     for processor in processors:
         if isinstance(processor, TemperatureLogitsWarper):
@@ -105,8 +113,8 @@ def parse_sampling(config: Any, processors: LogitsProcessorList) -> Sampling | N
     if not config.do_sample:
         if options:
             raise ValueError(f"{', '.join(options)} need do_sample=True; got do_sample=False; set it or leave them out")
-        return None
-    return Sampling(**options, seed=int(torch.randint(2**62, ())))
+        return {}
+    return {"temperature": 1.0, **options, "seed": int(torch.randint(2**62, ()))}
 
 
 def check_supported(config: Any, model_kwargs: dict[str, Any], streamer: Any, sequences: int) -> None:

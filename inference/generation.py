@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
+from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import TypicalAcceptance
@@ -21,25 +25,49 @@ class GenerationSettings:
     """When to stop. The answer ends with the first token for which any of the rules holds; EOS is part of it.
 
     max_new_tokens  exact upper bound; the target's context may end an answer earlier
-    eos_token_ids   tokens that end an answer
+    eos_token_ids   tokens that end an answer; None: the target's own
     stop_strings    texts that end an answer once the decoded answer contains one
     stop            function of the new tokens so far: the length at which to cut them, or None
-    sampling        lossless sampling; None: greedy
+    temperature     above 0: lossless sampling; 0: greedy
+    top_k, top_p    sample among the most probable tokens only: so many (0: all), or of this total probability (1: all)
+    seed            of sampling
     typical         lossy acceptance of drafts that are typical of the target; None: exact verification
     """
 
     max_new_tokens: int = 128
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] | None = None
     stop_strings: tuple[str, ...] = ()
     stop: Callable[[list[int]], int | None] | None = None
-    sampling: Sampling | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
     typical: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"--max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        for name in ("eos_token_ids", "stop_strings"):
+            if isinstance(one := getattr(self, name), (int, str)):
+                raise ValueError(f"{name} is a tuple; got {one!r}; write ({one!r},)")
+        if self.temperature < 0:
+            raise ValueError(f"--temperature must be 0 (greedy) or more; got {self.temperature:g}")
+        if self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0):
+            raise ValueError(
+                f"--top_k and --top_p need --temperature above 0 (greedy decoding does not sample); got {self.top_k} "
+                f"and {self.top_p:g}; set it or leave them out"
+            )
         if self.sampling is not None and self.typical is not None:
             raise ValueError("typical acceptance works with greedy decoding only; leave --temperature out")
+
+    @cached_property
+    def sampling(self) -> Sampling | None:
+        """How tokens are sampled; None: greedy."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed) if self.temperature else None
+
+    def ends(self, target: Target) -> tuple[int, ...]:
+        """The tokens that end an answer of `target`."""
+        return target.end_token_ids if self.eos_token_ids is None else self.eos_token_ids
 
 
 @dataclass
@@ -84,6 +112,27 @@ class Clock:
         return {part: share * spent for part, spent in parts.items()}
 
 
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+"""A user's message or a conversation (`[{"role": "user", "content": …}, …]`), which the target's chat template renders;
+or token ids, which are taken as they are."""
+
+
+def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
+    """The token ids of a prompt; ValueError for anything else, and for a text without a tokenizer or chat template."""
+    messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if all(isinstance(item, int) for item in messages):
+        return messages
+    if not all(isinstance(item, dict) for item in messages):
+        raise ValueError(
+            "a prompt is a text, a list of messages or a list of token ids (for one sequence); got "
+            f"{type(prompt).__name__} of {type(messages[0]).__name__}; pass one of them, for example its "
+            "`input_ids` as a list"
+        )
+    if target.tokenizer is None:
+        raise ValueError("a text needs the target's tokenizer; it has none; pass token ids or load one")
+    return render_prompt(target.tokenizer, messages)
+
+
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
     """How many of `max_new_tokens` fit after the prompt; raises ContextError if none does."""
     left = target.max_positions - prompt_tokens
@@ -100,11 +149,12 @@ def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:
 class Stopper:
     """Finds the end of an answer within the tokens of a step."""
 
-    def __init__(self, settings: GenerationSettings, tokenizer: Any, limit: int) -> None:
-        if settings.stop_strings and tokenizer is None:
+    def __init__(self, settings: GenerationSettings, target: Target, limit: int) -> None:
+        if settings.stop_strings and target.tokenizer is None:
             raise ValueError("stop_strings need a tokenizer to decode the answer; the target has none; load one")
         self.settings = settings
-        self.tokenizer = tokenizer
+        self.ends = settings.ends(target)
+        self.tokenizer = target.tokenizer
         self.limit = limit
 
     def extend(self, answer: Generation, new: list[int], sources: list[int]) -> list[int]:
@@ -120,7 +170,7 @@ class Stopper:
         settings = self.settings
         for count, token in enumerate(new, start=1):
             total = len(before) + count
-            if token in settings.eos_token_ids:
+            if token in self.ends:
                 return new[:count], "eos"
             if settings.stop_strings:
                 text = self.tokenizer.decode(before + new[:count], skip_special_tokens=False)
@@ -131,3 +181,29 @@ class Stopper:
             if total == self.limit:
                 return new[:count], "length" if self.limit == settings.max_new_tokens else "context"
         return new, ""
+
+
+class TextPieces:
+    """The text of an answer as it grows; a character whose bytes are not all there is held back.
+
+    Example: of the tokens "a", and two that are two bytes of "🙂" each, the pieces are "a", "" and "🙂".
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """ValueError without a fast tokenizer."""
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError("streamed text needs a fast tokenizer; the target has none; use `stream` for tokens")
+        self._tokenizer, self._decoder = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        self._tokens += tokens
+        text = "".join(self._decoder.step(self._tokenizer, token) or "" for token in tokens)
+        self._shown += len(text)
+        return text
+
+    def end(self) -> str:
+        """What is held back, a broken character as U+FFFD."""
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[self._shown :]

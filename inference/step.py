@@ -104,6 +104,8 @@ def verify_step(
     end        [B] int64, the length at which each text must end: nothing deeper is accepted; None: no bound
     target_layers  whose outputs the drafter reads
     """
+    if len(tree) == 0:
+        return _plain_step(target, cache, base, tree, max_depth, sampling, target_layers)
     sees = ancestor_rows(tree.parents, max_depth)  # [B, R, R]
     depth = depths(sees)  # [B, R]
     if end is not None:
@@ -121,6 +123,29 @@ def verify_step(
     source = source.roll(-1, -1).masked_fill(from_last, -1)
     hidden = _rows_at(hidden, path)
     aux_hidden = None if aux_hidden is None else _rows_at(aux_hidden, path)
+    return VerifiedStep(tokens, next_tokens, hidden, count, chosen, source, tree, aux_hidden)
+
+
+def _plain_step(
+    target: Target,
+    cache: KVCache,
+    base: Tensor,
+    tree: DraftTree,
+    max_depth: int,
+    sampling: Sampling | None,
+    target_layers: Sequence[int],
+) -> VerifiedStep:
+    """`verify_step` of empty trees in fewer operations: nothing to accept, and nothing to move in the cache."""
+    depth = torch.zeros_like(base)[:, None]
+    sees = torch.ones_like(depth, dtype=torch.bool)[..., None]
+    hidden, logits, aux_hidden = target.forward_tree(base[:, None], depth, sees, cache, target_layers)
+    chosen = choices(logits, cache.lengths[:, None] + 1, sampling)  # [B, 1]
+    count = torch.ones_like(base)
+    cache.lengths += count
+    fill = [-1, max_depth + 1]
+    tokens, next_tokens, source = (x.expand(fill) for x in (base[:, None].clone(), chosen, depth - 1))
+    hidden = hidden.expand(*fill, -1)
+    aux_hidden = None if aux_hidden is None else aux_hidden.expand(*fill, -1)
     return VerifiedStep(tokens, next_tokens, hidden, count, chosen, source, tree, aux_hidden)
 
 

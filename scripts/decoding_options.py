@@ -21,7 +21,6 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
@@ -94,13 +93,6 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     check_positive(options, "max_new_tokens", "max_nodes", "limit", "batch_size")
     if options.acceptance not in ACCEPTANCE:
         raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
-    if options.temperature < 0:
-        raise ValueError(f"--temperature must be 0 (greedy) or more, got {options.temperature:g}")
-    if options.temperature == 0 and (options.top_k, options.top_p) != (0, 1.0):
-        raise ValueError(
-            f"--top_k and --top_p need --temperature above 0 (greedy decoding does not sample); got {options.top_k} "
-            f"and {options.top_p:g}; set it or leave them out"
-        )
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
     dtype_named("--dtype", options.dtype)
     return options
@@ -108,8 +100,8 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
 
 def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
     """The fields of `GenerationSettings` that decide which tokens are kept."""
-    sampled = Sampling(options.temperature, options.top_k, options.top_p, options.seed) if options.temperature else None
-    return {"sampling": sampled, "typical": TypicalAcceptance() if options.acceptance == "typical" else None}
+    sampling = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    return {**sampling, "typical": TypicalAcceptance() if options.acceptance == "typical" else None}
 
 
 def load_target(options: argparse.Namespace) -> Target:
@@ -183,11 +175,10 @@ class IncrementalStop:
         return None
 
 
-def generation_settings(options: argparse.Namespace, target: Target) -> GenerationSettings:
-    """Stop rules (the target's end tokens, --max_new_tokens, --stop_at_loops) and how tokens are chosen."""
+def generation_settings(options: argparse.Namespace) -> GenerationSettings:
+    """Stop rules (--max_new_tokens, --stop_at_loops, the target's end tokens) and how tokens are chosen."""
     return GenerationSettings(
         max_new_tokens=options.max_new_tokens,
-        eos_token_ids=target.end_token_ids,
         stop=IncrementalStop() if options.stop_at_loops else None,
         **_acceptance(options),
     )

@@ -3,7 +3,7 @@
     python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
 
 Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). If a run is killed, the same command continues
-with the next shard. `--preview N` prints N conversations with the trained tokens coloured and writes nothing.
+with the next shard. `--preview N` prints N conversations with the trained tokens marked and writes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz, dataset folder or hub id")
     p.add_argument("--output", help="folder to write")
     p.add_argument("--overwrite", action="store_true", help="replace what is in --output")
-    p.add_argument("--preview", type=int, metavar="N", help="print N conversations, trained tokens coloured")
+    p.add_argument("--preview", type=int, metavar="N", help="print N conversations, trained tokens marked")
     add_flags(p, DistillOptions)
     p.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: float32 on CPU, the checkpoint's on GPU)")
     p.add_argument("--device", help="cpu, cuda, …, or auto: layers on all GPUs (default cuda if present)")

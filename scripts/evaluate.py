@@ -73,7 +73,7 @@ def decode_and_judge(
 ) -> Evaluation:
     """`evaluate` under a progress bar, with the target's chat template and stop rules."""
     with progress_bar(console) as progress:
-        oracle, render = Oracle(target, generation_settings(options, target)), partial(render_prompt, target.tokenizer)
+        oracle, render = Oracle(target, generation_settings(options)), partial(render_prompt, target.tokenizer)
         # several batches, because slots are refilled and only the last ones run empty
         group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
         return evaluate(engines, oracle, benchmarks, render, progress, on_answer, group_size)

@@ -33,7 +33,9 @@ def summary_table(report: dict[str, Any]) -> Table:
         if report["target"]
         else f"{settings['answers']}, replayed"
     )
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    plain = settings.get("plain_loop")
+    caption = f"γ: times faster than {plain}; β: new tokens per forward of the target" if plain else None
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=name != "lossless")
     previous = None

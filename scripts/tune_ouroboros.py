@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     model = load_draft_model("ouroboros", args.draft_model, target)
     prompts = fitting_prompts([row.turns[0] for row in questions], target)
     grids = {name: getattr(args, flag) for name, flag in FLAGS.items()}
-    best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens, target.end_token_ids))
+    best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):
         print("no setting is faster than decoding without drafts on this machine")
     write_tuned(args.output, {**best, "measured": measured}, target)

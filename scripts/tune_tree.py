@@ -71,7 +71,7 @@ def decoding_speed(
     """Nodes → β, γ against vanilla and milliseconds a step, the arms in turn prompt by prompt; 0 nodes: vanilla."""
     drafters = {0: VanillaDrafter(target.device), **{count: drafter_for(head, target, count) for count in nodes}}
     engines = {count: DecodingEngine(target, drafter) for count, drafter in drafters.items()}
-    settings = GenerationSettings(new_tokens, target.end_token_ids)
+    settings = GenerationSettings(new_tokens)
     totals = time_engines(engines, track(prompts, "decoding with every number of nodes"), settings)
     vanilla = totals[0][2] / totals[0][0]
     return {

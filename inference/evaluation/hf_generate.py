@@ -54,7 +54,7 @@ class HFGenerate:
         tokens = hf_generate(self.target, prompt_ids, settings, limit, criteria)[: stop_rule.length]
         elapsed = time.perf_counter() - start
         reason = "length" if limit == settings.max_new_tokens else "context"
-        if tokens and tokens[-1] in settings.eos_token_ids:
+        if tokens and tokens[-1] in settings.ends(self.target):
             reason = "eos"
         elif stop_rule.length is not None:
             reason = "stop"
@@ -72,12 +72,13 @@ def hf_generate(
 ) -> list[int]:
     """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it."""
     ids_1L = torch.tensor([list(prompt)], device=target.device)
+    ends = settings.ends(target)
     options = GenerationConfig(
         do_sample=False,
         num_beams=1,
         max_new_tokens=limit,
-        eos_token_id=list(settings.eos_token_ids) or None,
-        pad_token_id=settings.eos_token_ids[0] if settings.eos_token_ids else 0,
+        eos_token_id=list(ends) or None,
+        pad_token_id=(*ends, 0)[0],
     )
     own = target.model.generation_config
     target.model.generation_config = GenerationConfig()  # `generate` would take unset values from the checkpoint's

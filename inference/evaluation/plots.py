@@ -1,9 +1,14 @@
-"""Three pictures of an evaluation, from the rows of `report.json`: speedup, accepted drafts, time shares."""
+"""Three pictures of an evaluation, from the content of `report.json`: speedup, accepted drafts, time shares.
+
+One panel a benchmark. Speedup and time shares have a horizontal bar a drafter, so that the names and figures of any
+number of drafters stand beside their own bar.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle, product
+from textwrap import wrap
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 Row = dict[str, Any]
+Report = dict[str, Any]
 
 BASELINE_GREYS = {"vanilla": "#8c8c8c", "transformers": "#bfbfbf"}
 # Okabe and Ito's palette, distinguishable with every kind of colour vision.
@@ -18,56 +24,60 @@ DRAFTER_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e
 TIME_COLOURS = {"draft": "#e69f00", "verify": "#0072b2", "accept": "#009e73", "other": "#c8c8c8"}
 
 
-def speedup(results: Sequence[Row]) -> Figure:
-    """Gamma per drafter with its interval, grouped by benchmark; a line at vanilla's 1."""
-    rows, benchmarks, drafters = _overall(results)
+PARTS = {"draft": "drafting", "verify": "target's forward", "accept": "accepting", "other": "other"}
+
+
+def speedup(report: Report) -> Figure:
+    """Gamma and beta of every drafter, gamma with its interval; a line at the plain loop's 1."""
+    rows, benchmarks, drafters = _overall(report["results"])
     styles = _styles(drafters)
-    figure = Figure(figsize=(max(5.0, 1.6 + 0.75 * len(rows)), 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    width = 0.8 / len(drafters)
-    annotation: Any = {"xytext": (0, 4), "textcoords": "offset points", "ha": "center", "va": "bottom", "fontsize": 8}
-    annotation["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    for index, drafter in enumerate(drafters):
-        colour, hatch, _ = styles[drafter]
-        for group, benchmark in enumerate(benchmarks):
-            row = rows[benchmark, drafter]
+    figure, panels = _panels(
+        "Speedup over decoding without drafts", 4.2, 1.9 + 0.34 * len(drafters), benchmarks, drafters
+    )
+    for axes, benchmark in zip(panels, benchmarks):
+        for place, drafter in enumerate(drafters):
+            row, (colour, hatch, _) = rows[benchmark, drafter], styles[drafter]
             if row["gamma"] is None:
                 continue
-            x = group + (index - (len(drafters) - 1) / 2) * width
             low, high = row["gamma_ci95"]
             error = [[max(row["gamma"] - low, 0)], [max(high - row["gamma"], 0)]]
-            label = drafter if group == 0 else None
-            axes.bar(x, row["gamma"], width * 0.9, color=colour, hatch=hatch, label=label)
-            axes.errorbar(x, row["gamma"], yerr=error, color="#333333", capsize=3, linewidth=1)
-            axes.annotate(f"{row['gamma']:.2f}×\nβ {row['beta']:.2f}", (x, max(high, row["gamma"])), **annotation)
-    axes.axhline(1.0, color="#333333", linewidth=0.8, linestyle="--")
-    axes.set_xticks(range(len(benchmarks)), benchmarks)
-    axes.set_ylabel("speedup γ over vanilla")
-    axes.margins(y=0.18)
-    axes.set_title("Speedup, with 95 % interval over questions")
-    _finish(axes)
-    _legend_below(figure, axes)
+            axes.barh(place, row["gamma"], 0.7, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+            axes.errorbar(row["gamma"], place, xerr=error, color="#333333", capsize=3, linewidth=1)
+            text = f"γ {row['gamma']:.2f}   β {row['beta']:.2f}"
+            end = max(high, row["gamma"]), place
+            beside: Any = {"xytext": (6, 0), "textcoords": "offset points"}
+            beside["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the dashed line
+            axes.annotate(text, end, va="center", fontsize=8, **beside)
+        axes.axvline(1.0, color="#333333", linewidth=0.8, linestyle="--")
+        axes.set_xlim(0, 1.55 * max([1.0, *(row["gamma_ci95"][1] for row in rows.values() if row["gamma_ci95"])]))
+        axes.set_xlabel("γ")
+    plain = report["settings"].get("plain_loop", "vanilla")
+    _caption(
+        figure,
+        f"γ: how many times faster than without drafts ({plain}, dashed line), with the 95 % interval over questions.",
+        "β: new tokens for each forward of the target; 1 without drafts.",
+    )
     return figure
 
 
-def accepted_length(results: Sequence[Row]) -> Figure:
-    """Share of target steps that accepted at least a drafted tokens, one panel per benchmark."""
-    rows, benchmarks, drafters = _overall(results)
+def accepted_length(report: Report) -> Figure:
+    """Share of target steps that accepted at least a drafted tokens."""
+    rows, benchmarks, drafters = _overall(report["results"])
     accepted = {key: _at_least(row["accept_length_histogram"]) for key, row in rows.items()}
     drafting = [name for name in drafters if any(accepted[benchmark, name] for benchmark in benchmarks)]
     styles = _styles(drafters)
-    figure, panels = _panels(max(5.0, 4.2 * len(benchmarks)), 4.2, benchmarks)
+    figure, panels = _panels("How many drafted tokens a forward of the target accepts", 4.2, 4.4, benchmarks)
     for axes, benchmark in zip(panels, benchmarks):
         for drafter in drafting:
             shares, (colour, _, line) = accepted[benchmark, drafter], styles[drafter]
             look: Any = {"marker": "o", "markersize": 4, "color": colour, "linestyle": line}
             axes.plot(range(1, len(shares) + 1), shares, label=drafter, **look)
-        axes.set_xlabel("drafted tokens accepted, at least")
+        axes.set_xlabel("accepted tokens, at least")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        _finish(axes)
-    panels[0].set_ylabel("share of target steps")
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    panels[0].set_ylabel("share of the target's forwards")
     if drafting:
         _legend_below(figure, panels[0])
     return figure
@@ -79,35 +89,41 @@ def _at_least(histogram: Sequence[int]) -> list[float]:
     return [sum(histogram[accepted:]) / steps for accepted in range(1, len(histogram))] if steps else []
 
 
-def time_share(results: Sequence[Row]) -> Figure:
-    """Shares of each drafter's decoding time, one stacked bar per drafter and one panel per benchmark."""
-    rows, benchmarks, drafters = _overall(results)
-    figure, panels = _panels(max(6.0, 4.2 * len(benchmarks)), 1.9 + 0.42 * len(drafters), benchmarks)
+def time_share(report: Report) -> Figure:
+    """Shares of each drafter's decoding time, one stacked bar per drafter."""
+    rows, benchmarks, drafters = _overall(report["results"])
+    figure, panels = _panels("Where the time of an answer goes", 4.2, 1.9 + 0.34 * len(drafters), benchmarks, drafters)
     for axes, benchmark in zip(panels, benchmarks):
         left = [0.0] * len(drafters)
         for key, colour in TIME_COLOURS.items():
             shares = [(rows[benchmark, name]["time_share"] or {}).get(key, 0.0) for name in drafters]
-            bars = axes.barh(range(len(drafters)), shares, 0.7, left=left, color=colour, label=key)
-            labels = [f"{share:.0%}" if share >= 0.06 else "" for share in shares]
+            bars = axes.barh(range(len(drafters)), shares, 0.7, left=left, color=colour, label=PARTS[key])
+            labels = [f"{share:.0%}" if share >= 0.08 else "" for share in shares]
             dark = key in ("verify", "accept")
             axes.bar_label(bars, labels, label_type="center", color="white" if dark else "black", fontsize=8)
             left = [start + share for start, share in zip(left, shares)]
         axes.set_xlabel("share of decoding time")
         axes.set_xlim(0, 1)
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_yticks(range(len(drafters)), drafters)
-        _finish(axes, grid="x")
-    panels[0].invert_yaxis()
     _legend_below(figure, panels[0])
     return figure
 
 
-def _panels(width: float, height: float, titles: Sequence[str]) -> tuple[Figure, Any]:
-    """A figure with one titled panel beside another."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    panels = figure.subplots(1, len(titles), squeeze=False, sharey=True)[0]
-    for axes, title in zip(panels, titles):
-        axes.set_title(title)
+def _panels(
+    title: str, width: float, height: float, benchmarks: Sequence[str], drafters: Sequence[str] = ()
+) -> tuple[Figure, Any]:
+    """A figure with a panel beside another for each benchmark; `drafters` name the bars from the top."""
+    names = 0.08 * max(map(len, drafters), default=0)
+    figure = Figure(figsize=(max(6.0, width * len(benchmarks) + names), height), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(1, len(benchmarks), squeeze=False, sharey=True)[0]
+    for axes, benchmark in zip(panels, benchmarks):
+        axes.set_title(benchmark, fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    if drafters:
+        panels[0].set_yticks(range(len(drafters)), drafters)
+        panels[0].invert_yaxis()
     return figure, panels
 
 
@@ -126,13 +142,18 @@ def _styles(drafters: Sequence[str]) -> dict[str, tuple[str, str, str]]:
     return drafting | {name: (grey, "", "-") for name, grey in BASELINE_GREYS.items()}
 
 
-def _finish(axes: Axes, grid: str = "y") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color="#dddddd", linewidth=0.6)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
+def _caption(figure: Figure, *sentences: str) -> None:
+    """Sentences below the panels, in lines as wide as the figure."""
+    lines = [line for sentence in sentences for line in wrap(sentence, int(13 * figure.get_figwidth()))]
+    figure.set_figheight(figure.get_figheight() + 0.17 * len(lines))
+    figure.supxlabel("\n".join(lines), fontsize=8, x=0.02, ha="left")
 
 
 def _legend_below(figure: Figure, axes: Axes) -> None:
+    """The legend of all panels, which share it, in rows to be read from left to right."""
     handles, labels = axes.get_legend_handles_labels()
-    columns = min(len(labels), 6, int(figure.get_figwidth() / 1.6))
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / (0.6 + 0.07 * max(map(len, labels))))))
+    figure.set_figheight(figure.get_figheight() + 0.22 * -(-len(labels) // columns))
+    order = [place for column in range(columns) for place in range(column, len(labels), columns)]  # it fills columns
+    handles, labels = [handles[place] for place in order], [labels[place] for place in order]
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)

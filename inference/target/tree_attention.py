@@ -29,6 +29,8 @@ def behind_text(sees: Tensor, positions: Tensor, lengths: Tensor, end: int) -> t
     rows = positions.shape[1]
     start = lengths[:, None]
     index = torch.arange(end, device=positions.device)[None]  # against start: [B, C]
+    if rows == 1:  # it sees itself, at the position that its slot has
+        return (index <= start)[:, None], index.expand(len(start), -1)
     row = (index - start).clamp(0, rows - 1)
     among_rows = (index >= start) & (index < start + rows)
     seen = sees.gather(2, row[:, None].expand(-1, rows, -1))

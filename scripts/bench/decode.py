@@ -111,7 +111,7 @@ def bench_decoding(
 
     def decode(name: str) -> None:
         for text in texts:
-            answer = engines[name].generate(text, GenerationSettings(max_new_tokens=options.new_tokens))
+            answer = engines[name].generate(text, GenerationSettings(options.new_tokens, eos_token_ids=()))
             spent[name][0] += len(answer.tokens)
             spent[name][1] += answer.target_steps
 

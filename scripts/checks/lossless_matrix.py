@@ -153,7 +153,7 @@ class _Cell:
         self.name, self.dtype_name, self.steps = name, dtype_name, steps
         self.target = load_target(name, DTYPES[dtype_name])
         self.prompts = make_prompts(self.target, count)
-        self.settings = GenerationSettings(max_new_tokens=NEW_TOKENS)  # no EOS: every answer has all its tokens
+        self.settings = GenerationSettings(NEW_TOKENS, eos_token_ids=())  # no EOS: every answer has all its tokens
         self.oracle = Oracle(self.target, self.settings)
 
     def drafters(self, kind: str) -> Iterator[tuple[str, str, str]]:

@@ -9,7 +9,6 @@ from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine, padded_nodes
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.compiled import host_sync_allowed, no_host_sync
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
 from draft_heads.inference.target.kv_cache import ShardedKVCache
@@ -85,19 +84,19 @@ def test_the_count_of_questions_sees_them():
     assert len(questions.asked) == 2
 
 
-@pytest.mark.parametrize(("name", "sampling"), [("llama", None), ("mistral", Sampling(temperature=0.8, seed=3))])
+@pytest.mark.parametrize(("name", "sampling"), [("llama", {}), ("mistral", {"temperature": 0.8, "seed": 3})])
 @pytest.mark.parametrize(("kind", "settings"), HEADS)
 def test_answers_are_those_of_generate_wherever_they_end(kind, settings, name, sampling):
     target = load_target(name, torch.float64)
     engines = [DecodingEngine(target, make_drafter(target, kind, settings), ahead=ahead) for ahead in (True, False)]
     for prompt in make_prompts(target, 2):
-        free = Oracle(target, GenerationSettings(40, sampling=sampling)).answer(prompt)
+        free = Oracle(target, GenerationSettings(40, **sampling)).answer(prompt)
         for stop in (free[17], free[30]):
-            rules = GenerationSettings(40, eos_token_ids=(stop,), sampling=sampling)
+            rules = GenerationSettings(40, eos_token_ids=(stop,), **sampling)
             ahead, plain = (engine.generate(prompt, rules) for engine in engines)
             assert ahead.tokens == plain.tokens == free[: free.index(stop) + 1]
             assert ahead.accept_lengths == plain.accept_lengths and ahead.finish_reason == "eos"
-        rules = GenerationSettings(7, sampling=sampling)
+        rules = GenerationSettings(7, **sampling)
         assert engines[0].generate(prompt, rules).tokens == free[:7]
 
 
@@ -156,8 +155,8 @@ def test_captured_steps_give_the_same_answers(kind, settings):
     Counted.made = 0
     prompts = [*make_prompts(target, 2), [7] * 90]
     for prompt in (*prompts, prompts[0]):
-        for sampling in (None, Sampling(temperature=0.8, seed=3)):
-            rules = GenerationSettings(40, sampling=sampling)
+        for sampling in ({}, {"temperature": 0.8, "seed": 3}):
+            rules = GenerationSettings(40, **sampling)
             assert engine.generate(prompt, rules).tokens == Oracle(target, rules).answer(prompt)
     assert 2 <= Counted.made <= 12
 
@@ -232,7 +231,7 @@ def test_a_compiled_target_draws_the_tokens_that_generate_draws():
     target.compile()
     engine = DecodingEngine(target, VanillaDrafter())
     for seed in range(3):
-        rules = GenerationSettings(24, sampling=Sampling(temperature=0.8, seed=seed))
+        rules = GenerationSettings(24, temperature=0.8, seed=seed)
         expected = Oracle(target, rules).answer(list(range(3, 40)))
         assert engine.generate(list(range(3, 40)), rules).tokens == expected
 

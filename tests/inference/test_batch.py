@@ -11,7 +11,6 @@ from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.verify import TypicalAcceptance
 from draft_heads.scripts.checks.lossless_matrix import trained_head
 from tests.inference.models import load_target, make_prompts
@@ -46,7 +45,7 @@ def make_drafters(target, prompts):
 def test_a_batch_answers_as_one_by_one(target, prompts, make_drafters, kind):
     oracle = Oracle(target, GenerationSettings(40))
     ends = tuple({oracle.answer(prompt)[place] for place, prompt in enumerate(prompts[:3], start=5)})
-    rules = [{}, {"eos_token_ids": ends}, {"sampling": Sampling()}, {"typical": TypicalAcceptance()}]
+    rules = [{}, {"eos_token_ids": ends}, {"temperature": 1.0}, {"typical": TypicalAcceptance()}]
     for settings in [GenerationSettings(40, **rule) for rule in (rules[:3] if kind == "hybrid" else rules)]:
         alone = DecodingEngine(target, make_drafters[kind]())
         one_by_one = [alone.generate(prompt, settings) for prompt in prompts]

@@ -18,7 +18,6 @@ from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from tests.inference.models import make_head, make_prompts, small_model, vanilla_tokens
@@ -44,7 +43,7 @@ def test_the_tokens_are_the_targets_own(target, kind):
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_drawn_tokens_are_those_of_the_plain_loop(llama, kind):
-    settings = GenerationSettings(30, sampling=Sampling(0.8, top_k=20, seed=3))
+    settings = GenerationSettings(30, temperature=0.8, top_k=20, seed=3)
     engine = DecodingEngine(llama, MAKERS[kind](llama))
     for prompt in make_prompts(llama, 2):
         assert engine.generate(prompt, settings).tokens == vanilla_tokens(llama, prompt, settings)
@@ -184,7 +183,7 @@ def test_a_batch_answers_as_one_by_one(llama, batch):
     model = small_model()
     for make in (lambda: DraftModelDrafter(model, k=3), lambda: DraftModelDrafter(llama, NgramDrafter(), k=3)):
         alone = DecodingEngine(llama, make())
-        for settings in (GenerationSettings(30), GenerationSettings(20, sampling=Sampling())):
+        for settings in (GenerationSettings(30), GenerationSettings(20, temperature=1.0)):
             together = BatchEngine(llama, make, batch).generate(prompts, settings)
             expected = [alone.generate(prompt, settings) for prompt in prompts]
             assert [a.tokens for a in together] == [a.tokens for a in expected]

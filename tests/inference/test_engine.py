@@ -1,17 +1,21 @@
 """The engine: exact stops, exact contexts, and the drafter's tensors inside it against the training forward."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+from draft_heads.data.rendering import render_prompt
 from draft_heads.heads.base import Rows
+from draft_heads.heads.checkpoint import save_head
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.generation import ContextError, GenerationSettings
+from draft_heads.inference.generation import ContextError, GenerationSettings, TextPieces
+from draft_heads.inference.step import verify_step
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
@@ -42,6 +46,27 @@ def test_a_drafter_that_is_always_wrong_costs_one_step_a_token(target, answer):
     wrong = [(token + 1) % 211 for token in answer]
     result = DecodingEngine(target, ScriptedDrafter(wrong, 4)).generate(PROMPT, GenerationSettings(60))
     assert result.tokens == answer and result.accept_lengths == [1] * 60
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_step_without_drafts_is_the_step_of_a_tree_that_is_never_accepted(name):
+    target, prompts, found = load_target(name, torch.float64), [PROMPT, PROMPT[::-1]], []
+    for empty in (DraftTree.empty(), DraftTree.empty().padded(2)):
+        cache, single = target.new_cache(80, 2), target.new_cache(64)
+        for place, prompt in enumerate(prompts):
+            single.clear()
+            target.prefill(torch.tensor(prompt), single)
+            cache.copy_sequence(place, single)
+        cache.bound, base, steps = len(PROMPT), torch.tensor([5, 9]), []
+        for _ in range(3):
+            cache.set_visible_length(4)
+            steps.append(verify_step(target, cache, base, DraftTree.stack([empty] * 2), 3, target_layers=(1,)))
+            base, cache.bound = steps[-1].base, cache.bound + 1
+        found.append([(s.tokens, s.next_tokens, s.count, s.source, s.hidden, s.aux_hidden) for s in steps])
+        assert cache.lengths.tolist() == [len(PROMPT) + 3] * 2
+    for plain, padded in zip(*found):
+        for ours, reference in zip(plain, padded):
+            torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-9)
 
 
 def test_trees_may_be_smaller_than_their_drafter_is_deep(target, answer):
@@ -263,6 +288,58 @@ def test_stop_strings_end_where_transformers_ends(tiny_target):
         tokenizer=tiny_target.tokenizer,
     )[0, len(prompt) :].tolist()
     assert result.tokens == expected and result.finish_reason == "stop"
+
+
+def test_a_prompt_is_a_text_messages_or_token_ids(tiny_target):
+    engine, settings = DecodingEngine(tiny_target, VanillaDrafter()), GenerationSettings(24)
+    messages = [{"role": "user", "content": "Name a fruit."}]
+    ids = render_prompt(tiny_target.tokenizer, messages)
+    answer = engine.generate(ids, settings).tokens
+    assert answer == engine.generate("Name a fruit.", settings).tokens == engine.generate(messages, settings).tokens
+    shown = "".join(engine.stream_text("Name a fruit.", settings))
+    assert shown == tiny_target.tokenizer.decode(answer, skip_special_tokens=True) != ""
+    for wrong in (torch.tensor([ids]), tiny_target.tokenizer("a"), ["Name a fruit."]):
+        with pytest.raises(ValueError, match=r"a prompt is a text, .* got (Tensor|BatchEncoding|list) of (Tensor|str)"):
+            engine.generate(wrong)
+
+
+def test_a_text_needs_a_tokenizer(target):
+    engine = DecodingEngine(target, VanillaDrafter())
+    with pytest.raises(ValueError, match="a text needs the target's tokenizer"):
+        engine.generate("Name a fruit.")
+    with pytest.raises(ValueError, match="streamed text needs a fast tokenizer"):
+        next(engine.stream_text(PROMPT))
+
+
+def test_an_answer_ends_with_the_targets_own_end_tokens_unless_told_otherwise(tiny_target):
+    engine = DecodingEngine(tiny_target, VanillaDrafter())
+    assert engine.generate("Name a fruit.").finish_reason == "eos"
+    assert engine.generate("Name a fruit.", GenerationSettings(eos_token_ids=())).finish_reason == "length"
+
+
+def test_streamed_text_holds_back_a_character_that_is_not_whole(tiny_target):
+    tokens, before, after = (
+        tiny_target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("tea 🙂é", "tea ", "tea 🙂")
+    )
+    smile = range(len(before), len(after))
+    assert len(smile) > 2  # the embedded tokenizer has no token for it
+    pieces = TextPieces(tiny_target.tokenizer)
+    shown = [pieces.add([token]) for token in tokens]
+    assert "".join(shown) == "tea 🙂é" and pieces.end() == ""
+    assert [shown[place] for place in smile] == [""] * (len(smile) - 1) + ["🙂"]
+    broken = TextPieces(tiny_target.tokenizer)
+    assert broken.add(tokens[: smile[-1]]) == "tea " and broken.end() == "\ufffd"
+
+
+def test_the_lines_of_the_guide_run(tiny_target, tmp_path, capsys):
+    guide = Path("docs/decoding.md").read_text(encoding="utf-8").split("## From Python")[1]
+    lines = guide.split("```python\n")[1].split("```")[0]
+    assert len(lines.splitlines()) == 12
+    save_head(make_head(tiny_target, target_fingerprint=tiny_target.fingerprint()), tmp_path)
+    exec(lines.replace("runs/quickstart/ctc/head", str(tmp_path)), {})
+    question = lines.split('engine.generate("')[1].split('"')[0]
+    plain = DecodingEngine(tiny_target, VanillaDrafter()).generate(question, GenerationSettings(64))
+    assert capsys.readouterr().out.startswith(f"{tiny_target.tokenizer.decode(plain.tokens)} ")
 
 
 @pytest.fixture(scope="module")

@@ -93,25 +93,26 @@ def test_drawn_tokens_depend_on_torchs_seed_and_not_on_the_drafter(target, draft
     assert not torch.equal(drawn(plain, 1), drawn(plain, 2))
 
 
+class Collector:
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()  # `generate` puts the prompt itself, [1, L]
+
+    def end(self):
+        self.ended = True
+
+
 def test_a_streamer_receives_every_token_once(target, drafter):
-    class Collector:
-        def __init__(self):
-            self.tokens, self.ended = [], False
-
-        def put(self, value):
-            self.tokens += value.tolist()
-
-        def end(self):
-            self.ended = True
-
     prompt = make_prompts(target, 1)[0]
     collector = Collector()
     ids = torch.tensor([prompt])
     answer = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, pad_token_id=0,
-        custom_generate=generate_fn(drafter, streamer=collector),
+        custom_generate=generate_fn(drafter), streamer=collector,
     )  # fmt: skip
-    assert collector.ended and collector.tokens == answer[0, len(prompt) :].tolist()
+    assert collector.ended and collector.tokens == answer[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,10 @@ def test_a_streamer_receives_every_token_once(target, drafter):
     [
         ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor"),
         ({"num_beams": 2}, "num_beams=2"),
+        (
+            {"num_return_sequences": 2, "do_sample": True, "streamer": Collector()},
+            "a streamer shows one sequence; got 2",
+        ),
         ({"return_dict_in_generate": True, "output_scores": True}, "token ids only; got return_dict_in_generate"),
     ],
 )
@@ -126,6 +131,7 @@ def test_what_drafting_cannot_honour_is_refused(target, settings, told):
     ids = torch.tensor([make_prompts(target, 1)[0]])
     with pytest.raises(ValueError, match=told):
         target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, pad_token_id=0, do_sample=False, **settings,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, pad_token_id=0,
+            **{"do_sample": False, **settings},
             custom_generate=generate_fn(VanillaDrafter(target.device)),
         )  # fmt: skip

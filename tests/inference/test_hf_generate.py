@@ -10,11 +10,12 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, stop_length
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from tests.inference.models import load_target, make_prompts
 
-TOKENIZER = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(200 + i) for i in ids))
-SAMPLED = [None, Sampling(temperature=0.8, top_k=40, top_p=0.9, seed=7)]
+TOKENIZER = SimpleNamespace(
+    eos_token_id=None, chat_template=None, decode=lambda ids, skip_special_tokens: "".join(chr(200 + i) for i in ids)
+)
+SAMPLED = [{}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 7}]
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -48,7 +49,7 @@ def steps_of(target, prompt, settings):
 
 @pytest.mark.parametrize("sampling", SAMPLED, ids=["greedy", "sampling"])
 def test_the_tokens_are_the_oracles_one_step_each(target, prompts, sampling):
-    settings = GenerationSettings(24, sampling=sampling)
+    settings = GenerationSettings(24, **sampling)
     for prompt in prompts:
         result, rows = steps_of(target, prompt, settings)
         assert result.tokens == Oracle(target, settings).answer(prompt)
@@ -72,7 +73,7 @@ def at(length):
 @pytest.mark.parametrize("sampling", SAMPLED, ids=["greedy", "sampling"])
 @pytest.mark.parametrize("rule", ["eos", "stop", "stop_strings", "both", "eos_in_string"])
 def test_every_stop_rule_ends_where_the_oracle_ends_and_nothing_is_decoded_beyond(target, prompt, rule, sampling):
-    free = HFGenerate(target).generate(prompt, GenerationSettings(40, sampling=sampling)).tokens
+    free = HFGenerate(target).generate(prompt, GenerationSettings(40, **sampling)).tokens
     word = TOKENIZER.decode(free[8:11], skip_special_tokens=False)
     given, reason = {
         "eos": ({"eos_token_ids": (210, free[9])}, "eos"),
@@ -81,7 +82,7 @@ def test_every_stop_rule_ends_where_the_oracle_ends_and_nothing_is_decoded_beyon
         "both": ({"stop_strings": (word,), "stop": at(5)}, "stop"),
         "eos_in_string": ({"eos_token_ids": (free[10],), "stop_strings": (word,)}, "eos"),
     }[rule]
-    settings = GenerationSettings(40, sampling=sampling, **given)
+    settings = GenerationSettings(40, **sampling, **given)
     result, rows = steps_of(target, prompt, settings)
     assert result.tokens == Oracle(target, settings).answer(prompt) == free[: len(result.tokens)]
     assert 0 < len(result.tokens) < 40

@@ -1,15 +1,14 @@
-"""Several drafters in one tree: merging, credit, riding rows, the pay-off rule, and that decoding stays exact."""
+"""Several drafters in one tree: merging, credit, riding rows, against the best part, and that decoding stays exact."""
 
-import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.medusa import RankPaths
-from draft_heads.inference.drafters.hybrid import hybrid as hybrids
 from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, TreeSource
@@ -20,9 +19,8 @@ from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter, NgramTable
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.engine import DecodingEngine, GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
-from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
+from tests.inference.models import ForkedDrafter, ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
 from tests.inference.trees import check_tree
 
 # ---- merging ---------------------------------------------------------------------------------------------
@@ -184,12 +182,9 @@ NAMES = ["ctc+ngram", "medusa+ngram+prompt_lookup", "chimera+hydra", "ngram+look
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, seed=3)])
-def test_decoding_is_exact_and_parts_may_rest(llama, llama_prompts, monkeypatch, name, sampling):
-    monkeypatch.setattr(hybrids, "WINDOW", 1)
-    monkeypatch.setattr(hybrids, "SHARE", 2.0)  # whoever is needed least rests after every prompt …
-    monkeypatch.setattr(hybrids, "REST", 10)  # … and comes back behind the next one
-    settings = GenerationSettings(60, sampling=sampling)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}])
+def test_decoding_is_exact(llama, llama_prompts, name, sampling):
+    settings = GenerationSettings(60, **sampling)
     drafter = HybridDrafter(parts_of(llama, name), llama, 10)
     hybrid, vanilla = DecodingEngine(llama, drafter), DecodingEngine(llama, VanillaDrafter())
     for prompt in llama_prompts:
@@ -197,8 +192,6 @@ def test_decoding_is_exact_and_parts_may_rest(llama, llama_prompts, monkeypatch,
         assert result.tokens == vanilla.generate(prompt, settings).tokens
         drafted = sum(source >= 0 for source in result.sources)
         assert drafted - (len(result.tokens) - result.target_steps) in (0, 1)  # the answer may end on a draft
-    rests = [rest for part in drafter.findings()["parts"].values() for rest in part["rests"]]
-    assert any(len(rest) == 2 for rest in rests)
 
 
 @pytest.mark.parametrize("name", ["ctc", "hydra", "hydra_prefix", "chimera", "draft_model"])
@@ -284,46 +277,45 @@ def test_a_compiled_target_drafts_its_heads_through_programs():
         assert hybrid.generate(prompt, settings).tokens == vanilla_tokens(plain, prompt, settings)
 
 
-# ---- the pay-off rule ------------------------------------------------------------------------------------
+# ---- against the best part ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first,second,rests", [("wrong", "right", 0), ("right", "wrong", 1), ("right", "right", 0)])
-def test_a_part_that_is_never_needed_rests_and_comes_back(llama, llama_prompts, monkeypatch, first, second, rests):
-    monkeypatch.setattr(hybrids, "WINDOW", 30)
-    monkeypatch.setattr(hybrids, "REST", 40)
-    prompt, settings = llama_prompts[0], GenerationSettings(100)
-    answers = {"right": vanilla_tokens(llama, prompt, settings), "wrong": [7] * 10**4}
-    hybrid = HybridDrafter(
-        [(str(place), ScriptedDrafter(answers[one], 3)) for place, one in enumerate((first, second))], llama, 8
-    )
-    engine, drafted = DecodingEngine(llama, hybrid), [0]
-    for _ in range(7):
-        assert engine.generate(prompt, settings).tokens == answers["right"]
-        drafted.append(hybrid.findings()["parts"][str(rests)]["steps"])
-    # 24 observed steps an answer: judged after two, back after two more
-    assert [after > before for before, after in itertools.pairwise(drafted)] == [
-        True,
-        True,
-        False,
-        False,
-        True,
-        True,
-        False,
-    ]
-    idle, other = (hybrid.findings()["parts"][str(place)] for place in (rests, 1 - rests))
-    assert len(idle["rests"]) == 2 and not other["rests"] and other["steps"] == hybrid.findings()["steps"]
-    assert idle["needed"] == 0 < other["needed"]
+class Scripted(ForkedDrafter):
+    """Knows the answers to some prompts, each token behind a wrong one; elsewhere it is always wrong."""
+
+    def __init__(self, answers, depth, log_prob):
+        super().__init__([], depth)
+        self.answers, self.log_prob = answers, log_prob
+
+    def begin(self, prompt, capacity):
+        super().begin(prompt, capacity)
+        self.answer = self.answers.get(tuple(prompt.tolist()), [7] * 500)
+
+    def propose(self):
+        tree = super().propose()
+        return replace(tree, log_probs=self.log_prob * torch.arange(1, len(tree) + 1))
 
 
-def test_a_part_rests_that_was_needed_in_fewer_than_a_hundredth_of_a_window(llama):
-    hybrid = HybridDrafter(parts_of(llama, "prompt_lookup+ngram"), llama, 6)
-    part, other = hybrid.parts
-    for steps, needed, rests in ((511, 0, False), (1, 6, False), (512, 5, True), (512, 0, True), (4096, 0, False)):
-        hybrid._steps += steps
-        part.needed_steps, other.needed_steps = needed, needed + 1
-        hybrid.begin(torch.tensor([1, 2, 3]), 80)
-        assert part.resting == rests and not other.rests  # the last part never rests
-        assert (other.needed_steps == 0) == (steps != 511)  # compared anew
+@pytest.mark.parametrize("sure", [-0.01, -2.0])
+def test_a_hybrid_accepts_as_many_tokens_as_its_best_part_whichever_that_is_by_now(llama, llama_prompts, sure):
+    settings, (*first, last) = GenerationSettings(100), llama_prompts
+    answers = {tuple(prompt): vanilla_tokens(llama, prompt, settings) for prompt in llama_prompts}
+    known = {prompt: answer for prompt, answer in answers.items() if prompt != tuple(last)}
+    late = {tuple(last): answers[tuple(last)]}
+
+    def parts():
+        return [("late", Scripted(late, 3, -0.5)), ("weak", Scripted({}, 3, sure)), ("early", Scripted(known, 1, -0.5))]
+
+    hybrid = DecodingEngine(llama, HybridDrafter(parts(), llama, 6))
+    best = {name: DecodingEngine(llama, part) for name, part in parts()}
+    for prompt in first * 4:  # `late` is of no use in 600 steps
+        alone = best["early"].generate(prompt, settings)
+        assert hybrid.generate(prompt, settings).target_steps <= alone.target_steps + 2
+    alone = best["late"].generate(last, settings)
+    assert alone.target_steps < 30
+    assert hybrid.generate(last, settings).target_steps <= alone.target_steps + 4
+    found = hybrid.drafter.findings()["parts"]
+    assert found["weak"] == {"accepted": 0, "needed": 0} and min(found["early"]["needed"], found["late"]["needed"]) > 40
 
 
 # ---- words -----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
 from tests.inference.models import make_prompts
@@ -108,7 +107,7 @@ def test_phrases_are_accepted_where_the_text_repeats_itself(llama):
 
 
 def test_drawn_tokens_are_those_of_the_plain_loop(llama):
-    settings = GenerationSettings(40, sampling=Sampling(0.7, seed=1))
+    settings = GenerationSettings(40, temperature=0.7, seed=1)
     engine = DecodingEngine(llama, LookaheadDrafter(n=3, w=5))
     for prompt in make_prompts(llama, 2):
         assert engine.generate(prompt, settings).tokens == (

@@ -13,7 +13,6 @@ from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.tune_ouroboros import main
@@ -48,7 +47,7 @@ def test_the_tokens_are_the_targets_own(target, own, options):
 def test_drawn_tokens_and_batches_are_those_of_the_plain_loop(llama):
     prompts = make_prompts(llama, 3)
     model = small_model()
-    for settings in (GenerationSettings(30, sampling=Sampling(0.8, seed=2)), GenerationSettings(30)):
+    for settings in (GenerationSettings(30, temperature=0.8, seed=2), GenerationSettings(30)):
         expected = [DecodingEngine(llama, VanillaDrafter()).generate(p, settings).tokens for p in prompts]
         engine = DecodingEngine(llama, OuroborosDrafter(model, **SMALL))
         assert [engine.generate(prompt, settings).tokens for prompt in prompts] == expected

@@ -94,6 +94,33 @@ def test_a_column_shows_speed_over_transformers_where_it_was_run(report):
     assert all(figure in shown for figure in ("transformers", "0.50×", "2.50×", "4/4", "50.0%")) and "…" not in shown
 
 
+def test_the_plain_loop_is_the_faster_of_vanilla_and_generate_and_is_named(report):
+    assert report["settings"]["plain_loop"] == "vanilla"
+    engines = {"vanilla": StubEngine(), "transformers": StubEngine(1, 0.008), "fast": StubEngine(2, 0.004)}
+    faster = build_report(evaluate(engines, StubOracle(), [benchmark()], render), TARGET, SETTINGS, 0)
+    assert faster["settings"]["plain_loop"] == "transformers"
+    rows = {(row["category"], row["drafter"]): row["gamma"] for row in faster["results"]}
+    assert [rows[None, name] for name in engines] == pytest.approx([0.8, 1.0, 2.0])
+    assert rows["math", "fast"] == pytest.approx(2.0)
+    assert "the plain loop, here\n`transformers`" in markdown(faster)
+    assert "times faster than transformers" in closing_table(faster)
+
+
+def test_legends_are_read_from_left_to_right():
+    results = [
+        {"benchmark": "b", "category": None, "drafter": f"drafter_{name}", "accept_length_histogram": [1, 1]}
+        for name in "abcdefghij"
+    ]
+    figure = plots.accepted_length({"results": results})
+    (legend,) = figure.legends
+    figure.draw_without_rendering()
+    found = [
+        (-text.get_window_extent().y0, text.get_window_extent().x0, text.get_text()) for text in legend.get_texts()
+    ]
+    assert len({round(row) for row, *_ in found}) > 1  # several rows
+    assert [name[-1] for *_, name in sorted(found, key=lambda one: (round(one[0]), one[1]))] == list("abcdefghij")
+
+
 def test_nothing_is_said_of_transformers_where_it_was_not_run(report):
     assert {row["over_transformers"] for row in report["results"]} == {None}
     assert "over transformers" not in markdown(report)
@@ -128,14 +155,18 @@ def test_the_kind_is_shown_where_the_name_does_not_hold_it(report):
 
 def test_the_closing_table_has_one_row_per_benchmark_and_drafter(report):
     text = closing_table(report)
-    assert text.count("fast") == 2
+    assert text.count(" fast ") == 2
     assert "2.50×" in text
 
 
 def test_speedup_bars_are_gamma(report):
-    axes = plots.speedup(report["results"]).axes[0]
-    heights = sorted(round(bar.get_height(), 2) for bar in axes.patches)
-    assert heights == [1.0, 1.0, 1.0, 1.0, 2.5, 2.5]
+    figure = plots.speedup(report)
+    lengths = [round(bar.get_width(), 2) for axes in figure.axes for bar in axes.patches]
+    assert lengths == [1.0, 2.5, 1.0] * 2
+    for axes in figure.axes:  # every label stands on the line of its bar
+        assert [label.xy[1] for label in axes.texts] == [0, 1, 2]
+        assert axes.texts[1].get_text().startswith("γ 2.50   β 1.")
+    assert "without drafts (vanilla, dashed line)" in figure.get_supxlabel().replace("\n", " ")
 
 
 def test_baselines_are_grey_and_leave_the_colours_to_drafters(report):
@@ -145,7 +176,7 @@ def test_baselines_are_grey_and_leave_the_colours_to_drafters(report):
 
 
 def test_accepted_length_curve_is_the_share_of_steps_that_accept_at_least(report):
-    figure = plots.accepted_length(report["results"])
+    figure = plots.accepted_length(report)
     (line,) = figure.axes[0].lines
     assert line.get_label() == "fast"
     assert list(line.get_xdata()) == [1]
@@ -153,7 +184,7 @@ def test_accepted_length_curve_is_the_share_of_steps_that_accept_at_least(report
 
 
 def test_time_share_bars_sum_to_one(report):
-    axes = plots.time_share(report["results"]).axes[0]
+    axes = plots.time_share(report).axes[0]
     assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(3.0)
 
 
@@ -206,13 +237,7 @@ def test_answers_of_an_earlier_run_do_not_stay(tmp_path):
     assert [path.name for path in (tmp_path / "answers").iterdir()] == ["new.jsonl"]
 
 
-def test_what_a_hybrid_found_out_is_said_in_sentences():
-    told = {"accepted": 5, "needed": 5}
-    never = {**told, "steps": 100, "rests": []}
-    twice = {**told, "steps": 50, "rests": [[20, 60], [90]]}
-    notes = findings_note({"h": {"steps": 100, "parts": {"ctc": twice, "ngram": never}}, "d": {"tokens": 3.0}})
-    assert notes == [
-        "h: ctc drafted in 50 of 100 target steps.",
-        "h: ctc was hardly ever needed and rested from target step 20 until step 60.",
-        "h: ctc was hardly ever needed and rested from target step 90.",
-    ]
+def test_a_part_that_a_hybrid_hardly_needed_is_named():
+    found = {"steps": 1000, "parts": {"ctc": {"accepted": 800, "needed": 10}, "ngram": {"accepted": 15, "needed": 9}}}
+    (note,) = findings_note({"h": found, "d": {"tokens": 3.0}})
+    assert note.startswith("h: in 1,000 target steps, 9 tokens were accepted thanks to ngram alone")

@@ -116,10 +116,10 @@ def test_logits_are_warped_as_transformers_warps_them(temperature, top_k, top_p)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("sampling", [Sampling(0.7, seed=1), Sampling(1.0, top_k=20, top_p=0.9, seed=2)])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}])
 def test_trees_draw_what_the_plain_loop_draws(name, sampling):
     target = load_target(name, torch.float64)
-    settings = GenerationSettings(40, sampling=sampling)
+    settings = GenerationSettings(40, **sampling)
     prompts = make_prompts(target, 4)
     oracle = Oracle(target, settings)
     greedy = Oracle(target, GenerationSettings(40))
@@ -135,6 +135,23 @@ def test_trees_draw_what_the_plain_loop_draws(name, sampling):
 def test_settings_that_draw_nothing_are_refused(rule, value):
     with pytest.raises(ValueError, match=f"--{rule} must be .* got"):
         Sampling(**{rule: value})
+
+
+@pytest.mark.parametrize(
+    "given,told",
+    [
+        ({"max_new_tokens": 0}, "--max_new_tokens must be at least 1; got 0"),
+        ({"temperature": -1.0}, "--temperature must be 0 .* got -1"),
+        ({"temperature": float("nan")}, "--temperature must be above 0 to sample; got nan"),
+        ({"top_p": 0.9}, "--top_k and --top_p need --temperature above 0 .* got 0 and 0.9"),
+        ({"temperature": 1, "top_k": -5}, "--top_k must be 0 .* got -5"),
+        ({"eos_token_ids": 2}, r"eos_token_ids is a tuple; got 2; write \(2,\)"),
+        ({"stop_strings": "end"}, r"stop_strings is a tuple; got 'end'; write \('end',\)"),
+    ],
+)
+def test_wrong_settings_are_refused_with_rule_value_and_remedy(given, told):
+    with pytest.raises(ValueError, match=told):
+        GenerationSettings(**given)
 
 
 def test_typical_acceptance_keeps_the_longest_most_probable_path():
@@ -160,7 +177,7 @@ def test_typical_acceptance_keeps_the_longest_most_probable_path():
     with pytest.raises(ValueError, match="typical acceptance needs"):
         TypicalAcceptance(epsilon=2.0)
     with pytest.raises(ValueError, match="leave --temperature out"):
-        GenerationSettings(sampling=Sampling(), typical=TypicalAcceptance())
+        GenerationSettings(temperature=1.0, typical=TypicalAcceptance())
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_heads.data.distill import coloured
+from draft_heads.data.distill import marked
 from draft_heads.data.shards import load_distilled
 from draft_heads.scripts import distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, write_sharegpt
@@ -56,18 +56,18 @@ def test_preview_prints_conversations_and_writes_nothing(given, tmp_path, capsys
     assert distill.main([*given, "--preview", "2"]) == 0
     printed = capsys.readouterr().out
     assert "c1: " in printed and "c2: " not in printed
-    assert "Turn 0 of 1" in printed
+    assert "Turn 0 of 1" in printed and printed.count("⟦") == printed.count("⟧") > 2  # read without colours
     assert list(tmp_path.iterdir()) == []
 
 
-def test_preview_colours_exactly_the_trained_tokens():
+def test_preview_marks_exactly_the_trained_tokens():
     tokenizer = byte_tokenizer(template("chatml"))
     ids = tokenizer("Hello there. I am fine", add_special_tokens=False)["input_ids"]
     split = len(tokenizer("Hello there.", add_special_tokens=False)["input_ids"])
-    text = coloured(tokenizer, ids, [i >= split for i in range(len(ids))])
-    assert text.plain == "Hello there. I am fine"
+    text = marked(tokenizer, ids, [i >= split for i in range(len(ids))])
+    assert text.plain == "Hello there.⟦ I am fine⟧"
     assert [(text.plain[span.start : span.end], str(span.style)) for span in text.spans] == [
-        (" I am fine", "black on green")
+        ("⟦ I am fine⟧", "black on green")
     ]
 
 

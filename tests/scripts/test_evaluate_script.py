@@ -97,7 +97,9 @@ def test_transformers_is_a_baseline_with_a_row_of_its_own(drawn, command, tmp_pa
     assert (row["beta"], row["over_transformers"]) == (1.0, 1.0)
     assert row["time_share"] == {"draft": 0.0, "verify": 1.0, "accept": 0.0, "other": 0.0}
     assert row["new_tokens"] == rows["vanilla"]["new_tokens"]
-    assert rows["vanilla"]["over_transformers"] == pytest.approx(1 / row["gamma"])
+    assert rows["vanilla"]["over_transformers"] == pytest.approx(rows["vanilla"]["gamma"] / row["gamma"])
+    assert report["settings"]["plain_loop"] in ("vanilla", "transformers")
+    assert rows["vanilla"]["time_share"]["draft"] == 0.0
     assert (tmp_path / "out" / "answers" / "transformers.jsonl").is_file()
     assert "over transformers" in (tmp_path / "out" / "report.md").read_text()
 
@@ -151,7 +153,7 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--temperature", "-1"], "--temperature must be 0 (greedy) or more, got -1"),
+        (["--temperature", "-1"], "--temperature must be 0 (greedy) or more; got -1"),
         (["--top_p", "0.9"], "--top_k and --top_p need --temperature above 0"),
         (["--temperature", "1", "--top_p", "1.5"], "--top_p must be above 0 and at most 1"),
         (["--temperature", "1", "--acceptance", "typical"], "leave --temperature out"),

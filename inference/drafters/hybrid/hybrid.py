@@ -1,8 +1,8 @@
 """Several drafters in one tree: equal prefixes merged, one node budget shared by calibrated acceptance.
 
 `hybrid=ctc:RUN/head+ngram`: the parts' own probabilities mean different things, so a running calibration estimates from
-what was accepted how likely a node is, whoever proposed it. N-grams lengthen the paths of all parts. A part that is
-hardly ever needed rests for a while (`HybridDrafter._rest`).
+what was accepted how likely a node is, whoever proposed it. N-grams lengthen the paths of all parts. Every part drafts
+in every step: a part that one text does not need may be the best one for the next.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
-WINDOW, SHARE, REST = 512, 0.01, 4096
-"""A part needed in fewer than SHARE of WINDOW target steps or more rests for REST steps: a useless part drafts in one
-step of nine, and a part that brings one token in a hundred steps is kept."""
-
-_RESTING = LevelSource()  # without levels: it proposes nothing
-
 
 class _Part:
-    """One drafter of a hybrid: what it proposes in this step, what it brought so far, when it rested."""
+    """One drafter of a hybrid: what it proposes in this step, what it brought so far."""
 
     def __init__(self, name: str, drafter: Any, target: Target) -> None:
         self.name, self.drafter = name, drafter
@@ -46,14 +40,7 @@ class _Part:
         self._draft: Callable[[VerifiedStep], DraftTree | Tensor] = self._observe_and_propose
         if drafter.on_device and target.compiled:
             self._draft = program(self._observe_and_propose, target.device)
-        self.accepted = self.needed = self.steps = 0
-        self.needed_steps = 0  # since the parts were last compared
-        self.rests: list[list[int]] = []  # [first step, step after the last] of each rest; of the present one the first
-
-    @property
-    def resting(self) -> bool:
-        """Whether it neither sees the text nor drafts."""
-        return bool(self.rests) and len(self.rests[-1]) == 1
+        self.accepted = self.needed = 0
 
     def draft(self, step: VerifiedStep) -> None:
         """Take a step in and hand the drafts behind it to the source; n-grams have read it already."""
@@ -121,47 +108,21 @@ class HybridDrafter(Drafter):
         self.max_nodes = self.budget + sum(drafter.max_nodes for _, drafter in parts if drafter.reads_choices)
         self.max_depth = max(self._deepest_node, deepest)  # rows that ride along may be deeper than merged nodes
         self._calibration = Calibration()
-        self._steps = self._compared = 0  # target steps so far, and when the parts were last compared
+        self._steps = 0
         self._step: VerifiedStep | None = None
         self._merged: MergedTree | None = None
-
-    @property
-    def _drafting(self) -> list[_Part]:
-        return [part for part in self.parts if not part.resting]
 
     @property
     def target_layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for part in self.parts for layer in part.drafter.target_layers}))
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        """See `Drafter.begin`; parts begin and stop to rest here only, so that each sees whole texts."""
         self._merged = self._step = None
-        self._rest()
-        for part in self._drafting:
+        for part in self.parts:
             part.drafter.begin(prompt, capacity + self.max_depth + 1)  # a step may bring rows deeper than its own tree
 
-    def _rest(self) -> None:
-        """Between prompts, the part needed in the fewest steps rests if those are below `SHARE` of `WINDOW` or more;
-        one at a time, since of two parts that propose the same neither is needed until one rests."""
-        for part in self.parts:
-            if part.resting and self._steps >= part.rests[-1][0] + REST:
-                part.rests[-1].append(self._steps)
-                self._compare_anew()
-        since, drafting = self._steps - self._compared, self._drafting
-        if since < WINDOW:
-            return
-        least = min(drafting, key=lambda part: part.needed_steps)
-        if len(drafting) > 1 and least.needed_steps < SHARE * since:
-            least.rests.append([self._steps])
-        self._compare_anew()
-
-    def _compare_anew(self) -> None:
-        self._compared = self._steps
-        for part in self.parts:
-            part.needed_steps = 0
-
     def set_visible_length(self, tokens: int) -> None:
-        for part in self._drafting:
+        for part in self.parts:
             part.drafter.set_visible_length(tokens)
 
     def observe(self, step: VerifiedStep) -> None:
@@ -171,7 +132,7 @@ class HybridDrafter(Drafter):
         if self._merged is not None:
             self._steps += 1
             self._credit(self._merged.learn(new))
-        for part in self._drafting:
+        for part in self.parts:
             if part.drafter.extends_paths:
                 part.drafter.read(new)
 
@@ -180,21 +141,18 @@ class HybridDrafter(Drafter):
         for source, _ in accepted:
             self.parts[source].accepted += 1
         for place, part in enumerate(self.parts):
-            needed = sum(needs >> place & 1 for _, needs in accepted)
-            part.needed += needed
-            part.needed_steps += needed > 0
-            part.steps += not part.resting
+            part.needed += sum(needs >> place & 1 for _, needs in accepted)
 
     def propose(self) -> DraftTree:
         """The merged tree, and behind it the rows that parts want to ride along."""
         assert self._step is not None, "observe the prefill before proposing"
-        for part in self._drafting:
+        for part in self.parts:
             part.draft(self._step)
-        sources = [_RESTING if part.resting else part.source for part in self.parts]
+        sources = [part.source for part in self.parts]
         self._merged = MergedTree(sources, self._calibration, self.budget, self._deepest_node, self._table)
         tree = self._merged.as_tree(self.target.device)
         for place, part in enumerate(self.parts):
-            if part.drafter.reads_choices and not part.resting:
+            if part.drafter.reads_choices:
                 tree = self._with_riding_rows(tree, place, part)
         return tree
 
@@ -218,12 +176,8 @@ class HybridDrafter(Drafter):
         return DraftTree(*map(torch.cat, zip(tree.tensors(), behind.tensors())))
 
     def findings(self) -> dict[str, Any]:
-        """Target steps so far, and for each part: `accepted` tokens it proposed first, `needed` tokens that only it
-        brought, `steps` in which it drafted, and its `rests`."""
+        """Target steps; for each part the `accepted` tokens it proposed first, and the `needed` ones it alone did."""
         return {
             "steps": self._steps,
-            "parts": {
-                part.name: {name: getattr(part, name) for name in ("accepted", "needed", "steps", "rests")}
-                for part in self.parts
-            },
+            "parts": {part.name: {"accepted": part.accepted, "needed": part.needed} for part in self.parts},
         }
