@@ -134,15 +134,12 @@ class CTCHead(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
-        The first block starts as the target's last layer where it has the same parts, the queries as large as a
-        hidden state, so that frames differ from the first step on. The blank's bias is the mean log-normaliser of the
-        target's logits at frames that see each other only.
+        Blocks start as identity: a copy of the target's last layer would add what fits its residual stream, which can be
+        fifty times larger than h. The queries start as large as a hidden state, so that frames differ from the first step
+        on. The blank's bias is the mean log-normaliser of the target's logits at frames that see each other only.
         """
         super().start_from(hidden, target)
         target = self.draft_view(target)
-        block = self.decoder_blocks[0]
-        if target.layers is not None and not block.differs_from(target.layers[-1]):
-            block.copy_from(target.layers[-1])
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
         self.norm.weight.fill_(root_mean_square(sample))
         if self.config.chained:
