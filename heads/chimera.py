@@ -138,7 +138,7 @@ class ChimeraHead(DraftHead):
         if self.config.projection == "full":
             for head in self.offset_heads:
                 head.weight.zero_()
-                head.weight[:, -size:] = self.draft_view(target).lm_head_weight
+                head.weight[:, -size:] = self.draft_view(target).lm_head_weight * target.rule.factor
         if isinstance(self.encoder, DecoderBlock):
             different = ["all of it"] if target.layers is None else self.encoder.differs_from(target.layers[0])
             if different or target.layers is None:
@@ -178,7 +178,7 @@ class ChimeraHead(DraftHead):
         if self.config.projection == "full":
             return read, self.offset_heads[k].weight, None
         states = (fused + self.offset_heads[k](read)).to(target.lm_head_weight.dtype)
-        return states, target.lm_head_weight, target.lm_head_bias
+        return target.rule.scaled(states), target.lm_head_weight, target.scaled_bias
 
     def head_logits(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> Tensor:
         """[..., V] of head k from h_n [..., H] and f [..., H]."""

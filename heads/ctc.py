@@ -148,7 +148,7 @@ class CTCHead(DraftHead):
             self.frame_queries.mul_(root_mean_square(sample) / root_mean_square(self.frame_queries))
             alone, nowhere = sample[:64, None], torch.zeros(len(sample[:64]), 1, dtype=torch.long, device=hidden.device)
             frames = self.draft_frames(alone, nowhere, [grouped_attention] * len(self.blocks))
-        logits = target.logits(frames.to(target.lm_head_weight.dtype))
+        logits = target.head_logits(frames.to(target.lm_head_weight.dtype))
         self.blank_bias.copy_(logits.float().logsumexp(-1).mean())
 
     def context_states(self, hidden: Tensor, next_ids: Tensor, target: TargetView) -> Tensor:
@@ -182,14 +182,14 @@ class CTCHead(DraftHead):
         for step in range(self.config.frames):
             frames.append(self.norm(block(state, positions + step, attend)))
             if step + 1 < self.config.frames:
-                logits = target.logits(frames[-1].to(target.lm_head_weight.dtype))
+                logits = target.head_logits(frames[-1].to(target.lm_head_weight.dtype))
                 state = self.context_states(frames[-1], self.draft_tokens(logits.argmax(-1)), target)
         return torch.stack(frames, dim=2)
 
     def frame_log_probs(self, frames: Tensor, target: TargetView) -> Tensor:
         """[..., H] → [..., V+1] log-probabilities in float32, the blank last."""
-        logits = target.logits(frames.to(target.lm_head_weight.dtype)).float()
-        blank = (frames @ self.blank_weight).float() + self.blank_bias.float()
+        logits = target.head_logits(frames.to(target.lm_head_weight.dtype)).float()
+        blank = target.rule.scaled(frames @ self.blank_weight).float() + self.blank_bias.float()
         return F.log_softmax(torch.cat([logits, blank[..., None]], dim=-1), dim=-1)
 
     def row_context(self, rows: Rows, target: TargetView) -> Tensor:
@@ -243,8 +243,9 @@ class CTCHead(DraftHead):
         if self.draft_vocab is not None:
             labels, lengths, closed = cut_before_outside(self.draft_classes(labels), lengths, closed)
         blank = self.blank_weight, self.blank_bias
+        scaled = target.rule.scaled(kept)  # a scale of the states is a scale of the logits
         ctc, infeasible = ctc_loss_fused(
-            kept, *blank, target.lm_head_weight, labels, lengths, closed, lm_bias=target.lm_head_bias
+            scaled, *blank, target.lm_head_weight, labels, lengths, closed, lm_bias=target.scaled_bias
         )
         loss = HeadLoss.zero(len(kept), kept.device)
         loss.add("ctc", ctc, config.ctc_weight)
@@ -252,7 +253,7 @@ class CTCHead(DraftHead):
         if config.chained:
             next_hidden = windows.gather(rows.hidden, ahead=1)  # h_{n+1}
             regression = F.smooth_l1_loss(kept[:, 0], next_hidden, reduction="none").mean(-1).sum()
-            soft = soft_cross_entropy(kept[:, 0], target.lm_head_weight, next_hidden, target, target.lm_head_bias)
+            soft = soft_cross_entropy(scaled[:, 0], target.lm_head_weight, next_hidden, target, target.scaled_bias)
             loss.add("regression", regression, config.regression_weight)
             loss.add("soft", soft, config.soft_weight)
         if not self.training:

@@ -86,7 +86,7 @@ class OffsetHeads(DraftHead):
         """Every vocabulary matrix starts as the target's LM head."""
         super().start_from(hidden, target)
         for head in self.offset_heads:
-            head.vocabulary.weight.copy_(self.draft_view(target).lm_head_weight)
+            head.vocabulary.weight.copy_(self.draft_view(target).lm_head_weight * target.rule.factor)
 
 
 class MedusaHead(OffsetHeads):

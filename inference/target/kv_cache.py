@@ -149,33 +149,50 @@ class KVCache(Cache):
         self.bound = self._end = 0
 
 
-class ShardedKVCache(KVCache):
-    """The cache of a target spread over several devices: one sequence, every layer's memory on its own device."""
+class PerLayerKVCache(KVCache):
+    """The cache of a target whose layers lie on several devices or differ in sizes: one sequence, memory per layer.
+
+    Keys and values of a layer may have different head sizes, as in multi-head latent attention.
+    """
 
     def __init__(self, devices: Sequence[torch.device], capacity: int, device: torch.device) -> None:
         """devices: of every layer; device: of token ids, lengths and choices."""
         super().__init__(len(devices), capacity, device=device)
         self.devices = devices
-        self.stores: list[Tensor] = []
+        self.stores: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [1, G, C, D] of a layer
 
     def allocate(self, like: Tensor) -> None:
-        if not self.stores:
-            shape = (2 * like.shape[1], self.capacity, like.shape[3])
-            self.stores = [like.new_zeros(shape, device=device) for device in self.devices]
+        """Nothing: a layer's memory is allocated when its states are first written."""
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        states = torch.cat([keys, values], dim=1)[0]
-        store = self.stores[layer]
-        store.index_copy_(1, slots[0].to(store.device), states)
-        both = store[:, : self._end].view(1, 2, keys.shape[1], -1, keys.shape[3])
-        return both[:, 0], both[:, 1]
+        if layer not in self.stores:
+
+            def room(states: Tensor) -> Tensor:
+                _, heads, _, size = states.shape
+                return states.new_zeros(1, heads, self.capacity, size, device=self.devices[layer])
+
+            self.stores[layer] = room(keys), room(values)
+        into = slots[0].to(self.devices[layer])
+        for store, states in zip(self.stores[layer], (keys, values)):
+            store.index_copy_(2, into, states)
+        stored_keys, stored_values = self.stores[layer]
+        return stored_keys[:, :, : self._end], stored_values[:, :, : self._end]
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
         into, source = self.slots(rows.shape[1])[0], (self.lengths[:, None] + rows)[0]
-        for store in self.stores:
-            kept = store.index_select(1, source.to(store.device))
-            store.index_copy_(1, into.to(store.device), kept)
+        for store in self._tensors:
+            kept = store.index_select(2, source.to(store.device))
+            store.index_copy_(2, into.to(store.device), kept)
         self.lengths += counts
 
     def memory(self) -> list[Tensor]:
-        return [self.lengths, *self.stores]
+        return [self.lengths, *self._tensors]
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [store for both in self.stores.values() for store in both]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every layer has written keys and values of one shape: `KVCache` can then hold them."""
+        return len(self.stores) == len(self.layers) and len({store.shape for store in self._tensors}) == 1

@@ -95,9 +95,9 @@ class DraftingView(TargetView):
         weight, bias = view.lm_head_weight.detach(), view.lm_head_bias
         blocks = library.column_blocks(weight) if lm_head is None and copy_pays([weight]) else None
         lm_head = lm_head or MergedLinear([weight], bias, blocks)
-        return cls(view.embedding, view.lm_head_weight, bias, view.layers, lm_head=lm_head)
+        return cls(view.embedding, view.lm_head_weight, bias, view.layers, view.rule, lm_head=lm_head)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def product(self, hidden: Tensor) -> Tensor:
         """[..., H] → [..., V]"""
         return self.lm_head(hidden)
 

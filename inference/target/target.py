@@ -5,10 +5,11 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,12 @@ from draft_heads.data.pretrained import load_config
 from draft_heads.data.rendering import end_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
-from draft_heads.inference.target.kv_cache import KVCache, ShardedKVCache
+from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import DraftingView
+from draft_heads.inference.target.probe import probe
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
+
+logger = logging.getLogger(__name__)
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
 
@@ -90,10 +94,13 @@ class Target:
                 f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
                 "smaller --dtype, or another --target"
             )
-        self._check_masks()
         self.compiled = False
         self._fused: FusedDecoder | None = None
-        self._modules_only = not FusedDecoder.can_drive(model)
+        self._modules_only = True  # the probe asks the modules
+        if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the grouped product of experts has no float64
+        self.rule, self._one_size = probe(self)
+        self._modules_only = not (self._one_size and FusedDecoder.can_drive(model))
 
     @property
     def fused(self) -> FusedDecoder | None:
@@ -161,8 +168,15 @@ class Target:
         tokenizer = load_tokenizer(path, chat_template)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
         placed: dict[str, Any] = {"device_map": "auto"} if sharded else {}
+        load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=chosen, **placed)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=chosen, attn_implementation="sdpa", **placed)
+            try:
+                model = load(attn_implementation="sdpa")
+            except ValueError as error:
+                if "attention" not in str(error):
+                    raise
+                logger.info("%s has no scaled-dot-product attention; it runs with eager attention", path)
+                model = load(attn_implementation="eager")
         except ValueError as error:
             raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
         if adapter:
@@ -184,7 +198,8 @@ class Target:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        """Of states and logits; quantised weights may have another."""
+        return self.embedding.weight.dtype
 
     @property
     def parameters(self) -> int:
@@ -225,7 +240,7 @@ class Target:
     def view(self) -> TargetView:
         """The embedding and LM head, lent to a draft head."""
         bias, layers = getattr(self.lm_head, "bias", None), getattr(self.decoder, "layers", None)
-        return TargetView(self.embedding, self.lm_head.weight, bias, layers)
+        return TargetView(self.embedding, self.lm_head.weight, bias, layers, self.rule)
 
     def drafting_view(self, head: DraftHead) -> TargetView:
         """The same with the rows of the head's draft vocabulary, its logits fast for a few rows."""
@@ -236,14 +251,19 @@ class Target:
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
-        if len(set(self.layer_devices)) > 1:
+        if len(set(self.layer_devices)) > 1 or not self._one_size:
             if batch > 1:
                 raise ValueError(
-                    f"batches need a target on one device; {self.name} is spread over several; decode its prompts one "
-                    "by one"
+                    f"batches need a target on one device with keys and values of one size; the layers of {self.name} "
+                    "lie on several or differ; decode its prompts one by one"
                 )
-            return ShardedKVCache(self.layer_devices, capacity, self.device)
+            return self.per_layer_cache(capacity)
         return KVCache(len(self.layer_types), capacity, batch, self.device)
+
+    def per_layer_cache(self, capacity: int) -> PerLayerKVCache:
+        """A cache of one sequence for layers of any sizes, each on its device."""
+        devices = self.layer_devices or [self.device] * len(self.layer_types)
+        return PerLayerKVCache(devices, capacity, self.device)
 
     def check_layers(self, target_layers: Sequence[int]) -> None:
         """ValueError unless heads can read these layers: layer k's output is `hidden_states[k]` in transformers."""
@@ -290,6 +310,12 @@ class Target:
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden `[B, R, H]` and aux_hidden `[B, R, k·H]` by transformers' own decoder."""
         as_taken = {kind: mask[:, None] for kind, mask in masks.items()}
+        if self.config._attn_implementation == "eager":  # it adds masks to the scores
+            lowest = torch.finfo(self.dtype).min
+            as_taken = {
+                kind: torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, lowest)
+                for kind, mask in as_taken.items()
+            }
         positions = positions.clamp(max=self.max_positions - 1)  # drafts may hang over the end; none is accepted there
         mask: Any = as_taken if self._per_layer_type else next(iter(as_taken.values()))
         with self._captured(target_layers) as outputs:
@@ -314,8 +340,11 @@ class Target:
         return self._through_modules(token_ids, positions, masks, cache, target_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] → [..., V], the target's LM head."""
-        return self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden)
+        """[..., H] → [..., V], the model's own: LM head, scale and cap.
+
+        The cap cannot be left out of greedy choices: where it saturates, logits tie that differ without it.
+        """
+        return self.rule(self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden))
 
     def forward_tree(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
@@ -373,7 +402,7 @@ class Target:
             )
         hidden_BLH = out.last_hidden_state
         hidden_NH = hidden_BLH[real_BL.to(hidden_BLH.device)]
-        choices = torch.cat([self.lm_head(part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
+        choices = torch.cat([self.rule(self.lm_head(part)).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
         aux_BLK = torch.cat(outputs, dim=-1) if outputs else hidden_BLH[..., :0]
         labelled = []
         for hidden_LH, aux_LK, chosen in zip(hidden_BLH, aux_BLK, choices.split(lengths)):
@@ -381,23 +410,3 @@ class Target:
             kept = [x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK)]
             labelled.append(Labelled(greedy, *kept))
         return labelled
-
-    @torch.no_grad()
-    def _check_masks(self) -> None:
-        """The model must take our masks and compute `logits = LM head(hidden)`: compared once with its own forward."""
-        length = min(24, self.max_positions)
-        ids = torch.arange(length, device=self.device)[None] % self.config.vocab_size
-        rule = (
-            f"the target must accept a 4-D attention mask and compute its logits by the LM head alone; {self.name} "
-            f"({self.config.model_type})"
-        )
-        try:
-            own = self.model(input_ids=ids, use_cache=False).logits.float()
-            positions = torch.arange(length, device=self.device)[None]
-            hidden, _ = self.forward_rows(ids, torch.ones_like(ids), positions)
-            ours = self.lm_head(hidden).float().to(own.device)
-        except Exception as error:
-            raise ValueError(f"{rule} failed a trial forward ({error}); pick another --target") from error
-        gap = (own - ours).abs().max()
-        if gap > (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * own.abs().max().clamp(min=1):
-            raise ValueError(f"{rule} differs by {gap:.2g} (a scaled or capped LM head?); pick another --target")

@@ -11,7 +11,7 @@ from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.compiled import host_sync_allowed, no_host_sync
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
-from draft_heads.inference.target.kv_cache import ShardedKVCache
+from draft_heads.inference.target.kv_cache import PerLayerKVCache
 from draft_heads.inference.target.target import Target
 from tests.inference.models import (
     RANDOM_TARGETS,
@@ -208,7 +208,7 @@ def test_layers_on_several_devices_have_memory_of_their_own():
     target = through_modules("mistral")
     prompt = list(range(3, 60))
     expected = Oracle(target, GenerationSettings(40)).answer(prompt)
-    target.new_cache = lambda capacity: ShardedKVCache(target.layer_devices, capacity, target.device)
+    target.new_cache = lambda capacity: PerLayerKVCache(target.layer_devices, capacity, target.device)
     engine = DecodingEngine(target, ForkedDrafter(expected, 4))
     result = engine.generate(prompt, GenerationSettings(40))
     assert result.tokens == expected and result.accept_lengths[1:-1] == [5] * 7

@@ -356,22 +356,6 @@ def test_an_encoder_decoder_target_is_refused_with_a_sentence(tmp_path):
         Target.from_pretrained(str(tmp_path), device="cpu")
 
 
-def test_a_scaled_lm_head_is_refused_with_a_sentence():
-    from transformers import GraniteConfig, GraniteForCausalLM
-
-    config = GraniteConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        logits_scaling=4.0,
-    )
-    with pytest.raises(ValueError, match="scaled or capped LM head"):
-        Target(GraniteForCausalLM(config), name="granite")
-
-
 @pytest.mark.parametrize(
     "kind, settings",
     [("ctc", {}), ("ctc", {"frames_from": "chain"}), ("chimera", {}), ("hydra", {"prefix_attention": True})],

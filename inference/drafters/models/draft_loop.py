@@ -54,7 +54,7 @@ class DraftLoop:
                 self._cache.allocate(self.model.fused.like)
             if self.inner is not None:
                 size, layers = self.model.config.hidden_size, len(self.inner.target_layers)
-                weight, rows = self.model.lm_head.weight, self._cache.capacity
+                weight, rows = self.model.embedding.weight, self._cache.capacity
                 self._hidden = weight.new_empty(rows, size)
                 self._aux = weight.new_empty(rows, layers * size) if layers else None
         self._cache.clear()

@@ -1,0 +1,140 @@
+"""What is tried when a target is loaded: whether a draft tree gives what the model's own forward gives on each path.
+
+Shapes: L path length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_heads.heads.base import LogitsRule
+from draft_heads.inference.tree import ancestor_rows, depths
+
+Target = Any  # a `target.Target`, whose module imports this one
+
+_TEXT, _WINDOW = 24, 8  # committed tokens, and the window that they cross
+_PARENTS = (-1, -1, 0, 1)  # of the nodes: two siblings, a child each; rows are the base token and the nodes
+_FIRST, _SECOND = (0, 1, 3), (0, 2, 4)  # rows of the two paths
+
+
+def _unfit(target: Target) -> str | None:
+    """Why the architecture cannot follow a tree, where that can be read from its signature and config."""
+    taken = inspect.signature(target.decoder.forward).parameters
+    if "past_key_values" not in taken:
+        return "keeps a recurrent state instead of keys and values, and a state cannot branch"
+    if getattr(target.config, "alibi", False) or "position_ids" not in taken:
+        return "takes no position ids (as with ALiBi), so siblings of a tree cannot stand at one position"
+    if "recurrent" in (getattr(target.config, "block_types", None) or ()):
+        return "has recurrent layers, whose state cannot branch"
+    return None
+
+
+@contextmanager
+def _short_window(target: Target) -> Iterator[None]:
+    """Sliding windows of `_WINDOW` tokens for a while: transformers reads the config whenever it makes masks."""
+    window, configs = target.window, {id(c): c for c in (target.config, target.decoder.config)}.values()
+    if window is None or window <= _WINDOW:
+        yield
+        return
+    try:
+        target.window = _WINDOW
+        for config in configs:
+            config.sliding_window = _WINDOW
+        yield
+    finally:
+        target.window = window
+        for config in configs:
+            config.sliding_window = window
+
+
+def _rules(config: Any) -> Iterator[LogitsRule]:
+    """Every rule that the numbers in a config can mean; models multiply or divide by a number of the same name."""
+    scaling, scale = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logit_scale"))
+    for cap in {getattr(config, "final_logit_softcapping", None), None}:
+        yield LogitsRule(scale, scaling, cap)
+        yield LogitsRule(scale * scaling, 1.0, cap)
+        yield LogitsRule(1.0, 1.0, cap)
+
+
+def _gaps(ours: Tensor, own: Tensor) -> Tensor:
+    """[...] from logits [..., V]: the size of their difference, relative to how much the model's own logits vary."""
+    ours, own = ours.double(), own.to(ours.device).double()
+    return (ours - own).square().mean(-1).sqrt() / own.std(-1).clamp(min=1e-30)
+
+
+@torch.no_grad()
+def probe(target: Target) -> tuple[LogitsRule, bool]:
+    """How the model makes logits of its LM head's product, and whether all layers' keys and values have one shape.
+
+    A tree of two siblings with a child each stands behind a cached text that crosses a (shortened) sliding window; its
+    second path is committed and a token follows. Compared with one plain forward of the model over both paths. Raises
+    ValueError with the reason for a model whose answers differ.
+    """
+    name = f"{target.name} ({target.config.model_type})"
+    rule = f"the target must follow a draft tree as it follows plain text; {name}"
+    if reason := _unfit(target):
+        raise ValueError(f"{rule} {reason}; pick another --target")
+    try:
+        with _short_window(target):
+            found, uniform, behind, gaps = _compare(target)
+    except Exception as error:
+        raise ValueError(f"{rule} failed a trial forward ({error}); pick another --target") from error
+    exact = target.dtype in (torch.float32, torch.float64)
+    tolerance = 3e-4 if exact else 0.1
+    if not behind <= tolerance:
+        raise ValueError(
+            f"the target's logits must be its LM head's, scaled or capped as its config says; those of {name} differ "
+            f"by {behind:.2g} of their spread; pick another --target"
+        )
+    # rounding in half precision may send a token to another expert: most rows must agree there
+    gap = float(gaps.max() if exact else gaps.median())
+    if not gap <= tolerance:
+        raise ValueError(f"{rule} answers with logits that differ by {gap:.2g} of their spread; pick another --target")
+    return found, uniform
+
+
+def _compare(target: Target) -> tuple[LogitsRule, bool, float, Tensor]:
+    """The best rule, whether layers have one shape, the gap of the rule, the gap of each row compared."""
+    text = min(_TEXT, target.max_positions - 4)
+    ids = (torch.arange(text + 6, device=target.device) * 7919 + 13) % target.vocab_size
+    prompt, rows, following = ids[:text], ids[text : text + 5], ids[text + 5 :]
+    paths = torch.stack([torch.cat([prompt, rows[list(path)], following]) for path in (_FIRST, _SECOND)])  # [2, L]
+
+    products: list[Tensor] = []
+    hook = target.lm_head.register_forward_hook(lambda module, args, output: products.append(output))
+    try:
+        own = target.model(input_ids=paths, use_cache=False).logits
+    finally:
+        hook.remove()
+    rules = {rule: float(_gaps(rule(products[0]), own).max()) for rule in _rules(target.config)}
+    best = min(rules, key=lambda rule: rules[rule])
+    target.rule = best
+
+    cache = target.per_layer_cache(text + 8)
+    sees = ancestor_rows(torch.tensor(_PARENTS, device=target.device), 5)
+    last = target.prefill(prompt, cache).logits
+    tree = target.forward_tree(rows[None], depths(sees)[None], sees[None], cache).logits[0]
+    committed = torch.tensor([_SECOND], device=target.device)
+    cache.commit(committed, committed.new_tensor([3]))
+    cache.bound += 3
+    one = torch.ones(1, 1, 1, dtype=torch.bool, device=target.device)
+    after = target.forward_tree(following[None], torch.zeros_like(following)[None], one, cache).logits[0]
+
+    positions = torch.arange(text + 4, device=target.device).expand(2, -1)
+    packed, _ = target.forward_rows(paths, torch.ones_like(paths), positions)
+    gaps = [
+        _gaps(last[None], own[:1, text - 1]),
+        _gaps(tree[list(_FIRST)], own[0, text : text + 3]),
+        _gaps(tree[list(_SECOND)], own[1, text : text + 3]),
+        _gaps(after, own[1, -1:]),
+        _gaps(target.logits(packed), own).flatten(),
+    ]
+    if float(_gaps(own[1], own[0]).max()) == 0:
+        raise ValueError("its logits do not depend on the text")
+    return best, cache.uniform, rules[best], torch.cat(gaps)

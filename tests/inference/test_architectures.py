@@ -1,0 +1,64 @@
+"""Loading targets of other families: their own logits, what a tree gives, and what is refused."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.hf_generate import hf_generate
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.target import Target
+from tests.inference.models import ForkedDrafter
+
+_SIZES = {
+    **{"vocab_size": 211, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
+    **{"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0},
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SERVED = {
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.25},
+    "gemma2": {"final_logit_softcapping": 2.0, "sliding_window": 16, "head_dim": 8},
+    "gpt_oss": {**_EXPERTS, "sliding_window": 16, "head_dim": 8},
+    "mixtral": _EXPERTS,
+}
+
+
+def _model(model_type, **settings):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **settings})
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_forked_trees_give_the_models_own_answer_and_logits(model_type):
+    target = Target(_model(model_type, **SERVED[model_type]), name=model_type)
+    prompt = [1 + 7 * i % 210 for i in range(30)]  # longer than the windows
+    settings = GenerationSettings(max_new_tokens=24, eos_token_ids=())
+    answer = hf_generate(target, prompt, settings, 24)
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, settings)
+    assert generated.tokens == answer and len(generated.accept_lengths) < 10
+    ids = torch.tensor([prompt])
+    hidden, _ = target.forward_rows(ids, torch.ones_like(ids), torch.arange(30)[None])
+    own = target.model(input_ids=ids).logits
+    torch.testing.assert_close(target.logits(hidden), own, rtol=1e-4, atol=1e-4)
+    if target.rule.cap is None:
+        torch.testing.assert_close(target.view().head_logits(hidden), own, rtol=1e-4, atol=1e-4)
+    else:
+        assert target.rule.cap == 2.0
+
+
+@pytest.mark.parametrize(
+    "model_type, reason", [("mpt", "takes no position ids"), ("qwen3_next", "layers of type linear_attention")]
+)
+def test_what_cannot_follow_a_tree_is_refused_with_the_reason(model_type, reason):
+    with pytest.raises(ValueError, match=reason):
+        Target(_model(model_type), name=model_type)
+
+
+def test_logits_by_a_rule_that_the_config_does_not_name_are_refused():
+    model = _model("llama")
+    model.register_forward_hook(lambda module, args, output: output.__setitem__("logits", output.logits.tanh()))
+    with pytest.raises(ValueError, match="scaled or capped as its config says"):
+        Target(model, name="tanh")
