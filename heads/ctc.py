@@ -134,9 +134,9 @@ class CTCHead(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
-        Blocks start as identity: a copy of the target's last layer would add what fits its residual stream, which can be
-        fifty times larger than h. The queries start as large as a hidden state, so that frames differ from the first step
-        on. The blank's bias is the mean log-normaliser of the target's logits at frames that see each other only.
+        Blocks start as identity: a copy of the target's last layer would add what fits its residual stream, which can
+        be fifty times larger than h. The queries start as large as a hidden state, so that frames differ from the first
+        step on. The blank's bias is the mean log-normaliser of the target's logits at frames that see each other only.
         """
         super().start_from(hidden, target)
         target = self.draft_view(target)
