@@ -69,6 +69,10 @@ class DecoderBlock(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
             nn.init.normal_(projection.weight, std=hidden**-0.5)
+        self.start_as_identity()
+
+    def start_as_identity(self) -> None:
+        """Make the block return its input, by output projections of zeros."""
         for projection in (self.o_proj, self.down_proj):
             nn.init.zeros_(projection.weight)
 

@@ -134,13 +134,20 @@ class CTCHead(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
-        Blocks start as identity: a copy of the target's last layer would add what fits its residual stream, which can
-        be fifty times larger than h. The queries start as large as a hidden state, so that frames differ from the first
-        step on. The blank's bias is the mean log-normaliser of the target's logits at frames that see each other only.
+        The first block starts as the target's last layer where it has the same parts and adds no more than twice the
+        size of h; a layer adds what fits its residual stream, which can be fifty times larger than h. The queries start
+        as large as a hidden state, so that frames differ from the first step on. The blank's bias is the mean
+        log-normaliser of the target's logits at frames that see each other only.
         """
         super().start_from(hidden, target)
         target = self.draft_view(target)
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
+        block = self.decoder_blocks[0]
+        if target.layers is not None and not block.differs_from(target.layers[-1]):
+            block.copy_from(target.layers[-1])
+            alone = block(sample[:, None], torch.zeros_like(sample[:, :1], dtype=torch.long), grouped_attention)[:, 0]
+            if root_mean_square(alone - sample) > 2 * root_mean_square(sample):
+                block.start_as_identity()
         self.norm.weight.fill_(root_mean_square(sample))
         if self.config.chained:
             frames = self.norm(sample)

@@ -133,7 +133,7 @@ def generated_rows(form, answers):
     said = iter(tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers)
     answerer = lambda prompts, *_: [Answer(next(said), "end") for _ in prompts]  # noqa: E731
     distiller = Distiller(target, DistillOptions(labels="generate"), answerer)
-    recorded = [{"id": "a", "messages": [*SYSTEM, *CHAT]}]
+    recorded = [{"id": "a", "place": "row 1", "messages": [*SYSTEM, *CHAT]}]
     return distiller.rows(datasets.Dataset.from_list(recorded)), tokenizer
 
 

@@ -182,7 +182,7 @@ def test_broken_checkpoints_say_what_is_wrong(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="must be JSON"):
         load_head(tmp_path)
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(ValueError, match="does not exist"):
         load_head(tmp_path / "nowhere")
 
 

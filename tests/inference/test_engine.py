@@ -336,7 +336,7 @@ def test_the_lines_of_the_guide_run(tiny_target, tmp_path, capsys):
     lines = guide.split("```python\n")[1].split("```")[0]
     assert len(lines.splitlines()) == 12
     save_head(make_head(tiny_target, target_fingerprint=tiny_target.fingerprint()), tmp_path)
-    exec(lines.replace("runs/quickstart/ctc/head", str(tmp_path)), {})
+    exec(lines.replace("runs/quickstart/ctc/head", str(tmp_path)).replace("data/tiny", "tests/tiny"), {})
     question = lines.split('engine.generate("')[1].split('"')[0]
     plain = DecodingEngine(tiny_target, VanillaDrafter()).generate(question, GenerationSettings(64))
     assert capsys.readouterr().out.startswith(f"{tiny_target.tokenizer.decode(plain.tokens)} ")

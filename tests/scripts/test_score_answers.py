@@ -103,7 +103,7 @@ def test_malformed_rows_name_file_line_and_reason(line, reason, files, tmp_path,
         file.write(line + "\n")
     assert score_answers.main(files) == 2
     message = capsys.readouterr().err
-    assert f"{tmp_path / 'a.jsonl'}, line 3, row 2: " in message
+    assert f"{tmp_path / 'a.jsonl'}, line 3: " in message
     assert reason in message
 
 
