@@ -146,6 +146,7 @@ class MergedTree:
         self._places: list[Sequence[int | None]] = [(-1,) * len(sources)]  # its node in each source's own tree
         self._depths = [0]
         self._contexts = [table.code if table else None]
+        self._candidates: dict[int, list[Candidate]] = {}  # behind a row, once it was asked
         self._rows: dict[tuple[int, int], int] = {}  # row and token behind it → the row of that token
 
         best: list[float] = []  # heap of the highest log-probabilities of any candidate: those of the finished tree
@@ -182,13 +183,15 @@ class MergedTree:
 
     def _behind(self, row: int) -> list[Candidate]:
         """All tokens that sources propose behind a row."""
+        if row in self._candidates:
+            return self._candidates[row]
         depth, context = self._depths[row], self._contexts[row]
         proposed = [source.proposals(place, depth, context) for source, place in zip(self._sources, self._places[row])]
         tokens: dict[int, None] = {}
         for found, _ in proposed:
             tokens.update(dict.fromkeys(found))
         by_source = [(found, (other, None, None)) for found, other in proposed]
-        candidates: list[Candidate] = []
+        candidates = self._candidates[row] = []
         for token in tokens:
             evidence, priors, places = zip(*[found.get(token, absent) for found, absent in by_source])
             candidates.append((token, evidence, priors, places))
