@@ -137,7 +137,7 @@ class _FusedCTC(torch.autograd.Function):
                     (blank - normaliser).view(-1, frames),
                 ).requires_grad_(need_grad)
                 value = lattice_log_prob(emissions, labels, lengths_N[rows], closed_N[rows])
-                possible = value > IMPOSSIBLE / 2
+                possible = ~(value <= IMPOSSIBLE / 2)  # a value that is no number is not hidden
                 loss = torch.where(possible, -value, torch.zeros_like(value))
                 occupancy = torch.autograd.grad(loss.sum(), emissions)[0] if need_grad else None
             losses[rows] = loss.detach()

@@ -1,4 +1,4 @@
-"""The whole job on the embedded target: distil → train heads → decode → report. Offline, about seven minutes on two cores.
+"""The whole job on the embedded target: distil → train heads → decode → report. Offline, seven minutes on two cores.
 
     python scripts/quickstart.py --output runs/quickstart
 

@@ -67,6 +67,9 @@ class TrainingOptions:
     tokens_per_batch: int = option(
         0, "tokens of a process's batch, padding included, in rows of similar length; 0: per_device_train_batch_size"
     )
+    patience: int = option(
+        0, "evaluations without a lower held-out loss that end training; the best checkpoint is exported; 0: the last"
+    )
     overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 
     def __post_init__(self: Any) -> None:
@@ -85,8 +88,17 @@ class TrainingOptions:
                 "--head_optimizer muon cannot be used with --deepspeed, whose ZeRO stages flatten the matrices it "
                 "needs; add --head_optimizer adamw, with a learning rate for it"
             )
-        if self.max_minutes < 0:
-            raise ValueError(f"--max_minutes must be 0 or more; got {self.max_minutes}")
+        for name in ("max_minutes", "patience"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
+        if self.save_total_limit == 1:
+            raise ValueError(
+                "--save_total_limit must be at least 2, got 1: the older checkpoint is deleted before the newer one is "
+                "known to be complete"
+            )
+        if self.patience:
+            self.load_best_model_at_end, self.metric_for_best_model = True, "eval_loss"
+            self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.logging_steps
         accelerator: dict[str, Any] = {}
         if self.tokens_per_batch:
             accelerator["even_batches"] = False  # their numbers of rows differ

@@ -6,12 +6,15 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from draft_heads.data.config_file import on_interrupt
 
+import torch
 from transformers import set_seed
 
 from draft_heads.data.collate import label_counts
@@ -23,6 +26,7 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.target.target import Target
+from draft_heads.train.loss_plot import save_loss_plot
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run_folder import begin, check_folder, kept, run_settings
 from draft_heads.train.trainer import DraftHeadTrainer
@@ -69,17 +73,40 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         trainer.close_progress()
         return kept(folder)
 
-    with on_interrupt(left):
+    with on_interrupt(left), out_of_memory(left):
         trainer.start_head()
+        if args.process_index == 0:
+            print(trainer.plan(), flush=True)
         if resume is not None:
             trainer.clock.resume(resume)
             if args.process_index == 0:
                 print(f"resuming {resume} ({trainer.clock.elapsed:.1f} minutes in)", flush=True)
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        with trainer.clock.stopped_by_sigterm():
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        if trainer.clock.terminated:
+            if args.process_index == 0:
+                print(f"stopped by SIGTERM after step {trainer.state.global_step}; {left()}", flush=True)
+            return
         trainer.final_metrics = trainer.evaluate()
         exported = export(trainer, run, settings, data)
     if args.process_index == 0:
-        print(f"{measured(trainer.final_metrics)}\nhead: {exported}", flush=True)
+        save_loss_plot(trainer.state.log_history, folder / "loss.png")
+        print(f"{measured(trainer.final_metrics)}\nhead: {exported}\n{folder / 'loss.png'}", flush=True)
+
+
+@contextmanager
+def out_of_memory(left: Callable[[], str]) -> Iterator[None]:
+    """A ValueError that names the options which lower the memory, instead of torch's own error."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU the error is plain
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ValueError(
+            "training ran out of memory; lower --per_device_train_batch_size or --tokens_per_batch (raise "
+            "--gradient_accumulation_steps by as much), --anchors or --max_length, set --draft_vocab_size, or shard "
+            f"with --deepspeed; {left()}"
+        ) from error
 
 
 def measured(metrics: dict[str, float]) -> str:

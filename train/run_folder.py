@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list, gather_object
+
 from draft_heads.data.files import write_text
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
@@ -52,7 +54,10 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
 
 
 def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
-    """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start."""
+    """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start.
+
+    The first process chooses for all. ValueError on every process if the checkpoint is not on every node's disk.
+    """
     folder = Path(args.output_dir or "")
     with args.main_process_first(desc="preparing the run's folder"):
         if args.process_index == 0:
@@ -63,7 +68,13 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
                 shutil.rmtree(cut_short)
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    return newest_complete_checkpoint(folder)
+    resume: Path | None = broadcast_object_list([newest_complete_checkpoint(folder)])[0]
+    if resume and not all(gather_object([resume.is_dir()])):
+        raise ValueError(
+            f"--output_dir must be a folder that all nodes share; {resume} is not on the disk of every node; copy it "
+            "there or name a shared folder"
+        )
+    return resume
 
 
 def kept(folder: Path) -> str:
@@ -78,5 +89,5 @@ def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArgume
     """Everything that decides what is learned, as JSON values."""
     plain = (int, float, str, bool, type(None))
     training = {key: value for key, value in args.to_sanitized_dict().items() if isinstance(value, plain)}
-    settings = {**vars(run), **head, **training}
+    settings = {**vars(run), **head, **training, "processes": args.world_size}
     return {key: value for key, value in settings.items() if key not in _FREE}

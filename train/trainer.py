@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import ProgressCallback, Trainer
+from transformers import EarlyStoppingCallback, ProgressCallback, Trainer
 
 from draft_heads.data.collate import DraftCollator, row_lengths
 from draft_heads.data.progress import ProgressLines
@@ -25,6 +27,7 @@ from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, TokenBatches
 from draft_heads.train.optimizer import MuonWithAdamW
+from draft_heads.train.run_folder import kept
 from draft_heads.train.simulate import simulate_row
 from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.wall_clock import MinutesBar, TrainingLines, WallClock, wall_time_scheduler
@@ -57,6 +60,9 @@ class DraftHeadTrainer(Trainer):
         self.simulate_dataset = simulate_dataset
         self.propose_from = propose_from
         self._logged_parts: dict[str, float] = {}
+        # loss, tokens and segments of the batches since the last log
+        self._since_log: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=1024)
+        self._logged_at = time.monotonic()
         self.final_metrics: dict[str, float] = {}
         super().__init__(
             model=head,
@@ -66,6 +72,8 @@ class DraftHeadTrainer(Trainer):
             eval_dataset=eval_dataset,
             callbacks=[self.clock],
         )
+        if args.patience:
+            self.add_callback(EarlyStoppingCallback(args.patience))
         if not args.disable_tqdm and not sys.stderr.isatty():
             self.remove_callback(ProgressCallback)
             lines = ProgressLines(partial(print, file=sys.stderr, flush=True))
@@ -77,10 +85,33 @@ class DraftHeadTrainer(Trainer):
 
     def start_head(self, rows: int = 8) -> None:
         """Give the head the start values that depend on the target, from a few rows of the training data."""
-        dataset: Any = self.train_dataset
-        batch = self.data_collator([dataset[row] for row in range(min(rows, len(dataset)))])
+        batch = self.data_collator([self._rows[row] for row in range(min(rows, len(self._rows)))])
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
         self.model.to(self.target.device).start_from(self.target.states_of(batch)["hidden"][batch["mask"]], self.view)
+
+    def plan(self) -> str:
+        """What will be trained, in a line: parameters, memory of the parts, rows, tokens and steps."""
+        args, rows, longest = self.args, self._rows, self._longest
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        moments = 1 if args.head_optimizer == "muon" else 2
+        sizes = {"target": self.target.parameters * self.target.dtype.itemsize, "head": 4 * trained}
+        sizes |= {"gradients": 4 * trained, "optimizer": 4 * trained * moments}
+        memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
+        tokens = sum(min(length, longest) for length in row_lengths(rows))
+        steps = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+        if args.max_minutes:
+            steps = f"{args.max_minutes:g} minutes"
+        data = f"{len(rows):,} rows of {tokens:,} tokens"
+        return f"training {trained:,} parameters for {steps} on {data}; memory before activations: {memory}"
+
+    @property
+    def _rows(self) -> Any:
+        return self.train_dataset
+
+    @property
+    def _longest(self) -> int:
+        collator: Any = self.data_collator
+        return int(collator.max_length)
 
     # --- loss -------------------------------------------------------------------------------------------------------
 
@@ -102,6 +133,7 @@ class DraftHeadTrainer(Trainer):
                 self._logged_parts[name] = self._logged_parts.get(name, 0) + int(value)
         windows = loss.windows if num_items_in_batch is None else num_items_in_batch
         mean = loss.total * self.args.world_size / max(float(windows), 1.0)  # DDP averages over processes
+        self._since_log.append((mean.detach(), inputs["input_ids"], inputs["segment_ids"]))
         return (mean, loss) if return_outputs else mean
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
@@ -117,9 +149,8 @@ class DraftHeadTrainer(Trainer):
         """Batches of `per_device_train_batch_size` rows, or of rows of similar length with `tokens_per_batch`."""
         if not self.args.tokens_per_batch:
             return super().get_train_dataloader()
-        rows: Any = self.train_dataset
-        collator: Any = self.data_collator
-        lengths = [min(length, collator.max_length) for length in row_lengths(rows)]
+        rows = self._rows
+        lengths = [min(length, self._longest) for length in row_lengths(rows)]
         batches = TokenBatches(lengths, self.args.tokens_per_batch, self._data_seed, self.args.world_size)
         loader = DataLoader(
             rows,
@@ -135,8 +166,7 @@ class DraftHeadTrainer(Trainer):
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        rows: Any = self.train_dataset if train_dataset is None else train_dataset
-        return EpochSampler(len(rows), self._data_seed)
+        return EpochSampler(len(self._rows if train_dataset is None else train_dataset), self._data_seed)
 
     # --- optimisation -----------------------------------------------------------------------------------------------
 
@@ -169,9 +199,50 @@ class DraftHeadTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what the loss counted since the last log, such as infeasible windows, and the minutes used."""
         if "loss" in logs:
-            logs = {**logs, **self._logged_parts, "minutes": round(self.clock.elapsed, 3)}
+            logs = {**logs, **self._logged_parts, **self._throughput(), "minutes": round(self.clock.elapsed, 3)}
             self._logged_parts = {}
         super().log(logs, start_time)
+
+    def _throughput(self) -> dict[str, float]:
+        """Since the last log: tokens a second of all processes, the share of batches that is no padding, memory."""
+        now, batches = time.monotonic(), [segments for _, _, segments in self._since_log]
+        tokens = int(torch.stack([segments.count_nonzero() for segments in batches]).sum()) if batches else 0
+        found = {"tokens_per_second": round(tokens * self.args.world_size / (now - self._logged_at))}
+        found |= {"fill": round(tokens / max(sum(segments.numel() for segments in batches), 1), 3)}
+        if self.args.device.type == "cuda":
+            found["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        self._since_log.clear()
+        self._logged_at = now
+        return found
+
+    def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
+        if self.control.should_log or self.control.should_save or self.control.should_evaluate:
+            self._check_losses()
+        super()._maybe_log_save_evaluate(*args, **options)
+
+    def _check_losses(self) -> None:
+        """ValueError on every process if a loss since the last log is no finite number; nothing bad is saved."""
+        finite = torch.stack([loss for loss, _, _ in self._since_log] or [torch.zeros(())]).isfinite().tolist()
+        if int(self.accelerator.reduce(torch.tensor(finite.count(False), device=self.args.device))) == 0:
+            return
+        rows = "those of another process"
+        if False in finite:
+            _, input_ids, segment_ids = self._since_log[finite.index(False)]
+            rows = ", ".join(self._ids_of(input_ids, segment_ids))
+        raise ValueError(
+            f"the loss became infinite or not a number by step {self.state.global_step}; rows of the batch: {rows}; "
+            f"{kept(Path(self.args.output_dir or ''))}; lower --learning_rate, or distil without those rows"
+        )
+
+    def _ids_of(self, input_ids: Tensor, segment_ids: Tensor) -> list[str]:
+        """The ids of the training rows that a batch was made of."""
+        batch = {
+            tuple(tokens[segments == number].tolist())
+            for tokens, segments in zip(input_ids, segment_ids)
+            for number in range(1, int(segments.max()) + 1)
+        }
+        rows = self._rows.select_columns(["id", "input_ids"])
+        return [row["id"] for row in rows if tuple(row["input_ids"][: self._longest]) in batch]
 
     def close_progress(self) -> None:
         """Leave the progress bar as it is; otherwise it is drawn once more when the process ends."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from draft_heads.data.files import write_text
 from draft_heads.data.progress import Update
 
 MARKER = "complete.json"
+ASK_EVERY = 8  # steps after which several processes agree on whether one of them was told to end
 _RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
 
 
@@ -30,6 +34,17 @@ class WallClock(TrainerCallback):
         self.elapsed = 0.0  # minutes, agreed on at the end of each step
         self._before = 0.0  # minutes of the runs this one resumes
         self._start = time.monotonic()
+        self.terminated = False  # by SIGTERM, which all processes have agreed on
+        self._signalled = False
+
+    @contextmanager
+    def stopped_by_sigterm(self) -> Iterator[None]:
+        """Inside, SIGTERM ends training with a checkpoint after the step, on several processes a few steps later."""
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_signalled", True))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     @property
     def progress(self) -> float:
@@ -44,6 +59,14 @@ class WallClock(TrainerCallback):
         self._start = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.terminated = self._signalled
+        if args.world_size > 1:  # asked for every few steps: the answer is waited for
+            signalled = torch.tensor(int(self._signalled), device=args.device)
+            if agreed := state.global_step % ASK_EVERY == 0:
+                torch.distributed.all_reduce(signalled)
+            self.terminated = bool(agreed and signalled)
+        if self.terminated:
+            control.should_training_stop = control.should_save = True
         if not self.max_minutes:
             return
         now = torch.tensor(self._before + (time.monotonic() - self._start) / 60, device=args.device)

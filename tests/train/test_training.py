@@ -30,6 +30,7 @@ from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
+from draft_heads.train.run import out_of_memory
 from draft_heads.train.run_folder import check_folder
 from draft_heads.train.training_data import load_data
 
@@ -181,23 +182,28 @@ def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, uninterrupted, tmp_path, how):
     output = tmp_path / "killed"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *command(dataset, output)],
-        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (output / "checkpoint-2" / "complete.json").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     process.send_signal(how)
-    told = process.communicate()[1]
+    printed, told = process.communicate()
+    left = rf"the newest checkpoint is {output}/checkpoint-\d: the same"
     if how == signal.SIGINT:
         assert process.returncode == 130 and "Traceback" not in told
-        assert re.search(rf"interrupted; the newest checkpoint is {output}/checkpoint-\d: the same", told)
+        assert re.search(rf"interrupted; {left}", told)
+    if how == signal.SIGTERM:  # one that comes after the last step finds nothing to stop
+        assert process.returncode == 0 and (
+            re.search(rf"stopped by SIGTERM .*; {left}", printed) or "head: " in printed
+        )
     shutil.rmtree(output / "head", ignore_errors=True)  # should the kill have come too late
     (output / "checkpoint-99").mkdir()  # as a kill in the middle of writing leaves it
 
@@ -214,7 +220,7 @@ def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, un
 @pytest.mark.slow
 @pytest.mark.parametrize("kind,stage", [("ctc", 0), ("chimera", 1), ("medusa", 2), ("hydra", 2)])
 def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, tmp_path, kind, stage):
-    status, told = run(dataset, tmp_path / "one", kind=kind)
+    status, told = run(dataset, tmp_path / "one", "--head_optimizer", "adamw", kind=kind)
     assert status == 0, told
     port, extra = 29500 + list(HEADS).index(kind), ("--deepspeed", f"configs/deepspeed/zero{stage}.json")
     status, told = launch(port, dataset, tmp_path / "two", *extra, batch=2, kind=kind)
@@ -309,6 +315,32 @@ def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
     status, told = run(dataset, tmp_path / "run", "--held_out", "48")
     assert status != 0 and "--held_out 48 must leave rows" in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["ctc", "medusa"])
+def test_a_loss_that_is_no_number_ends_training_and_names_the_rows(dataset, tmp_path, kind):
+    wild = shlex.split("--learning_rate 1e30 --warmup_steps 0 --clip value --max_grad_norm 1e30 --head_optimizer adamw")
+    status, told = run(dataset, tmp_path / "run", *wild, "--save_steps", "1", kind=kind)
+    assert status != 0 and re.search(
+        r"not a number by step \d; rows of the batch: (synthetic-\S+, ){4}no|the newest", told
+    )
+    assert not (tmp_path / "run" / "head").exists()
+
+
+def test_patience_ends_training_and_exports_the_best_checkpoint(dataset, tmp_path):
+    patient = shlex.split("--patience 1 --eval_strategy steps --eval_steps 1 --max_steps 30 --learning_rate 0.5")
+    status, told = run(dataset, tmp_path / "run", *patient, kind="medusa")
+    assert status == 0, told
+    measured = [float(loss) for loss in re.findall(r"'eval_loss': '([^']*)'", told)]
+    assert len(measured) < 20 and measured[-1] == min(measured)
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: 8 bytes")])
+def test_running_out_of_memory_names_the_options_that_lower_it(error):
+    rule = r"--per_device_train_batch_size.*--anchors.*; nothing is left"
+    with pytest.raises(ValueError, match=rule), out_of_memory(lambda: "nothing is left"):
+        raise error
 
 
 def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
