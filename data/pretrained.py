@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -30,3 +30,11 @@ def load_config(source: str, what: str = "--target") -> Any:
         if Path(source).is_dir():
             raise ValueError(f"{what} {source} is no model's folder: {reason}") from None
         raise ValueError(f"{what}: there is no folder {source}, and no such model from the hub: {reason}") from None
+
+
+def model_class(config: Any) -> Any:
+    """transformers' class that loads a target: of multimodal models without a causal LM of their own the whole model,
+    whose text part decodes."""
+    causal = type(config) in AutoModelForCausalLM._model_mapping
+    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if multimodal and not causal else AutoModelForCausalLM

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -76,6 +76,24 @@ def end_token_ids(
     return tuple(sorted(end for end in ends if end is not None))
 
 
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that mark turns and channels and are no text, EOS included."""
+    special = set(tokenizer.all_special_ids)
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return frozenset(special - ({tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}))
+
+
+def said(answer: list[int], end_token_ids: Sequence[int], special: Collection[int]) -> tuple[list[int], bool]:
+    """(the tokens of an answer behind its last special token, whether that is all of it); end tokens are cut.
+
+    Of an answer in several channels (gpt-oss) this is the last one, which a chat template shows in later turns.
+    """
+    while answer and answer[-1] in end_token_ids:
+        answer = answer[:-1]
+    start = max((i + 1 for i, token in enumerate(answer) if token in special), default=0)
+    return answer[start:], start == 0
+
+
 class ChatRenderer:
     """Renders with one tokenizer's chat template; ValueError without a template or token offsets."""
 
@@ -92,10 +110,7 @@ class ChatRenderer:
             )
         self.tokenizer = tokenizer
         self.has_generation_block = bool(_GENERATION_BLOCK.search(tokenizer.get_chat_template()))
-        special = set(tokenizer.all_special_ids)
-        special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        never = {tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}
-        self._special = frozenset(special - never)
+        self._special = special_token_ids(tokenizer)
 
     # ---- rendering ------------------------------------------------------------------------------
 
@@ -108,13 +123,10 @@ class ChatRenderer:
         return self._text(messages, add_generation_prompt=True)
 
     def answer_text(self, answer: list[int], end_token_ids: Sequence[int]) -> tuple[str, bool]:
-        """(text of a generated answer after its last special token, whether that is all of it); end tokens are cut."""
-        while answer and answer[-1] in end_token_ids:
-            answer = answer[:-1]
-        special = [i + 1 for i, token in enumerate(answer) if token in self._special]
-        rest = answer[special[-1] :] if special else answer
+        """The text of `said`, and whether that is all of the answer."""
+        rest, whole = said(answer, end_token_ids, self._special)
         text = self.tokenizer.decode(rest, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text).strip(), not special
+        return str(text).strip(), whole
 
     def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """(input_ids [L], assistant_mask [L]); see the module's docstring."""

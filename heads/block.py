@@ -77,11 +77,16 @@ class DecoderBlock(nn.Module):
             nn.init.zeros_(projection.weight)
 
     def differs_from(self, layer: nn.Module) -> list[str]:
-        """Names of parameters that this block and a decoder layer of a target do not have in common, or not alike."""
+        """Names of parameters that this block and a decoder layer of a target do not have in common, or not alike.
+
+        Quantised weights are not alike.
+        """
         given, wanted = dict(layer.named_parameters()), dict(self.named_parameters())
         ours = {f"{theirs}.weight": wanted[f"{name}.weight"] for theirs, name in _LLAMA_NAMES.items()}
         shared = ours.keys() & given.keys()
-        unlike = {name for name in shared if ours[name].shape != given[name].shape}
+        unlike = {
+            name for name in shared if ours[name].shape != given[name].shape or type(given[name].data) is not Tensor
+        }
         return sorted(ours.keys() ^ given.keys() | unlike)
 
     def copy_from(self, layer: nn.Module) -> None:

@@ -208,4 +208,5 @@ def describe_run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     model = {"path": target.name, "parameters": target.parameters, "dtype": dtype_name(target.dtype)}
     model |= {"device": str(target.device), "fingerprint": target.fingerprint()}
     lossy = {"acceptance": "typical (LOSSY)"} if options.acceptance == "typical" else {}
-    return {"target": model, "settings": {name: getattr(options, name) for name in REPORTED} | lossy}
+    settings = {name: getattr(options, name) for name in REPORTED} | {"forward": target.forward_kind}
+    return {"target": model, "settings": settings | lossy}

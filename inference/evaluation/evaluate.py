@@ -178,7 +178,7 @@ def answer_questions(
         for index, prompt, generation in zip(unanswered, prompts, _generate_or_none(engine, prompts, oracle.settings)):
             if generation is None:
                 continue
-            text = oracle.target.tokenizer.decode(generation.tokens, skip_special_tokens=True)
+            text = oracle.target.answer_text(generation.tokens)
             messages[index].append({"role": "assistant", "content": text})
             question, correct = benchmark.questions[index], None
             if benchmark.is_correct and question.reference is not None and turn == len(question.turns) - 1:

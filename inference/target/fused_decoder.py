@@ -1,14 +1,16 @@
-"""The forward of Llama-like decoders (Llama, Mistral, Qwen2, Qwen3) in few operations.
+"""The forward of Llama-like decoders in few operations: layers of attention and a gated MLP, norms before or behind.
 
 A small forward spends much of its time on launching operations; this one merges projections of the same states
 (`linear.py`) and launches half as many as transformers' modules. The model's Linears become views of merged weights.
+What a layer has is read from its modules. `Target` compares the result with the modules' once, and falls back on them
+where it differs; but a short text cannot show every difference, so only architectures whose code was read are served.
 
 Shapes: B sequences, R rows of a forward, H hidden, N attention heads, G key/value heads, D head size, K keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -16,27 +18,94 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention, behind_text, masks_by_layer_type
 
-FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = (
+    *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "granite", "gemma", "gemma3_text", "olmo2", "olmo3"),
+    *("seed_oss", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
+)
+"""`model_type` of the text models served; not, say, olmo (clips projections) or gemma2 (caps attention scores)."""
+_NORMS = {
+    "input_layernorm post_attention_layernorm": (0, 2),
+    "post_attention_layernorm post_feedforward_layernorm": (1, 3),
+    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm": (0, 1, 2, 3),
+}
+"""A layer's norms, in the order of its modules → where each stands: 0 before attention, 1 behind it, 2 before the MLP,
+3 behind it."""
+_ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
+_MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+_ROPES = ("default", "linear", "llama3", "yarn")  # of frequencies that do not depend on the length
+
+
+class Norm:
+    """A norm of the model as one operation in float32, where it is an RMSNorm by its weight or by one plus it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.scale: Tensor | None = None
+        weight: Any = getattr(module, "weight", None)
+        self.size = 0 if weight is None else weight.numel()
+        self.eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if weight is None or self.eps is None or weight.dtype != torch.float32:
+            return  # RMSNorms compute in float32 whatever the states' type, float64 included
+        sample = torch.linspace(-2, 3, weight.numel(), device=weight.device)
+        for scale in (weight.detach(), 1 + weight.detach()):
+            if torch.allclose(F.rms_norm(sample, scale.shape, scale, self.eps), module(sample), rtol=1e-4, atol=1e-6):
+                self.scale = scale
+                return
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if self.scale is None:
+            normed: Tensor = self.module(states)
+            return normed
+        return F.rms_norm(states, self.scale.shape, self.scale, self.eps)
 
 
 @dataclass(frozen=True)
 class FusedLayer:
     """One decoder layer's weights; projections of the same states are merged."""
 
-    attention_norm: nn.Module
+    norms: tuple[Norm | None, ...]  # before attention, behind it, before the MLP, behind it
     qkv: MergedLinear  # H → (N + 2G)·D
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
+    q_norm: Norm | None
+    k_norm: Norm | None
+    query_scale: float  # what queries are multiplied by before 1 / √D
     output: MergedLinear  # N·D → H
-    mlp_norm: nn.Module
     gate_up: MergedLinear  # H → 2·I
+    activation: Callable[[Tensor], Tensor]
     down: MergedLinear  # I → H
+    residual_scale: float  # of what attention and MLP add
     layer_type: str
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """The parts that compute something in evaluation."""
+    return {name: child for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Whether a decoder layer has the parts of a `FusedLayer` and no others."""
+    parts = _children(layer)
+    attention, mlp = parts.pop("self_attn", None), parts.pop("mlp", None)
+    if attention is None or mlp is None or " ".join(parts) not in _NORMS or list(attention.parameters(recurse=False)):
+        return False
+    projections = {"attention": _children(attention), "mlp": _children(mlp)}
+    names = {part: {name for name in found if name.endswith("_proj")} for part, found in projections.items()}
+    others = set(projections["attention"]) - names["attention"]
+    linears = [projections[part][name] for part in names for name in names[part]]
+    return (
+        names["attention"] in _ATTENTION
+        and names["mlp"] in _MLP
+        and others in (set(), {"q_norm", "k_norm"})
+        and set(projections["mlp"]) - names["mlp"] <= {"act_fn", "activation_fn"}
+        and all(type(linear) is nn.Linear for linear in linears)
+        and hasattr(attention, "scaling")
+        and hasattr(attention, "head_dim")
+    )
 
 
 class FusedDecoder:
@@ -47,34 +116,41 @@ class FusedDecoder:
 
         layer_types: what each layer sees, the keys of the masks it will be called with; window: of sliding attention.
         """
-        decoder, config = model.get_decoder(), model.config
+        decoder = model.get_decoder()
         self.window, self.layer_types = window, set(layer_types)
         self.attention = "masked"
         self.embedding = model.get_input_embeddings()
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.embedding_scale = float(getattr(decoder, "embedding_multiplier", 1.0))
+        self.heads, self.kv_heads = decoder.config.num_attention_heads, decoder.config.num_key_value_heads
         self.head_dim = decoder.layers[0].self_attn.head_dim
-        self.eps = config.rms_norm_eps
-        self.norm = decoder.norm
+        self.norm = Norm(decoder.norm)
         lm_head = model.get_output_embeddings()
-        copy_weights = copy_pays(list(model.parameters()))
+        copy_weights = copy_pays([*decoder.parameters(), *lm_head.parameters()])
         self.logits = MergedLinear.of([lm_head], copy_weights)  # H → V
         self.rotary = decoder.rotary_emb
+        # frequencies are the same for all layers, or each layer type has its own
+        self.ropes = {kind: f"{kind}_" if hasattr(self.rotary, f"{kind}_inv_freq") else "" for kind in layer_types}
         self.layers = [
             self._fuse(layer, layer_type, copy_weights) for layer, layer_type in zip(decoder.layers, layer_types)
         ]
 
     @staticmethod
     def can_drive(model: Any) -> bool:
-        """Whether the model is of the family, on one device, unquantised, with rotary positions of a fixed scale."""
-        config = model.config
-        rope = getattr(config, "rope_parameters", None) or {}
-        weights = {(p.device, p.dtype) for p in model.parameters()}
+        """Whether the architecture is served, unquantised, on one device, its rotary frequencies fixed."""
+        decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
+        if decoder.config.model_type not in ARCHITECTURES:
+            return False
+        ropes = getattr(decoder.config, "rope_parameters", None) or {}
+        kinds = {rope.get("rope_type", "default") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+        frequencies = [buffer for name, buffer in decoder.rotary_emb.named_buffers() if name.endswith("inv_freq")]
+        weights = {(p.device, p.dtype, type(p.data)) for module in (decoder, lm_head) for p in module.parameters()}
         return (
-            config.model_type in FAMILY
-            and config.hidden_act == "silu"
-            and rope.get("rope_type", "default") in ("default", "linear", "llama3")
-            and len(weights) == 1
-            and all(dtype.is_floating_point for _, dtype in weights)
+            kinds <= set(_ROPES)
+            and len(weights) == 1  # quantised weights have a dtype or a class of their own
+            and all(dtype.is_floating_point and kind is Tensor for _, dtype, kind in weights)
+            and type(lm_head) is nn.Linear
+            and all(_is_known(layer) for layer in decoder.layers)
+            and {2 * len(f) for f in frequencies} == {layer.self_attn.head_dim for layer in decoder.layers}
         )
 
     def without_layers(self, skipped: Collection[int]) -> FusedDecoder:
@@ -86,16 +162,28 @@ class FusedDecoder:
 
     @staticmethod
     def _fuse(layer: Any, layer_type: str, copy_weights: bool) -> FusedLayer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp, parts = layer.self_attn, layer.mlp, _children(layer)
+        norms: list[Norm | None] = [None] * 4
+        names = [name for name in parts if name not in ("self_attn", "mlp")]
+        for place, name in zip(_NORMS[" ".join(names)], names):
+            norms[place] = Norm(parts[name])
+        normed = hasattr(attention, "q_norm")
+
+        def merged(module: Any, names: str) -> MergedLinear:
+            return MergedLinear.of([getattr(module, name) for name in names.split()], copy_weights)
+
+        activation = getattr(mlp, "act_fn", None) or mlp.activation_fn
         return FusedLayer(
-            layer.input_layernorm,
-            MergedLinear.of([attention.q_proj, attention.k_proj, attention.v_proj], copy_weights),
-            getattr(attention, "q_norm", None),
-            getattr(attention, "k_norm", None),
-            MergedLinear.of([attention.o_proj], copy_weights),
-            layer.post_attention_layernorm,
-            MergedLinear.of([mlp.gate_proj, mlp.up_proj], copy_weights),
-            MergedLinear.of([mlp.down_proj], copy_weights),
+            tuple(norms),
+            merged(attention, "qkv_proj" if hasattr(attention, "qkv_proj") else "q_proj k_proj v_proj"),
+            Norm(attention.q_norm) if normed else None,
+            Norm(attention.k_norm) if normed else None,
+            attention.scaling * attention.head_dim**0.5,
+            merged(attention, "o_proj"),
+            merged(mlp, "gate_up_proj" if hasattr(mlp, "gate_up_proj") else "gate_proj up_proj"),
+            F.silu if isinstance(activation, (nn.SiLU, SiLUActivation)) else activation,
+            merged(mlp, "down_proj"),
+            float(getattr(layer, "residual_multiplier", 1.0)),
             layer_type,
         )
 
@@ -112,9 +200,10 @@ class FusedDecoder:
         visible, key_positions = behind_text(sees, positions, cache.lengths, end)
         masks = masks_by_layer_type(visible, positions, key_positions, self.window, self.layer_types)
         attention = TREE_ATTENTION[self.attention](masks, self.heads // self.kv_heads, self.dtype)
-        states = self.embedding(token_ids)
+        states = _scaled(self.embedding(token_ids), self.embedding_scale)
+        rotations = {rope: self._rotation(positions, rope) for rope in set(self.ropes.values())}
         slots = cache.slots(token_ids.shape[1])
-        return self._layers(states, *self._rotation(positions), slots, attention, cache, target_layers)
+        return self._layers(states, rotations, slots, attention, cache, target_layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,8 +219,7 @@ class FusedDecoder:
     def _layers(
         self,
         states: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotations: dict[str, tuple[Tensor, Tensor]],
         slots: Tensor,
         attention: TreeAttention,
         cache: KVCache,
@@ -142,34 +230,44 @@ class FusedDecoder:
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
         for index, layer in enumerate(self.layers):
-            merged = layer.qkv(self._normed(states, layer.attention_norm))
+            before_attention, behind_attention, before_mlp, behind_mlp = layer.norms
+            merged = layer.qkv(before_attention(states) if before_attention else states)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                merged = self._normed_heads(merged, layer.q_norm, layer.k_norm)
             merged = merged.view(batch, rows, -1, self.head_dim)  # [B, R, N + 2G, D]
             queries_keys, values = merged.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-            if layer.q_norm is not None:
-                queries, keys = queries_keys.split([self.heads, self.kv_heads], dim=2)
-                queries_keys = torch.cat([self._normed(queries, layer.q_norm), self._normed(keys, layer.k_norm)], dim=2)
+            cos, sin = rotations[self.ropes[layer.layer_type]]
             rotated = torch.addcmul(queries_keys * cos, queries_keys.roll(self.head_dim // 2, -1), sin)
             queries, keys = rotated.transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
             keys, values = cache.write(index, slots, keys, values.transpose(1, 2))
             # queries that share a key head become rows of one product, so keys are not repeated
-            queries = queries.reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
+            queries = _scaled(queries, layer.query_scale).reshape(batch, self.kv_heads, repeat * rows, self.head_dim)
             attended = attention(layer.layer_type, queries, keys, values)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
-            states = states + layer.output(attended)
-            gate, up = layer.gate_up(self._normed(states, layer.mlp_norm)).chunk(2, dim=-1)
-            states = states + layer.down(F.silu(gate) * up)
+            added = layer.output(attended)
+            states = states + _scaled(behind_attention(added) if behind_attention else added, layer.residual_scale)
+            gate, up = layer.gate_up(before_mlp(states) if before_mlp else states).chunk(2, dim=-1)
+            added = layer.down(layer.activation(gate) * up)
+            states = states + _scaled(behind_mlp(added) if behind_mlp else added, layer.residual_scale)
             outputs.append(states)
         aux_hidden = torch.cat([outputs[layer] for layer in target_layers], dim=-1) if target_layers else None
-        return self._normed(states, self.norm), aux_hidden
+        return self.norm(states), aux_hidden
 
-    def _normed(self, states: Tensor, norm: Any) -> Tensor:
-        """RMSNorm as transformers computes it: in float32 whatever the states' type, float64 included."""
-        if states.dtype == torch.float32:
-            return F.rms_norm(states, (states.shape[-1],), norm.weight, self.eps)
-        return norm(states)
+    def _normed_heads(self, merged: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
+        """[..., (N + 2G)·D] with queries and keys normed: each head alone, or all heads together."""
+        queries, keys, values = merged.split([n * self.head_dim for n in (self.heads, *[self.kv_heads] * 2)], dim=-1)
+        if q_norm.size == self.head_dim:
+            queries, keys = (part.unflatten(-1, (-1, self.head_dim)) for part in (queries, keys))
+            return torch.cat([q_norm(queries).flatten(-2), k_norm(keys).flatten(-2), values], dim=-1)
+        return torch.cat([q_norm(queries), k_norm(keys), values], dim=-1)
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor, rope: str) -> tuple[Tensor, Tensor]:
         """cos and sin `[..., 1, D]` of positions `[...]`; the first half of sin is negated, for `roll`."""
-        angles = positions[..., None, None].float() * self.rotary.inv_freq
-        cos, sin = angles.cos() * self.rotary.attention_scaling, angles.sin() * self.rotary.attention_scaling
+        frequencies, scale = (getattr(self.rotary, f"{rope}{name}") for name in ("inv_freq", "attention_scaling"))
+        angles = positions[..., None, None].float() * frequencies
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         return torch.cat([cos, cos], dim=-1).to(self.dtype), torch.cat([-sin, sin], dim=-1).to(self.dtype)
+
+
+def _scaled(states: Tensor, scale: float) -> Tensor:
+    return states if scale == 1.0 else states * scale

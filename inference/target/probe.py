@@ -42,15 +42,19 @@ def _short_window(target: Target) -> Iterator[None]:
     if window is None or window <= _WINDOW:
         yield
         return
-    try:
-        target.window = _WINDOW
+
+    def use(length: int) -> None:
+        for holder in (target, target.fused):
+            if holder is not None:
+                holder.window = length
         for config in configs:
-            config.sliding_window = _WINDOW
+            config.sliding_window = length
+
+    try:
+        use(_WINDOW)
         yield
     finally:
-        target.window = window
-        for config in configs:
-            config.sliding_window = window
+        use(window)
 
 
 def _rules(config: Any) -> Iterator[LogitsRule]:
@@ -116,7 +120,8 @@ def _compare(target: Target) -> tuple[LogitsRule, bool, float, Tensor]:
     best = min(rules, key=lambda rule: rules[rule])
     target.rule = best
 
-    cache = target.per_layer_cache(text + 8)
+    fused = target.fused is not None
+    cache = target.new_cache(text + 8) if fused else target.per_layer_cache(text + 8)
     sees = ancestor_rows(torch.tensor(_PARENTS, device=target.device), 5)
     last = target.prefill(prompt, cache).logits
     tree = target.forward_tree(rows[None], depths(sees)[None], sees[None], cache).logits[0]
@@ -137,4 +142,4 @@ def _compare(target: Target) -> tuple[LogitsRule, bool, float, Tensor]:
     ]
     if float(_gaps(own[1], own[0]).max()) == 0:
         raise ValueError("its logits do not depend on the text")
-    return best, cache.uniform, rules[best], torch.cat(gaps)
+    return best, fused or cache.uniform, rules[best], torch.cat(gaps)

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
 
 from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import target_fingerprint, weights_hash
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named
-from draft_heads.data.pretrained import load_config
-from draft_heads.data.rendering import end_token_ids
+from draft_heads.data.pretrained import load_config, model_class
+from draft_heads.data.rendering import end_token_ids, said, special_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
-from draft_heads.inference.target.fused_decoder import FAMILY, FusedDecoder
+from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import DraftingView
 from draft_heads.inference.target.probe import probe
@@ -104,10 +103,23 @@ class Target:
 
     @property
     def fused(self) -> FusedDecoder | None:
-        """The fast forward of Llama-like decoders, made when first decoding; None where the modules must do."""
+        """The fast forward of Llama-like decoders, made when first decoding; None where the modules must do.
+
+        It is probed as the modules were; where it answers differently it is not used.
+        """
         if self._fused is None and not self._modules_only:
             self._fused = FusedDecoder(self.model, self.layer_types, self.window)
+            try:
+                probe(self)
+            except ValueError as error:
+                logger.info("%s runs through its modules: %s", self.name, error)
+                self._fused, self._modules_only = None, True
         return self._fused
+
+    @property
+    def forward_kind(self) -> str:
+        """What decodes: "fused" or "modules", as reports name it."""
+        return "fused" if self.fused is not None else "modules"
 
     def compile(self) -> None:
         """Engines made from now on decode through compiled programs; ValueError where the modules must do."""
@@ -137,8 +149,8 @@ class Target:
     def _needs_fused(self, flag: str) -> FusedDecoder:
         if self.fused is None:
             raise ValueError(
-                f"{flag} needs a target of {', '.join(FAMILY)} on one device, unquantised; {self.name} is of "
-                f"{self.config.model_type}; leave it out"
+                f"{flag} needs a target that the fused forward serves (docs/targets.md), unquantised, on one device; "
+                f"{self.name} ({self.config.model_type}) runs through its modules; leave it out"
             )
         return self.fused
 
@@ -168,7 +180,7 @@ class Target:
         tokenizer = load_tokenizer(path, chat_template)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
         placed: dict[str, Any] = {"device_map": "auto"} if sharded else {}
-        load = partial(AutoModelForCausalLM.from_pretrained, path, dtype=chosen, **placed)
+        load = partial(model_class(config).from_pretrained, path, dtype=chosen, **placed)
         try:
             try:
                 model = load(attn_implementation="sdpa")
@@ -186,7 +198,7 @@ class Target:
             sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
             model = adapted.merge_and_unload()
         if not sharded:
-            model.to(device)  # type: ignore[arg-type]
+            model.to(device)
         target = cls(model, tokenizer, path, adapter)
         if adapter:
             target._weights_hash = sampled
@@ -228,6 +240,11 @@ class Target:
         """What fills the padding; it is masked, so any id will do."""
         pad = getattr(self.tokenizer, "pad_token_id", None)
         return int(pad if pad is not None else (*self.end_token_ids, 0)[0])
+
+    def answer_text(self, tokens: list[int]) -> str:
+        """The text of an answer, of one in several channels (gpt-oss) the last."""
+        rest, _ = said(tokens, self.end_token_ids, special_token_ids(self.tokenizer))
+        return str(self.tokenizer.decode(rest, skip_special_tokens=True))
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree between a target and the heads and datasets made for it."""

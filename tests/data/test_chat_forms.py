@@ -11,6 +11,8 @@ from draft_heads.data.rendering import (
     end_token_ids,
     render_conversation,
     render_prompt,
+    said,
+    special_token_ids,
 )
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, trained_runs
@@ -173,3 +175,12 @@ def test_a_token_that_ends_an_answer_and_begins_the_next_turn_is_there_once():
     (row,), tokenizer = generated_rows("roles alone", ["One.<|user|>", "Two.<|user|>"])
     assert tokenizer.decode(row.ids).count("<|user|>") == 3
     assert trained_runs(tokenizer, row.ids, row.mask) == ["One.<|user|>", "Two.<|user|>"]
+
+
+def test_what_an_answer_in_channels_says_is_its_last_channel():
+    tokenizer = tokenizer_of("channels")
+    answer = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>final<|message|>One.<|return|>"
+    ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    rest, whole = said(ids, ids[-1:], special_token_ids(tokenizer))
+    assert tokenizer.decode(rest) == "One." and not whole
+    assert said([5, 6], [], frozenset()) == ([5, 6], True) and said([], [], frozenset()) == ([], True)

@@ -61,7 +61,7 @@ class StubOracle:
 
     def __init__(self, settings=None):
         self.settings = settings or GenerationSettings(max_new_tokens=64, eos_token_ids=(0,))
-        self.target = SimpleNamespace(tokenizer=SimpleNamespace(decode=decode), dtype=torch.float64)
+        self.target = SimpleNamespace(answer_text=decode, dtype=torch.float64)
 
     def answer(self, prompt):
         return [*reversed(last_text(list(prompt))), 0]

@@ -8,6 +8,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import hf_generate
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.checks.architectures import check_all
 from tests.inference.models import ForkedDrafter
 
 _SIZES = {
@@ -47,6 +48,23 @@ def test_forked_trees_give_the_models_own_answer_and_logits(model_type):
         torch.testing.assert_close(target.view().head_logits(hidden), own, rtol=1e-4, atol=1e-4)
     else:
         assert target.rule.cap == 2.0
+
+
+@pytest.mark.slow
+def test_ten_architectures_loaded_from_folders_answer_as_generate():
+    names = [
+        "llama, 3.x rope, tied",
+        "qwen3",
+        "phi3",
+        "olmo2",
+        "gemma2",
+        "gpt_oss",
+        "qwen3_moe",
+        "cohere2",
+        "deepseek_v3",
+    ]
+    for row, holds in check_all([*names, "gemma3"]):
+        assert holds and row.count("2 of 2 identical") == 2, row
 
 
 @pytest.mark.parametrize(

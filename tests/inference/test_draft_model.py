@@ -213,7 +213,7 @@ def test_targets_of_another_family_cannot_skip_layers():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=64, n_positions=64, n_embd=16, n_layer=3, n_head=2)
-    with pytest.raises(ValueError, match="self_speculative needs a target of llama"):
+    with pytest.raises(ValueError, match="self_speculative needs a target that the fused forward serves"):
         Target(GPT2LMHeadModel(config)).without_layers([1])
 
 

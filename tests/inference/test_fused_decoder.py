@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from draft_heads.inference.target import linear
 from draft_heads.inference.target.compiled import program
@@ -143,11 +144,30 @@ def test_a_merged_model_is_saved_as_it_was(tmp_path, monkeypatch, copied):
     assert before.keys() == again.keys() and all(torch.equal(before[name], again[name]) for name in before)
 
 
-def test_other_decoders_run_through_their_modules():
+class Int8(torch.Tensor):
+    """As quantisers hold weights: a class of its own that names the dtype it stands for."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.config.update({"model_type": "olmo"}),
+        lambda model: model.config.update({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}),
+        lambda model: model.model.layers[1].mlp.add_module("more", nn.Linear(2, 2)),
+        lambda model: model.lm_head.to(torch.float64),
+        lambda model: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach().as_subclass(Int8))),
+    ],
+    ids=["architecture", "rope", "module", "dtype", "quantised"],
+)
+def test_what_is_not_known_in_every_part_runs_through_its_modules(change):
     model = RANDOM_TARGETS["llama"]()
     assert FusedDecoder.can_drive(model)
-    model.config.hidden_act = "gelu"
+    change(model)
     assert not FusedDecoder.can_drive(model)
-    model.config.hidden_act = "silu"
-    model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert not FusedDecoder.can_drive(model)
+
+
+def test_a_fused_forward_that_answers_differently_is_not_used(monkeypatch):
+    torch.manual_seed(0)
+    target = Target(RANDOM_TARGETS["mistral"]())
+    monkeypatch.setattr(FusedDecoder, "_rotation", lambda self, *args: (torch.ones(1), torch.zeros(1)))
+    assert target.forward_kind == "modules" and target.window == 16
