@@ -6,7 +6,9 @@ that cannot return token ids (`return_token_ids` in vLLM) is refused.
 
 from __future__ import annotations
 
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -16,23 +18,32 @@ from typing import Any
 from draft_heads.data.answers import Answer
 from draft_heads.data.loops import loop_start
 
-_TIMEOUT = 3600.0  # seconds for one answer, which may wait in the server's queue
+_TIMEOUT = 900.0  # seconds for one answer, which may wait in the server's queue
+_BUSY = (429, 500, 502, 503, 504)  # statuses after which the same request may succeed
+_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before a request that failed is repeated
 
 
 class AnswerServer:
-    """A /v1/completions endpoint; ValueError when it cannot be reached or does not return token ids."""
+    """A /v1/completions endpoint; ValueError when it cannot be reached or does not return the target's token ids."""
 
     def __init__(
-        self, base_url: str, end_token_ids: Sequence[int], model: str | None, concurrency: int, cut_loops: bool
+        self,
+        base_url: str,
+        end_token_ids: Sequence[int],
+        vocab_size: int,
+        model: str | None,
+        concurrency: int,
+        cut_loops: bool,
     ) -> None:
         self.url = base_url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"--base_url {base_url} is no http(s) URL; pass for example http://127.0.0.1:8000/v1")
         self._end_token_ids = list(end_token_ids)
+        self._vocab_size = vocab_size
         self._concurrency = concurrency
         self._cut_loops = cut_loops
         if model is None:
-            if not (models := self._call("/models", None)["data"]):
+            if not (models := self._call("/models", None).get("data")):
                 raise ValueError(f"--base_url {self.url} serves no model; pass --model_name")
             model = str(models[0]["id"])
         self.model = model
@@ -51,12 +62,18 @@ class AnswerServer:
     def _answer(self, prompt: list[int], limit: int) -> Answer:
         asked = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
         asked |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True}
-        choice = self._call("/completions", asked)["choices"][0]
+        found = self._call("/completions", asked)
+        choice = found["choices"][0] if found.get("choices") else {}
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
             raise ValueError(
                 f"--base_url {self.url} returns text but no token ids (asked with return_token_ids); re-encoded text "
                 "need not be what the target generated: use a server that returns them, as vLLM does, or --engine local"
+            )
+        if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
+            raise ValueError(
+                f"--base_url {self.url} returns tokens that the target has not (of {self._vocab_size}: "
+                f"{tokens[:8]} …); serve the model that --target names"
             )
         if self._cut_loops and (end := loop_start(tokens)) is not None and end < len(tokens):
             return Answer(tokens[:end], "loop")
@@ -71,18 +88,23 @@ class AnswerServer:
         return Answer(tokens, "limit")
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self.url + path,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+        """What the server answers; a request that fails, or is answered by garbage, is repeated after a pause."""
+        url, data = self.url + path, None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+        fault = ""
+        for pause in (*_PAUSES, None):
+            try:
+                with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+                    return dict(json.loads(response.read()))
+            except urllib.error.HTTPError as error:
+                fault = f"status {error.code}: {error.read().decode(errors='replace')[:300]}"
+                if error.code not in _BUSY:
+                    break
+            except (OSError, http.client.HTTPException, ValueError, TypeError) as error:  # ValueError: no JSON
+                fault = f"{type(error).__name__}: {error}"
+            if pause is not None:
+                time.sleep(pause)
+        raise ValueError(
+            f"--base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
+            "The same command goes on where this one ended"
         )
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-                return json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            detail = error.read().decode(errors="replace")[:300]
-            raise ValueError(f"--base_url {self.url}{path} answers {error.code}: {detail}") from None
-        except (urllib.error.URLError, TimeoutError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"--base_url {self.url}{path} cannot be used ({error}); is the server running and the URL right?"
-            ) from None

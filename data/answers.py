@@ -1,33 +1,33 @@
 """The target's own greedy answers to many prompts at once.
 
-The prompts form one left-padded batch; finished rows are removed from it, so late steps compute only the answers that
-are still being written. The tokens are those of `generate(do_sample=False)` with a neutral generation config (tested),
-up to numerical ties. Shapes: B rows, L tokens.
+Every answer that is being written has a slot of the batch. A slot whose answer has ended goes to the next prompt, so
+that no answer waits for a longer one; when no prompt is left, the batch shrinks. The tokens are those of
+`generate(do_sample=False)` with a neutral generation config (tested), up to numerical ties. Shapes: B slots.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.loops import LoopDetector
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
     """tokens as generated; `finish`: `end` (an end-of-turn token, the last of them), `limit` or `loop`."""
 
-    tokens: list[int]
-    finish: Literal["end", "limit", "loop"]
+    tokens: list[int] = field(default_factory=list)
+    finish: Literal["end", "limit", "loop", ""] = ""  # "" while it is being written
 
 
+@torch.inference_mode()
 def answer_prompts(
     target: Labeller,
     prompts: list[list[int]],
@@ -36,99 +36,91 @@ def answer_prompts(
     cut_loops: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[Answer]:
-    """One greedy answer per prompt, at most `limits[i] >= 1` new tokens each; prompts of similar length share a batch.
+    """One greedy answer per prompt, at most `limits[i] >= 1` new tokens each, `batch_size` of them at a time.
 
     With `cut_loops` an answer is cut at its `loop_start`; `progress` is called with the number of new answers.
     """
-    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
-    answers: dict[int, Answer] = {}
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
-        limits_B = [limits[i] for i in batch]
-        answers.update(zip(batch, _answer_batch(target, [prompts[i] for i in batch], limits_B, cut_loops)))
-        progress(len(batch))
-    return [answers[i] for i in range(len(prompts))]
+    if not prompts:
+        return []
+    answers = [Answer() for _ in prompts]
+    detectors = [LoopDetector() if cut_loops else None for _ in prompts]
+    ends = set(target.end_token_ids)
 
+    def write(index: int, token: int) -> bool:
+        """Append a token to an answer; whether it goes on."""
+        answer, detector = answers[index], detectors[index]
+        answer.tokens.append(token)
+        if token in ends:
+            answer.finish = "end"
+        elif detector is not None and detector.push(token):
+            answer.finish = "loop"
+        elif len(answer.tokens) == limits[index]:
+            answer.finish = "limit"
+        if answer.finish:
+            progress(1)
+        return not answer.finish
 
-@torch.inference_mode()
-def _answer_batch(target: Labeller, prompts: list[list[int]], limits: list[int], cut_loops: bool) -> list[Answer]:
-    device, ends = target.device, set(target.end_token_ids)
-    width = max(map(len, prompts))
-    ids_BL = torch.full((len(prompts), width), target.pad_token_id, dtype=torch.long)
-    mask_BL = torch.zeros((len(prompts), width + max(limits)), dtype=torch.long)
-    for b, prompt in enumerate(prompts):
-        ids_BL[b, width - len(prompt) :] = torch.tensor(prompt)
-        mask_BL[b, width - len(prompt) :] = 1
-    ids_BL, mask_BL = ids_BL.to(device), mask_BL.to(device)
-    position_BL = (mask_BL[:, :width].cumsum(-1) - 1).clamp(min=0)
-    padded = len({len(prompt) for prompt in prompts}) > 1
-
-    tokens: list[list[int]] = [[] for _ in prompts]
-    finish: dict[int, Literal["end", "limit", "loop"]] = {}
-    detectors = [LoopDetector() for _ in prompts] if cut_loops else []
-    active = list(range(len(prompts)))
-    cache = DynamicCache(config=target.model.config)
-    capacity = width + max(limits)
-    cache.layers = [_InPlaceLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    # long ones first: what does not fit into memory shows at once, and the last steps are not for one long answer
+    waiting = deque(sorted(range(len(prompts)), key=lambda i: -len(prompts[i])))
+    batch = _Batch(target, max(map(sum, zip(map(len, prompts), limits))), min(batch_size, len(prompts)))
     while True:
-        out = target.model(
-            input_ids=ids_BL,
-            attention_mask=mask_BL[:, :width] if padded else None,
-            position_ids=position_BL,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        next_B = out.logits[:, -1].argmax(-1)
-        for b, token in zip(active, next_B.tolist()):  # the step's one synchronisation
-            if b in finish:
-                continue
-            tokens[b].append(token)
-            if token in ends:
-                finish[b] = "end"
-            elif cut_loops and detectors[b].push(token):
-                finish[b] = "loop"
-            elif len(tokens[b]) == limits[b]:
-                finish[b] = "limit"
-        if len(finish) == len(prompts):
-            return [Answer(tokens[b], finish[b]) for b in range(len(prompts))]
-        ids_BL, position_BL, width = next_B[:, None], position_BL[:, -1:] + 1, width + 1
-        finished = sum(b in finish for b in active)
-        if finished * 8 >= len(active):  # copying the cache pays once an eighth of the rows has ended
-            keep = [slot for slot, b in enumerate(active) if b not in finish]
-            index = torch.tensor(keep)  # on the CPU, since the layers of a sharded target lie on several devices
-            cache.batch_select_indices(index)
-            ids_BL, position_BL, mask_BL = ids_BL[index], position_BL[index], mask_BL[index]
-            active = [active[slot] for slot in keep]
+        while batch.free and waiting:
+            index = waiting.popleft()
+            token = batch.read(prompts[index])
+            if write(index, token):
+                batch.place(index, token, len(prompts[index]))
+        if not batch.running:
+            return answers
+        batch.release([index for index, token in batch.step() if not write(index, token)], shrink=not waiting)
 
 
-class _InPlaceLayer(DynamicLayer):
-    """Keys and values are views of the filled part of two buffers of `capacity` tokens: no step concatenates."""
+class _Batch:
+    """The slots, the last token of each, and the target's cache."""
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        self._capacity = capacity
-        self._buffers: tuple[Tensor, ...] | None = None
+    def __init__(self, target: Labeller, capacity: int, slots: int) -> None:
+        """capacity: of a slot, prompt and answer together."""
+        self.target = target
+        self.cache: Any = target.new_cache(capacity + 1, slots)
+        self._prompt_cache: Any = target.new_cache(capacity + 1)
+        self.running: dict[int, int] = {}  # answer → its slot
+        self.free = list(range(slots))
+        self._tokens = torch.zeros(slots, dtype=torch.long, device=target.device)
+        self._lengths: dict[int, int] = {}  # answer → tokens in the cache
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if self._buffers is None:
-            self._buffers = tuple(
-                x.new_empty((*x.shape[:2], self._capacity, x.shape[-1])) for x in (key_states, value_states)
-            )
-        for buffer, new in zip(self._buffers, (key_states, value_states)):
-            buffer[:, :, start:end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
-        return self.keys, self.values
+    def read(self, prompt: list[int]) -> int:
+        """The token that follows a prompt, whose keys and values `place` will copy."""
+        self._prompt_cache.clear()
+        logits: Tensor = self.target.prefill(torch.tensor(prompt, device=self.target.device), self._prompt_cache).logits
+        return int(logits.argmax(-1))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self._buffers is None:
-            return
-        length = self.get_seq_length()
-        old, self._buffers = self._buffers, tuple(x.new_empty((len(indices), *x.shape[1:])) for x in self._buffers)
-        for buffer, larger in zip(self._buffers, old):
-            buffer[:, :, :length] = larger[indices, :, :length]
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+    def place(self, index: int, token: int, length: int) -> None:
+        """Give the answer to the prompt that was read last, and its first token, a slot."""
+        slot = self.running[index] = self.free.pop()
+        self._lengths[index] = length
+        self._tokens[slot] = token
+        self.cache.copy_sequence(slot, self._prompt_cache)
+
+    def step(self) -> list[tuple[int, int]]:
+        """(answer, its next token) for all that are running."""
+        self.cache.set_bound(max(self._lengths[index] for index in self.running))
+        depths = torch.zeros_like(self._tokens)[:, None]
+        sees = torch.ones_like(depths, dtype=torch.bool)[..., None]
+        logits = self.target.forward_tree(self._tokens[:, None], depths, sees, self.cache).logits[:, 0]
+        self._tokens = logits.argmax(-1)
+        self.cache.lengths += 1
+        tokens = self._tokens.tolist()  # the step's one synchronisation
+        for index in self.running:
+            self._lengths[index] += 1
+        return [(index, tokens[slot]) for index, slot in self.running.items()]
+
+    def release(self, ended: list[int], shrink: bool) -> None:
+        """Free the slots of answers; with `shrink`, leave free slots out once they are a quarter of all."""
+        self.free += [self.running.pop(index) for index in ended]
+        if shrink and self.running and 4 * len(self.free) >= len(self._tokens):
+            kept = torch.tensor(list(self.running.values()), device=self.target.device)
+            self.cache.select_sequences(kept)
+            self._tokens = self._tokens[kept]
+            self.running = {index: slot for slot, index in enumerate(self.running)}
+            self.free = []
+        if self.free:
+            self.cache.lengths[self.free] = 0  # free slots grow by one row a step, and shall not reach the end

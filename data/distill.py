@@ -147,7 +147,7 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     for record in loaded.dataset:
         digest.update(json.dumps([record["id"], record["messages"]], ensure_ascii=True).encode())
     settings = asdict(options)
-    for name in ("labels", "split", "batch_size", "base_url", "model_name"):
+    for name in ("labels", "split", "batch_size", "base_url", "model_name", "concurrency"):
         del settings[name]
     settings["max_length"] = distiller.max_length
     settings["dtype"] = dtype_name(target.dtype)
@@ -175,8 +175,9 @@ def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | Non
     if options.engine == "local":
         return None
     assert options.base_url is not None
+    ends, vocab_size = target.end_token_ids, len(target.tokenizer)
     server = AnswerServer(
-        options.base_url, target.end_token_ids, options.model_name, options.batch_size, options.cut_loops
+        options.base_url, ends, vocab_size, options.model_name, options.concurrency, options.cut_loops
     )
     return server.answers
 

@@ -22,7 +22,7 @@ class DistillOptions:
     shuffle_seed: int | None = option(None, "shuffle with this seed before --limit, for which the whole file is read")
     max_length: int | None = option(None, "cut rows after N tokens (2048, or the target's positions if fewer)", least=1)
     max_new_tokens: int = option(512, "longest generated answer, in tokens (512)", least=1)
-    cut_loops: bool = option(False, "end a generated answer where it starts to repeat itself endlessly")
+    cut_loops: bool = option(True, "end a generated answer where it starts to repeat itself endlessly (true)")
     hidden_states: str | None = option(
         None,
         f"store the target's hidden states for training, in its own type or as one of {', '.join(DTYPES)}",
@@ -39,6 +39,7 @@ class DistillOptions:
     # --- free on resume ---------------------------------------------------------------------------------------------
     batch_size: int = option(32, "rows generated and labelled together (32)", least=1)
     base_url: str | None = option(None, "URL of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
+    concurrency: int = option(256, "requests that the server gets at once (256)", least=1)
     model_name: str | None = option(None, "name of the model on that server (the first it lists)")
 
     def __post_init__(self) -> None:

@@ -49,6 +49,15 @@ class Labeller(Protocol):
     def max_positions(self) -> int:
         """How many tokens fit, prompt and answer together."""
 
+    def new_cache(self, capacity: int, batch: int = 1) -> Any:
+        """A cache with room for `capacity` tokens of each of `batch` sequences."""
+
+    def prefill(self, prompt: Tensor, cache: Any) -> Any:
+        """Read a prompt `[n]` into a cache of one sequence; `logits [V]` of what follows."""
+
+    def forward_tree(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: Any) -> Any:
+        """`logits [B, R, V]` behind rows of tokens `[B, R]` that are written behind the cached texts."""
+
     def fingerprint(self) -> dict[str, Any]:
         """What identifies it (`data.fingerprint`)."""
 

@@ -40,10 +40,9 @@ class BatchEngine:
     """Decodes many prompts, up to `batch` at a time."""
 
     def __init__(self, target: Target, make_drafter: Callable[[], Drafter], batch: int) -> None:
-        """Raises ValueError for a batch below one, and for a target spread over several devices."""
+        """Raises ValueError for a batch below one."""
         if batch < 1:
             raise ValueError(f"--batch_size must be at least 1; got {batch}")
-        target.new_cache(1, batch)  # raises for a target that cannot decode a batch
         self.target = target
         self.drafters = [make_drafter() for _ in range(batch)]
         self.drafter = self.drafters[0]

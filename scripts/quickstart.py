@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=["ctc", "medusa"], help="heads to train")
     parser.add_argument("--conversations", type=int, default=2000, help="conversations to distil")
-    parser.add_argument("--steps", type=int, default=1300, help="optimizer steps of each head")
+    parser.add_argument("--steps", type=int, default=1600, help="optimizer steps of each head")
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
     parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
     args = parser.parse_args()

@@ -87,6 +87,10 @@ class KVCache(Cache):
         self._show()
         return self._end
 
+    def set_bound(self, rows: int) -> None:
+        """No sequence has more than `rows` committed rows any more; what lies behind them is not read."""
+        self.bound, self._end = rows, 0
+
     def _show(self) -> None:
         if self.store is None or not self._end:
             return
@@ -122,6 +126,13 @@ class KVCache(Cache):
         self.store[:, index, :, :, : single.bound] = single.store[:, 0, :, :, : single.bound]
         self.lengths[index] = single.bound
 
+    def select_sequences(self, index: Tensor) -> None:
+        """Keep only the sequences `index [B']` int64, in that order."""
+        assert self.store is not None
+        self.store, self.lengths = self.store[:, index], self.lengths[index]
+        self._views = {}
+        self._show()
+
     def commit(self, rows: Tensor, counts: Tensor) -> None:
         """Move the ascending `rows [B, A]` of the last forward behind the text, commit the first `counts [B]`."""
         assert self.rows is not None
@@ -150,39 +161,60 @@ class KVCache(Cache):
 
 
 class PerLayerKVCache(KVCache):
-    """The cache of a target whose layers lie on several devices or differ in sizes: one sequence, memory per layer.
+    """The cache of a target whose layers lie on several devices or differ in sizes: memory per layer.
 
     Keys and values of a layer may have different head sizes, as in multi-head latent attention.
     """
 
-    def __init__(self, devices: Sequence[torch.device], capacity: int, device: torch.device) -> None:
+    def __init__(self, devices: Sequence[torch.device], capacity: int, batch: int, device: torch.device) -> None:
         """devices: of every layer; device: of token ids, lengths and choices."""
-        super().__init__(len(devices), capacity, device=device)
+        super().__init__(len(devices), capacity, batch, device)
         self.devices = devices
-        self.stores: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [1, G, C, D] of a layer
+        self.stores: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [B, C, G, D] of a layer
 
     def allocate(self, like: Tensor) -> None:
         """Nothing: a layer's memory is allocated when its states are first written."""
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _make_room(self, layer: int, *like: Tensor) -> None:
+        """Allocate the memory of a layer, once, for keys and values `[B', R, G, D]` like these."""
         if layer not in self.stores:
+            shapes = [(len(self.lengths), self.capacity, *states.shape[2:]) for states in like]
+            keys, values = (x.new_zeros(shape, device=self.devices[layer]) for x, shape in zip(like, shapes))
+            self.stores[layer] = keys, values
 
-            def room(states: Tensor) -> Tensor:
-                _, heads, _, size = states.shape
-                return states.new_zeros(1, heads, self.capacity, size, device=self.devices[layer])
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        new = keys.transpose(1, 2), values.transpose(1, 2)  # [B, R, G, D]
+        self._make_room(layer, *new)
+        into = self._index(slots, self.devices[layer])
+        for store, states in zip(self.stores[layer], new):
+            store[into] = states
+        stored_keys, stored_values = (store[:, : self._end].transpose(1, 2) for store in self.stores[layer])
+        return stored_keys, stored_values
 
-            self.stores[layer] = room(keys), room(values)
-        into = slots[0].to(self.devices[layer])
-        for store, states in zip(self.stores[layer], (keys, values)):
-            store.index_copy_(2, into, states)
-        stored_keys, stored_values = self.stores[layer]
-        return stored_keys[:, :, : self._end], stored_values[:, :, : self._end]
+    @staticmethod
+    def _index(slots: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What selects `slots [B, R]` of a store: the sequence and the slot of each row."""
+        slots = slots.to(device)
+        return torch.arange(len(slots), device=device)[:, None], slots
+
+    def copy_sequence(self, index: int, single: KVCache) -> None:
+        assert isinstance(single, PerLayerKVCache)
+        for layer, stores in single.stores.items():
+            self._make_room(layer, *stores)
+            for store, other in zip(self.stores[layer], stores):
+                store[index, : single.bound] = other[0, : single.bound]
+        self.lengths[index] = single.bound
+
+    def select_sequences(self, index: Tensor) -> None:
+        self.lengths = self.lengths[index]
+        for layer, (keys, values) in self.stores.items():
+            at = index.to(keys.device)
+            self.stores[layer] = keys[at], values[at]
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
-        into, source = self.slots(rows.shape[1])[0], (self.lengths[:, None] + rows)[0]
+        into, source = self.slots(rows.shape[1]), self.lengths[:, None] + rows
         for store in self._tensors:
-            kept = store.index_select(2, source.to(store.device))
-            store.index_copy_(2, into.to(store.device), kept)
+            store[self._index(into, store.device)] = store[self._index(source, store.device)]
         self.lengths += counts
 
     def memory(self) -> list[Tensor]:

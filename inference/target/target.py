@@ -269,18 +269,13 @@ class Target:
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
         if len(set(self.layer_devices)) > 1 or not self._one_size:
-            if batch > 1:
-                raise ValueError(
-                    f"batches need a target on one device with keys and values of one size; the layers of {self.name} "
-                    "lie on several or differ; decode its prompts one by one"
-                )
-            return self.per_layer_cache(capacity)
+            return self.per_layer_cache(capacity, batch)
         return KVCache(len(self.layer_types), capacity, batch, self.device)
 
-    def per_layer_cache(self, capacity: int) -> PerLayerKVCache:
-        """A cache of one sequence for layers of any sizes, each on its device."""
+    def per_layer_cache(self, capacity: int, batch: int = 1) -> PerLayerKVCache:
+        """A cache for layers of any sizes, each on its device."""
         devices = self.layer_devices or [self.device] * len(self.layer_types)
-        return PerLayerKVCache(devices, capacity, self.device)
+        return PerLayerKVCache(devices, capacity, batch, self.device)
 
     def check_layers(self, target_layers: Sequence[int]) -> None:
         """ValueError unless heads can read these layers: layer k's output is `hidden_states[k]` in transformers."""

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from draft_heads.data import answer_server
 from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.distill import distill
@@ -22,15 +23,15 @@ def serving(complete):
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.reply({"data": [{"id": "stub"}]})
+            self.reply({"data": [{"id": "stub"}]}, cut=self.path.endswith("garbage"))
 
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert (self.path, request["model"]) == ("/v1/completions", "stub")
             self.reply({"choices": [complete(request)]})
 
-        def reply(self, body):
-            payload = json.dumps(body).encode()
+        def reply(self, body, cut=False):
+            payload = json.dumps(body).encode()[: -1 if cut else None]
             self.send_response(200)
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
@@ -83,8 +84,8 @@ def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
 
 def test_loop_in_a_served_answer_is_cut():
     with serving(lambda request: {"token_ids": [9] + [7] * 30, "finish_reason": "length"}) as url:
-        plain = AnswerServer(url, [2], None, 2, cut_loops=False).answers([[1]], [31])
-        cut = AnswerServer(url, [2], None, 2, cut_loops=True).answers([[1]], [31])
+        plain = AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1]], [31])
+        cut = AnswerServer(url, [2], 300, None, 2, cut_loops=True).answers([[1]], [31])
     assert (plain[0].finish, len(plain[0].tokens)) == ("limit", 31)
     assert (cut[0].finish, cut[0].tokens) == ("loop", [9] + [7] * 12)
 
@@ -93,16 +94,65 @@ def test_loop_in_a_served_answer_is_cut():
     ("choice", "reason"),
     [
         ({"text": "Hello", "finish_reason": "stop"}, "returns text but no token ids"),
+        ({"token_ids": [5, 400], "finish_reason": "length"}, "tokens that the target has not"),
+        ({}, "returns text but no token ids"),
         ({"token_ids": [5, 6], "finish_reason": "stop"}, r"none of the end-of-turn tokens \[2\]"),
     ],
 )
 def test_server_that_would_change_the_tokens_is_refused(choice, reason):
     with serving(lambda request: choice) as url, pytest.raises(ValueError, match=reason):
-        AnswerServer(url, [2], None, 2, cut_loops=False).answers([[1]], [8])
+        AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1]], [8])
 
 
-def test_server_that_is_not_there_is_named():
+GOOD = json.dumps({"choices": [{"token_ids": [5, 2], "finish_reason": "stop"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    "fault", [(429, GOOD, 0), (500, b"", 0), (503, b"busy", 0), (200, GOOD[:30], 40), None], ids=str
+)
+def test_a_request_that_fails_is_repeated(monkeypatch, fault):
+    """fault: (status, body, bytes that are announced and missing), or None for a server that hangs."""
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(answer_server, "_TIMEOUT", 0.5)
+    asked, hang = [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append(1)
+            status, body, missing = (200, GOOD, 0) if len(asked) > 2 else fault or (0, b"", 0)
+            if not status:
+                hang.wait(5)
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body) + missing))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        (answer,) = AnswerServer(url, [2], 300, "stub", 2, cut_loops=False).answers([[1]], [8])
+    finally:
+        hang.set()
+        server.shutdown()
+        server.server_close()
+    assert answer.tokens == [5, 2] and len(asked) == 3
+
+
+def test_a_server_that_answers_no_json_is_named(monkeypatch):
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.0,))
+    with serving(lambda request: {}) as url, pytest.raises(ValueError, match="cannot be used"):
+        AnswerServer(url, [2], 300, "stub", 2, cut_loops=False)._call("/garbage", None)
+
+
+def test_server_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.0, 0.0))
     with pytest.raises(ValueError, match=r"--base_url http://127.0.0.1:9/v1/models cannot be used"):
-        AnswerServer("http://127.0.0.1:9/v1/", [2], None, 2, cut_loops=False)
+        AnswerServer("http://127.0.0.1:9/v1/", [2], 300, None, 2, cut_loops=False)
     with pytest.raises(ValueError, match="is no http"):
-        AnswerServer("127.0.0.1:8000", [2], None, 2, cut_loops=False)
+        AnswerServer("127.0.0.1:8000", [2], 300, None, 2, cut_loops=False)

@@ -40,12 +40,15 @@ def sliding_mistral():
     return MistralForCausalLM(config).eval()
 
 
+@pytest.mark.parametrize("one_size", [True, False], ids=["one cache", "a cache per layer"])
 @pytest.mark.parametrize("make", [random_llama, sliding_mistral])
-def test_batched_answers_equal_generate_one_by_one(make):
+def test_batched_answers_equal_generate_one_by_one(make, one_size):
     model = make()
     free = [generate(model.double(), prompt, 24, None) for prompt in PROMPTS]
     ends = sorted({free[0][3], free[2][8], free[5][15], 2})  # tokens the model does say, so that answers end
-    answers = answer_prompts(target_of(model, ends), PROMPTS, [24] * 7, batch_size=4)
+    target = target_of(model, ends)
+    target._one_size, target._modules_only = one_size, not one_size
+    answers = answer_prompts(target, PROMPTS, [24] * 7, batch_size=4)
     assert [answer.tokens for answer in answers] == [generate(model, prompt, 24, ends) for prompt in PROMPTS]
     assert [answer.finish for answer in answers] == [
         "end" if answer.tokens[-1] in ends else "limit" for answer in answers

@@ -208,7 +208,7 @@ def test_layers_on_several_devices_have_memory_of_their_own():
     target = through_modules("mistral")
     prompt = list(range(3, 60))
     expected = Oracle(target, GenerationSettings(40)).answer(prompt)
-    target.new_cache = lambda capacity: PerLayerKVCache(target.layer_devices, capacity, target.device)
+    target.new_cache = lambda capacity: PerLayerKVCache(target.layer_devices, capacity, 1, target.device)
     engine = DecodingEngine(target, ForkedDrafter(expected, 4))
     result = engine.generate(prompt, GenerationSettings(40))
     assert result.tokens == expected and result.accept_lengths[1:-1] == [5] * 7
