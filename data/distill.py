@@ -39,6 +39,7 @@ from draft_heads.data.distiller import Answerer, Distiller
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.options import dtype_name
+from draft_heads.data.processes import Processes
 from draft_heads.data.progress import progress_bar
 from draft_heads.data.shards import ShardFolder
 
@@ -57,21 +58,31 @@ def distill(
 
     source: a file, dataset folder or hub id, or what `select_conversations` read of one with these `options`.
     A run that was killed continues with the next shard when it is called again with the same arguments. ValueError for
-    a finished output, or one that other arguments began, unless `overwrite`.
+    a finished output, or one that other arguments began, unless `overwrite`, and for one that another run writes.
+    Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
     distiller = Distiller(target, options, server_answerer(target, options))
     loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
-    folder = ShardFolder.open(output, _header(distiller, loaded), overwrite)
-    rest = loaded.dataset.select(range(folder.next_row, len(loaded.dataset)))
-    if distiller.hidden_dtype is not None:
-        hidden_size = folder.manifest["target"]["fingerprint"]["hidden_size"] * (1 + len(options.target_layers))
-        tokens = distiller.count_tokens(rest)
-        print(check_disk(tokens, options.labels == "argmax", hidden_size, distiller.hidden_dtype, output))
-    folder.begin()
-    # what is counted: answers to generate, or conversations to label
-    sizes = [distiller.units(record) for record in loaded.dataset]
-    total, done = sum(sizes), 0
-    with on_interrupt(folder.kept), progress_bar(first="distilling", show=show_progress) as show:
+    processes = Processes.started()
+    with processes.first_alone() as first:
+        folder = ShardFolder.open(output, _header(distiller, loaded), overwrite) if first else None
+        if folder is not None:
+            starts = folder.missing(len(loaded.dataset), options.shard_rows)
+            if distiller.hidden_dtype is not None:
+                rows = [row for start in starts for row in range(start, start + options.shard_rows)]
+                rest = loaded.dataset.select([row for row in rows if row < len(loaded.dataset)])
+                width = folder.manifest["target"]["fingerprint"]["hidden_size"] * (1 + len(options.target_layers))
+                tokens = distiller.count_tokens(rest)
+                print(check_disk(tokens, options.labels == "argmax", width, distiller.hidden_dtype, output))
+            folder.begin()
+    folder = folder or ShardFolder.joined(output)
+    starts = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
+    # what is counted: answers to generate, or conversations to label; of this process's shards
+    sizes = [[distiller.units(record) for record in _shard(loaded, start, options)] for start in starts]
+    total, done = sum(map(sum, sizes)), 0
+    show_progress = show_progress and processes.rank == 0
+    kept = folder.kept if processes.rank == 0 else lambda: ""  # the first process collects
+    with on_interrupt(kept), progress_bar(first="distilling", show=show_progress) as show:
 
         def advance(units: int) -> None:
             nonlocal done
@@ -79,14 +90,22 @@ def distill(
             show(distiller.counted, done, total)
 
         distiller.advance = advance
-        while folder.next_row < len(loaded.dataset):
-            done = sum(sizes[: folder.next_row])  # conversations that end early leave answers out
+        for number, start in enumerate(starts):
+            done = sum(map(sum, sizes[:number]))  # conversations that end early leave answers out
             advance(0)
-            _write_shard(folder, distiller, loaded.dataset)
+            _write_shard(folder, distiller, _shard(loaded, start, options), start)
         done = total
         advance(0)
-    folder.finish()
+        processes.wait()
+        if processes.rank == 0:
+            folder.finish()
+        processes.wait()
     return folder.manifest
+
+
+def _shard(loaded: Conversations, start: int, options: DistillOptions) -> datasets.Dataset:
+    """The conversations of the shard that starts at a row."""
+    return loaded.dataset.select(range(start, min(start + options.shard_rows, len(loaded.dataset))))
 
 
 def select_conversations(source: str, options: DistillOptions) -> Conversations:
@@ -103,10 +122,8 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
     return loaded
 
 
-def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datasets.Dataset) -> None:
-    first = folder.next_row
-    last = min(first + distiller.options.shard_rows, len(conversations))
-    rows = distiller.rows(conversations.select(range(first, last)), first)
+def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datasets.Dataset, first: int) -> None:
+    rows = distiller.rows(conversations, first)
     kept = [row for row in rows if row.skipped is None]
     counts = {
         "rows": len(kept),
@@ -128,7 +145,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
 
     entry = {
         "first_row": first,
-        "source_rows": last - first,
+        "source_rows": len(conversations),
         "skipped": [
             {"row": row.number, "place": row.place, "id": row.id, "reason": row.skipped}
             for row in rows

@@ -3,12 +3,14 @@
     OUT/shard-00000.arrow …   columns id, input_ids, assistant_mask, greedy_ids [, hidden [, aux_hidden]]
     OUT/manifest.json         the settings, one entry per finished shard, counts, whether it is complete
 
-A shard is written under a temporary name, flushed to disk and renamed; then the manifest that lists it replaces the old
-one atomically. So every shard in the manifest is whole, and a new run starts after the last one.
+A shard is written under a temporary name, flushed to disk and renamed; then an entry for it is written beside it. The
+manifest collects the entries, so every shard in it is whole, and a new run makes those that are missing. Several
+processes may write shards of one folder; the first of them begins and finishes it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -25,6 +27,7 @@ from draft_heads.data.files import write_text
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+_LOCK = ".lock"
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
 
@@ -54,6 +57,11 @@ class ShardFolder:
         self.manifest = manifest
 
     @classmethod
+    def joined(cls, output: str) -> ShardFolder:
+        """A folder that another process has begun."""
+        return cls(Path(output), _read_manifest(Path(output)))
+
+    @classmethod
     def open(cls, output: str, header: dict[str, Any], overwrite: bool) -> ShardFolder:
         """Start an output, or continue one of the same command; ValueError naming --overwrite for anything else.
 
@@ -62,39 +70,54 @@ class ShardFolder:
         folder = Path(output)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {output} is a file; pass a folder")
-        written = folder / MANIFEST
-        if written.exists() and not overwrite:
-            manifest = _read_manifest(folder)
-            if different := _differences(manifest, header):
-                raise ValueError(
-                    f"--output {output} holds another distillation: {'; '.join(different)}; pass --overwrite to "
-                    "replace it, or another --output"
-                )
-            if manifest["complete"]:
-                raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
-            _check_shards(folder, manifest)
-            return cls(folder, manifest)
-        there = folder.iterdir() if folder.exists() else ()
+        goes_on = (folder / MANIFEST).exists() and not overwrite
+        there = folder.iterdir() if folder.exists() and not goes_on else ()
         if foreign := sorted(path.name for path in there if not _is_own_file(path)):
             raise ValueError(f"--output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
-        return cls(folder, fresh)
+        opened = cls(folder, fresh)
+        opened._lock_folder()
+        if not goes_on:
+            return opened
+        opened.manifest = _read_manifest(folder)
+        opened.collect()
+        if not opened.manifest["shards"]:  # nothing that other settings have made
+            opened.manifest = fresh
+        if different := _differences(opened.manifest, header):
+            raise ValueError(
+                f"--output {output} holds another distillation: {'; '.join(different)}; pass --overwrite to "
+                "replace it, or another --output"
+            )
+        if opened.manifest["complete"]:
+            raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
+        _check_shards(folder, opened.manifest)
+        return opened
+
+    def _lock_folder(self) -> None:
+        """ValueError while another run writes to the folder; the lock ends with the process that holds it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / _LOCK).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--output {self.folder} is being written by another run; wait for its end or pick another folder"
+            ) from None
 
     def begin(self) -> None:
-        """Make the folder; remove shards that the manifest does not list, and temporary files."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Remove shards that the manifest does not list, and temporary files; write the manifest."""
         if not self.manifest["shards"]:
             (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
-        named = {MANIFEST, *(shard["file"] for shard in self.manifest["shards"])}
+        named = {MANIFEST, _LOCK, *(shard["file"] for shard in self.manifest["shards"])}
         for path in self.folder.iterdir():
             if _is_own_file(path) and path.name not in named:
                 path.unlink()
+        self._save()
 
-    @property
-    def next_row(self) -> int:
-        """The first source row that is in no finished shard."""
-        shards = self.manifest["shards"]
-        return shards[-1]["first_row"] + shards[-1]["source_rows"] if shards else 0
+    def missing(self, rows: int, shard_rows: int) -> list[int]:
+        """The first source row of every shard that is not finished, of `rows` in all."""
+        finished = {shard["first_row"] for shard in self.manifest["shards"]}
+        return [first for first in range(0, rows, shard_rows) if first not in finished]
 
     def write(
         self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], states: Sequence[str] = ()
@@ -103,7 +126,8 @@ class ShardFolder:
 
         states: the columns of raw bytes, an [L, ·] tensor each, its type in the manifest
         """
-        name = f"shard-{len(self.manifest['shards']):05d}.arrow"
+        number = entry["first_row"] // self.manifest["settings"]["shard_rows"]
+        name = f"shard-{number:05d}.arrow"
         path = self.folder / name
         temporary = path.with_suffix(".arrow.tmp")
         columns: dict[str, Any] = {
@@ -126,20 +150,35 @@ class ShardFolder:
             os.fsync(file.fileno())
         temporary.replace(path)
         entry = {"file": name, "rows": written, "bytes": path.stat().st_size, **entry, "counts": counts}
-        self.manifest["shards"].append(entry)
-        self._save()
+        write_text(path.with_suffix(".json"), json.dumps(entry, ensure_ascii=False))
+
+    def collect(self) -> None:
+        """Take the shards that any process has finished into the manifest."""
+        entries = sorted(self.folder.glob("shard-*.json"))
+        if entries:
+            self.manifest["shards"] += [json.loads(path.read_text(encoding="utf-8")) for path in entries]
+            self.manifest["shards"].sort(key=lambda shard: shard["first_row"])
+            self._save()
+            for path in entries:
+                path.unlink()
 
     def kept(self) -> str:
         """What an interrupted run leaves, and how to go on with it."""
-        if not self.manifest["shards"]:
+        self.collect()
+        done = sum(shard["source_rows"] for shard in self.manifest["shards"])
+        if not done:
             return "no shard was finished: the same command starts again (--shard_rows N makes smaller ones)"
-        done = f"{self.next_row} of {self.manifest['data']['rows']} conversations"
-        return f"{done} are done and kept in {self.folder}: the same command goes on there"
+        rows = self.manifest["data"]["rows"]
+        return f"{done} of {rows} conversations are done and kept in {self.folder}: the same command goes on there"
 
     def finish(self) -> None:
-        """Mark the folder complete."""
+        """Mark the folder complete; ValueError if a shard is missing."""
+        self.collect()
+        if self.missing(self.manifest["data"]["rows"], self.manifest["settings"]["shard_rows"]):
+            raise ValueError(f"{self.folder} lacks shards of a process that ended early; run the same command again")
         self.manifest["complete"] = True
         self._save()
+        (self.folder / _LOCK).unlink(missing_ok=True)
 
     def _save(self) -> None:
         totals: Counter[str] = Counter()
@@ -213,6 +252,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_own_file(path: Path) -> bool:
-    return path.name in {MANIFEST, f".{MANIFEST}.partial"} or (
-        path.name.startswith("shard-") and path.name.endswith((".arrow", ".arrow.tmp"))
+    return path.name in {MANIFEST, _LOCK, f".{MANIFEST}.partial"} or (
+        path.name.lstrip(".").startswith("shard-")
+        and path.name.endswith((".arrow", ".arrow.tmp", ".json", ".json.partial"))
     )

@@ -24,6 +24,7 @@ from draft_heads.data.conversations import BadRow, count_by_reason
 from draft_heads.data.distill import distill, preview, select_conversations
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.options import DTYPES, add_flags, add_threads, option_names, use_threads
+from draft_heads.data.processes import Processes, own_device
 from draft_heads.inference.target.target import Target
 
 
@@ -60,14 +61,17 @@ def run(args: dict[str, Any]) -> None:
     loaded = select_conversations(args["dataset"], options)
     use_threads(args["threads"])
     target = Target.from_pretrained(
-        args["target"], args["dtype"], args["device"], args["target_adapter"], args["chat_template"]
+        args["target"], args["dtype"], own_device(args["device"]), args["target_adapter"], args["chat_template"]
     )
     if args["preview"]:
         preview(target, loaded, args["preview"], options)
         return
-    print(f"writes {args['output']}/shard-*.arrow and {args['output']}/manifest.json")
+    rank = Processes.started().rank
+    if rank == 0:
+        print(f"writes {args['output']}/shard-*.arrow and {args['output']}/manifest.json")
     manifest = distill(target, loaded, args["output"], options, args["overwrite"])
-    summary(manifest, args["output"])
+    if rank == 0:
+        summary(manifest, args["output"])
 
 
 def main(argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 """From a conversation file to labelled shards: what the rows hold, what is counted, what survives a kill."""
 
+import fcntl
 import json
 import os
 import signal
@@ -183,8 +184,8 @@ def test_second_turn_without_room_ends_the_conversation_as_cut(target, tmp_path)
 def test_loops_are_cut_and_counted(tmp_path, source):
     target = save_target(tmp_path / "target", hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
     options = {"labels": "generate", "max_new_tokens": 80}
-    whole = run_distill(target, source, str(tmp_path / "whole"), **options)
-    cut = run_distill(target, source, str(tmp_path / "cut"), cut_loops=True, **options)
+    whole = run_distill(target, source, str(tmp_path / "whole"), cut_loops=False, **options)
+    cut = run_distill(target, source, str(tmp_path / "cut"), **options)
     assert whole["counts"]["loops"] == 0 < cut["counts"]["loops"]
     assert cut["counts"]["trained_tokens"] < whole["counts"]["trained_tokens"]
 
@@ -272,10 +273,10 @@ writes = 0
 def replace(self, other, real=pathlib.Path.replace):
     global writes
     writes += 1
-    if writes == 3 and moment == "before":    # the second shard is written but not renamed
+    if writes == 4 and moment == "before":    # the second shard is written but not renamed
         os.kill(os.getpid(), signal.SIGKILL)
     real(self, other)
-    if writes == 3 and moment == "after":     # renamed, but not in the manifest
+    if writes == 4 and moment == "after":     # renamed, but its entry is not written
         os.kill(os.getpid(), signal.SIGKILL)
 pathlib.Path.replace = replace
 from tests.data.test_distill import run_distill
@@ -304,8 +305,8 @@ def test_killed_run_goes_on_where_it_stopped(target, source, tmp_path, moment):
         env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])},
     )
     assert killed.returncode == -signal.SIGKILL
-    left = json.loads((out / "manifest.json").read_text())
-    assert (len(left["shards"]), left["complete"]) == (1, False)
+    assert [path.name for path in out.glob("shard-*.json")] == ["shard-00000.json"]
+    assert not json.loads((out / "manifest.json").read_text())["complete"]
     first = (out / "shard-00000.arrow").stat().st_mtime_ns
     options = {"labels": "generate", "max_new_tokens": 12}
     resumed = run_distill(target, source, str(out), **options)
@@ -325,3 +326,54 @@ def test_vicuna_style_target_trains_on_its_answers_alone(tmp_path, source):
     runs = trained_runs(byte_tokenizer(template("vicuna")), row["input_ids"], row["assistant_mask"])
     assert [run[:12] for run in runs] == [" Turn 1 of 0", " Turn 3 of 0"]
     assert all(run.endswith("</s>") for run in runs)
+
+
+SHARED = """
+import os, signal, sys
+from draft_heads.data.shards import ShardFolder
+target, source, output, dies = sys.argv[1:]
+def write(self, rows, entry, *more, own=ShardFolder.write):
+    own(self, rows, entry, *more)
+    if dies == os.environ["RANK"]:  # after its first shard
+        os.kill(os.getpid(), signal.SIGKILL)
+ShardFolder.write = write
+from tests.data.test_distill import run_distill
+run_distill(target, source, output, labels="generate", max_new_tokens=12, shard_rows=2)
+"""
+
+
+def launched(script, arguments, processes=2):
+    """torchrun of a script on the CPU."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, script, *arguments], cwd=root, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["0", "1"])
+def test_processes_share_the_rows_and_go_on_after_a_kill(target, source, tmp_path, dies):
+    out, script = tmp_path / "out", tmp_path / "shared.py"
+    script.write_text(SHARED)
+    run_distill(target, source, str(tmp_path / "whole"), labels="generate", max_new_tokens=12, shard_rows=2)
+    killed = launched(str(script), [target, source, str(out), dies])
+    assert killed.returncode != 0 and "Signal 9" in killed.stderr
+    with pytest.raises(ValueError, match="is not complete"):
+        load_distilled(str(out))
+    resumed = launched(str(script), [target, source, str(out), "nobody"])
+    assert resumed.returncode == 0, resumed.stderr
+    assert rows_of(out) == rows_of(tmp_path / "whole")
+    assert (out / "manifest.json").read_text() == (tmp_path / "whole" / "manifest.json").read_text()
+    again = launched(str(script), [target, source, str(out), "nobody"])
+    assert again.returncode != 0 and again.stderr.count("already complete") >= 1
+
+
+def test_a_folder_that_another_run_writes_is_refused(target, source, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    with (out / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is being written by another run; wait for its end"):
+            run_distill(target, source, str(out), overwrite=True)
+    run_distill(target, source, str(out))

@@ -1,0 +1,64 @@
+"""The processes that torchrun, accelerate or DeepSpeed's launcher started for one job, or the only one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_LONGEST_WAIT = timedelta(days=7)  # for a process whose share of the work takes longer
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which process this is, of how many."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def started(cls) -> Processes:
+        """As the launcher's environment says; processes can then wait for each other."""
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        if count > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
+        return cls(int(os.environ.get("RANK", "0")), count) if count > 1 else cls()
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.count > 1:
+            dist.barrier()
+
+    @contextmanager
+    def first_alone(self) -> Iterator[bool]:
+        """The first process (True) goes before the others; its ValueError is everyone's."""
+        if self.rank == 0:
+            told: list[str | None] = [None]
+            try:
+                yield True
+            except (ValueError, OSError) as error:
+                told = [str(error)]
+                raise
+            finally:
+                if self.count > 1:
+                    dist.broadcast_object_list(told, src=0)
+            return
+        told = [None]
+        dist.broadcast_object_list(told, src=0)
+        if told[0] is not None:
+            raise ValueError(told[0])
+        yield False
+
+
+def own_device(device: str | None) -> str | None:
+    """The device of this process: where several share a node and none is named, the GPU of its local rank."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None or device not in (None, "cuda") or not torch.cuda.is_available():
+        return device
+    torch.cuda.set_device(int(local))
+    return f"cuda:{local}"
