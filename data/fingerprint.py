@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,18 +50,22 @@ def _quantization_method(config: Any) -> Any:
     return getattr(method, "value", method)
 
 
-def weights_hash(*modules: nn.Module) -> str:
+def weights_hash(*modules: nn.Module, whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext) -> str:
     """Hash of evenly spaced values of every weight (16 hex digits); alike in float32 and bfloat16.
 
     Values are rounded to bfloat16, then to 1/127 of the largest one sampled of their tensor, so that what float16
     loses of the small ones of a bfloat16 checkpoint does not count. Packed values of quantised layers are left out.
+    whole([weight]): a context in which a weight that is split among processes is whole.
     """
     digest = hashlib.sha256()
     for name, weight in (named for module in modules for named in module.named_parameters()):
-        if type(weight) is not nn.Parameter or not weight.is_floating_point() or not weight.numel():
+        if type(weight) is not nn.Parameter or not weight.is_floating_point():
             continue
-        step = -(-weight.numel() // _VALUES_PER_WEIGHT)
-        values = weight.detach().reshape(-1)[::step].cpu().to(torch.bfloat16).float()
+        with whole([weight]):
+            step = -(-weight.numel() // _VALUES_PER_WEIGHT) or 1
+            values = weight.detach().reshape(-1)[::step].cpu().to(torch.bfloat16).float()
+        if not values.numel():
+            continue
         levels = (values / values.abs().max().clamp(min=1e-30) * 127).round().to(torch.int8)
         digest.update(name.encode() + levels.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -35,6 +35,10 @@ class RunOptions:
     target_adapter: str | None = option(None, "PEFT adapter merged into the target")
     chat_template: str | None = option(None, CHAT_TEMPLATE_HELP)
     target_dtype: str = option("auto", "auto (float32 on CPU, the checkpoint's on GPU), float32, bfloat16, …")
+    target_device: str | None = option(None, "auto: the target is spread over all GPUs of one process")
+    shard_target: bool = option(
+        False, "split the target among the processes (ZeRO-3), whatever --deepspeed says of the head"
+    )
     max_length: int = option(0, "tokens of a row; longer ones are cut; 0: the dataset's longest")
     packing: bool = option(False, "put several conversations into one row")
     held_out: int = option(64, "rows kept for evaluation, never trained on")
@@ -49,6 +53,10 @@ class RunOptions:
             raise ValueError(f"--max_length must be 0 (the dataset's own) or at least 8; got {self.max_length}")
         if self.simulate_nodes < 1:
             raise ValueError(f"--simulate_nodes must be at least 1; got {self.simulate_nodes}")
+        if self.target_device not in (None, "auto"):
+            raise ValueError(f"--target_device must be auto, or left out; got {self.target_device}")
+        if self.target_device and self.shard_target:
+            raise ValueError("--target_device auto is for one process, --shard_target for several; got both; drop one")
         dtype_named("--target_dtype", self.target_dtype)
 
 
@@ -116,6 +124,8 @@ class TrainingOptions:
             accelerator["use_configured_state"] = True
         self.accelerator_config = self.accelerator_config or accelerator
         super().__post_init__()  # type: ignore[misc]
+        if self.n_gpu > 1:
+            self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
 
 
 def recipe_defaults(

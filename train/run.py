@@ -19,7 +19,7 @@ from transformers import set_seed
 
 from draft_heads.data.collate import label_counts
 from draft_heads.data.options import use_threads
-from draft_heads.data.shards import DistilledDataset
+from draft_heads.data.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import head_classes, save_head
 from draft_heads.heads.config import target_sizes
@@ -41,7 +41,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     set_seed(args.seed)
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")
     check_folder(args, every_setting)
-    target = Target.from_pretrained(run.target, run.target_dtype, args.device, run.target_adapter, run.chat_template)
+    target = load_target(run, args)
     target.check_layers(settings["target_layers"])
     training, held_out, data, collator = load_data(run, target, settings["target_layers"])
     config = config_type(
@@ -94,6 +94,21 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         print(f"{measured(trainer.final_metrics)}\nhead: {exported}\n{folder / 'loss.png'}", flush=True)
 
 
+def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
+    """The frozen target: whole on this process's device, spread, split, or, for cached hidden states, in part."""
+    if run.target_device and args.world_size > 1:
+        raise ValueError(
+            f"--target_device auto spreads the target over the GPUs of one process; this run has {args.world_size}; "
+            "start one, or split it among them with --shard_target"
+        )
+    cached = all(load_distilled(folder).hidden_dtype for folder in run.dataset)
+    return Target.from_pretrained(
+        *(run.target, run.target_dtype, run.target_device or args.device, run.target_adapter, run.chat_template),
+        split=run.shard_target and not cached,
+        lend_to=args.device if cached else None,
+    )
+
+
 @contextmanager
 def out_of_memory(left: Callable[[], str]) -> Iterator[None]:
     """A ValueError that names the options which lower the memory, instead of torch's own error."""
@@ -136,9 +151,9 @@ def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
 def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: list[DistilledDataset]) -> Path:
     """Write RUN/head: weights, configuration, provenance and model card. Called on every process."""
     folder = Path(trainer.args.output_dir or "") / "head"
+    head = trainer.whole_head()
     if trainer.args.process_index != 0:
         return folder
-    head: DraftHead = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     metrics = {key: round(float(value), 5) for key, value in trainer.final_metrics.items()}
     provenance = {
         "command": shlex.join(_command()),

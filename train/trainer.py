@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import EarlyStoppingCallback, ProgressCallback, Trainer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from draft_heads.data.collate import DraftCollator, row_lengths
 from draft_heads.data.progress import ProgressLines
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
+from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, TokenBatches
 from draft_heads.train.optimizer import MuonWithAdamW
@@ -72,6 +75,8 @@ class DraftHeadTrainer(Trainer):
             eval_dataset=eval_dataset,
             callbacks=[self.clock],
         )
+        if is_deepspeed_zero3_enabled():
+            sharded.gather_until_step(head)
         if args.patience:
             self.add_callback(EarlyStoppingCallback(args.patience))
         if not args.disable_tqdm and not sys.stderr.isatty():
@@ -87,14 +92,28 @@ class DraftHeadTrainer(Trainer):
         """Give the head the start values that depend on the target, from a few rows of the training data."""
         batch = self.data_collator([self._rows[row] for row in range(min(rows, len(self._rows)))])
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
-        self.model.to(self.target.device).start_from(self.target.states_of(batch)["hidden"][batch["mask"]], self.view)
+        states = self.target.states_of(batch)["hidden"][batch["mask"]]
+        with self.target.whole_layers():
+            self.model.to(self.target.device).start_from(states, self.view)
+
+    def whole_head(self) -> DraftHead:
+        """The trained head; under ZeRO-3 a copy with its weights gathered, made on every process."""
+        head: DraftHead = self.accelerator.unwrap_model(self.model_wrapped)
+        if not any(sharded.is_split(p) for p in head.parameters()):
+            return head
+        with sharded.whole(head.parameters()):
+            state = {name: value.detach().clone() for name, value in head.state_dict().items()}
+        copied = type(head)(head.config).to(self.args.device)
+        copied.load_state_dict(state)
+        return copied.train(head.training)
 
     def plan(self) -> str:
         """What will be trained, in a line: parameters, memory of the parts, rows, tokens and steps."""
         args, rows, longest = self.args, self._rows, self._longest
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         moments = 1 if args.head_optimizer == "muon" else 2
-        sizes = {"target": self.target.parameters * self.target.dtype.itemsize, "head": 4 * trained}
+        share = args.world_size if self.target.split else 1
+        sizes = {"target": self.target.parameters * self.target.dtype.itemsize // share, "head": 4 * trained}
         sizes |= {"gradients": 4 * trained, "optimizer": 4 * trained * moments}
         memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
         tokens = sum(min(length, longest) for length in row_lengths(rows))
@@ -261,10 +280,10 @@ class DraftHeadTrainer(Trainer):
         """Loss, accuracy per offset and simulated β on held-out rows; every process takes its share of them."""
         start = time.perf_counter()
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        head = self.accelerator.unwrap_model(self.model_wrapped)
+        head = self.whole_head()
         was_training = head.training
         head.eval()
-        metrics = self._loss_metrics(head, self._share(dataset)) | self._simulation_metrics(head)
+        metrics = self._loss_metrics(head, dataset) | self._simulation_metrics(head)
         head.train(was_training)
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         named[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - start, 2)
@@ -272,18 +291,28 @@ class DraftHeadTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
-    def _share(self, dataset: Any) -> Any:
-        return dataset.select(range(self.args.process_index, len(dataset), self.args.world_size))
+    def _batches(self, dataset: Any, size: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+        """This process's share of held-out rows in batches, and whether a batch counts.
+
+        A split target needs all processes for a forward, so one that has a batch less than others repeats its first.
+        """
+        own = range(self.args.process_index, len(dataset), self.args.world_size)
+        longest_share = -(-len(dataset) // self.args.world_size)
+        for start in range(0, longest_share, size):
+            rows = own[start : start + size]
+            batch = self.data_collator([dataset[row] for row in rows or own[:size] or [0]])
+            yield self._prepare_inputs(batch), bool(rows)
 
     @torch.no_grad()
     def _loss_metrics(self, head: DraftHead, dataset: Any) -> dict[str, float]:
         offsets = head.config.offsets
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         hits = torch.zeros(offsets, TOP + 1, dtype=torch.float64, device=self.args.device)  # top-1 … top-5, counted
-        loader = DataLoader(dataset, batch_size=self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
-        for batch in loader:
+        for batch, counts in self._batches(dataset, self.args.per_device_eval_batch_size):
             with self.compute_loss_context_manager():
-                loss = self.head_loss(head, self._prepare_inputs(batch))
+                loss = self.head_loss(head, batch)
+            if not counts:
+                continue
             total += torch.stack([loss.total.double(), loss.windows.double()])
             if loss.correct is not None and loss.counted is not None:
                 hits += torch.cat([loss.correct, loss.counted[:, None]], dim=1).double()
@@ -298,11 +327,11 @@ class DraftHeadTrainer(Trainer):
         if self.propose_from is None or not self.simulate_dataset:
             return {}
         runs = []
-        for row in self._share(self.simulate_dataset):
-            batch = self._prepare_inputs(self.data_collator([row]))
+        for batch, counts in self._batches(self.simulate_dataset, 1):
             with self.compute_loss_context_manager():
                 states = self.target.states_of(batch, head.config.target_layers)
-                runs += simulate_row(head, {**batch, **states}, self.view, self.propose_from)
+                if counts:
+                    runs += simulate_row(head, {**batch, **states}, self.view, self.propose_from)
         totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
         tokens, steps = self.accelerator.reduce(totals).tolist()
         return {"simulated_beta": tokens / steps if steps else math.nan}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from draft_heads.data.options import dtype_named
 from draft_heads.data.pretrained import load_config, model_class
 from draft_heads.data.rendering import end_token_ids, said, special_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
+from draft_heads.inference.target import sharded
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import DraftingView
@@ -62,7 +63,10 @@ class Target:
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "", adapter: str | None = None) -> None:
-        """Raises ValueError with one sentence for a model this engine cannot drive."""
+        """Raises ValueError with one sentence for a model this engine cannot drive.
+
+        A model that was loaded split among processes (`sharded.loading`) gets a whole embedding and LM head here.
+        """
         config = model.config
         _check_decoder_only(config, name)
         self.model = model.eval().requires_grad_(False)
@@ -72,6 +76,11 @@ class Target:
         self.config = config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
+        self.split = any(sharded.is_split(p) for p in self.embedding.parameters())
+        self.parameters = sum(sharded.size_of(p) for p in model.parameters())
+        if self.split:
+            self.embedding = sharded.whole_copy(self.embedding)
+            model.set_output_embeddings(sharded.whole_copy(model.get_output_embeddings()))
         self.lm_head = model.get_output_embeddings()
         layer_types = list(getattr(self.config, "layer_types", None) or ())
         uses_window = getattr(self.config, "use_sliding_window", True) is not False
@@ -98,8 +107,10 @@ class Target:
         self._modules_only = True  # the probe asks the modules
         if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the grouped product of experts has no float64
+        if self.split:
+            sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
         self.rule, self._one_size = probe(self)
-        self._modules_only = not (self._one_size and FusedDecoder.can_drive(model))
+        self._modules_only = self.split or not (self._one_size and FusedDecoder.can_drive(model))
 
     @property
     def fused(self) -> FusedDecoder | None:
@@ -162,6 +173,8 @@ class Target:
         device: torch.device | str | None = None,
         adapter: str | None = None,
         chat_template: str | None = None,
+        split: bool = False,
+        lend_to: torch.device | None = None,
     ) -> Target:
         """Load a local folder or hub id; ValueError for what cannot be a target.
 
@@ -169,26 +182,31 @@ class Target:
         device         "auto" spreads the layers over all devices
         adapter        a PEFT adapter to merge into the target
         chat_template  a bundled name or a .jinja file, instead of the tokenizer's own (older Vicunas have none)
+        split          the weights are split among the processes of the run (`inference.target.sharded`)
+        lend_to        only embedding and LM head go to this device, the rest stays on the CPU: it will not be run
         """
         if not isinstance(dtype, torch.dtype):
             dtype = dtype_named("--dtype", dtype)
-        sharded = device == "auto"
+        spread = device == "auto"
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(default if sharded or not device else device)
+        device = lend_to or torch.device(default if spread or not device else device)
         config = load_config(path)
         _check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
-        placed: dict[str, Any] = {"device_map": "auto"} if sharded else {}
+        placed: dict[str, Any] = {"device_map": "auto"} if spread else {}
+        if split:
+            sharded.check_run(config, adapter)
         load = partial(model_class(config).from_pretrained, path, dtype=chosen, **placed)
         try:
-            try:
-                model = load(attn_implementation="sdpa")
-            except ValueError as error:
-                if "attention" not in str(error):
-                    raise
-                logger.info("%s has no scaled-dot-product attention; it runs with eager attention", path)
-                model = load(attn_implementation="eager")
+            with sharded.loading(split):
+                try:
+                    model = load(attn_implementation="sdpa")
+                except ValueError as error:
+                    if "attention" not in str(error):
+                        raise
+                    logger.info("%s has no scaled-dot-product attention; it runs with eager attention", path)
+                    model = load(attn_implementation="eager")
         except ValueError as error:
             raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
         if adapter:
@@ -197,9 +215,12 @@ class Target:
             adapted = PeftModel.from_pretrained(model, adapter)
             sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
             model = adapted.merge_and_unload()
-        if not sharded:
+        if not spread and not split and not lend_to:
             model.to(device)
         target = cls(model, tokenizer, path, adapter)
+        if lend_to:
+            target.embedding.to(lend_to)
+            target.lm_head.to(lend_to)
         if adapter:
             target._weights_hash = sampled
         return target
@@ -212,10 +233,6 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Of states and logits; quantised weights may have another."""
         return self.embedding.weight.dtype
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
 
     @property
     def max_positions(self) -> int:
@@ -252,12 +269,18 @@ class Target:
 
     @cached_property
     def _weights_hash(self) -> str:
-        return weights_hash(self.decoder, self.lm_head)
+        return weights_hash(self.decoder, self.lm_head, whole=sharded.whole)
+
+    def whole_layers(self) -> AbstractContextManager[Any]:
+        """The weights of the first and last layer, which heads may start from, are whole in here."""
+        layers = self._layer_modules or ()
+        return sharded.whole(p for layer in (*layers[:1], *layers[-1:]) for p in layer.parameters())
 
     def view(self) -> TargetView:
         """The embedding and LM head, lent to a draft head."""
-        bias, layers = getattr(self.lm_head, "bias", None), getattr(self.decoder, "layers", None)
-        return TargetView(self.embedding, self.lm_head.weight, bias, layers, self.rule)
+        layers = getattr(self.decoder, "layers", None)
+        weight, bias = self.lm_head.weight.to(self.device), getattr(self.lm_head, "bias", None)
+        return TargetView(self.embedding, weight, None if bias is None else bias.to(self.device), layers, self.rule)
 
     def drafting_view(self, head: DraftHead) -> TargetView:
         """The same with the rows of the head's draft vocabulary, its logits fast for a few rows."""

@@ -218,15 +218,40 @@ def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, un
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind,stage", [("ctc", 0), ("chimera", 1), ("medusa", 2), ("hydra", 2)])
-def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, tmp_path, kind, stage):
+@pytest.mark.parametrize(
+    "kind,stage,split",
+    [("medusa", 0, False), ("chimera", 1, False), ("medusa", 2, True), ("hydra", 3, False), ("ctc", 3, True)],
+)
+def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, tmp_path, kind, stage, split):
     status, told = run(dataset, tmp_path / "one", "--head_optimizer", "adamw", kind=kind)
     assert status == 0, told
-    port, extra = 29500 + list(HEADS).index(kind), ("--deepspeed", f"configs/deepspeed/zero{stage}.json")
+    port, extra = 29500 + list(HEADS).index(kind), ["--deepspeed", f"configs/deepspeed/zero{stage}.json"]
+    extra += ["--shard_target"] * split
     status, told = launch(port, dataset, tmp_path / "two", *extra, batch=2, kind=kind)
     assert status == 0, told
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
-    assert (tmp_path / "two" / "head" / "model.safetensors").is_file()
+    one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "two"))
+    assert all(torch.allclose(one[name], two[name], atol=3e-4) for name in one)
+    if stage == 3 and split:
+        for later in ("checkpoint-6", "head"):
+            shutil.rmtree(tmp_path / "two" / later)
+        status, told = launch(port, dataset, tmp_path / "two", *extra, batch=2, kind=kind)
+        assert status == 0 and "resuming" in told, told
+        resumed = load_file(tmp_path / "two" / "head" / "model.safetensors")
+        assert all(torch.equal(two[name], resumed[name]) for name in two)
+
+
+def test_a_target_is_split_among_several_processes_only(dataset, tmp_path):
+    status, told = run(dataset, tmp_path / "run", "--shard_target")
+    assert status != 0 and "this run has one; start several" in told
+    status, told = run(dataset, tmp_path / "run", "--shard_target", "--target_device", "auto")
+    assert status != 0 and "got both; drop one" in told
+
+
+def test_a_spread_target_trains_the_same_head(dataset, uninterrupted, tmp_path):
+    status, told = run(dataset, tmp_path / "run", "--target_device", "auto")
+    assert status == 0, told
+    assert losses(tmp_path / "run") == losses(uninterrupted)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in HEADS if kind != "ctc"])

@@ -1,0 +1,104 @@
+"""A frozen target whose weights are split among the processes of a run: DeepSpeed's ZeRO-3, for the target alone.
+
+Every process holds its share of each weight; a layer is gathered for its forward and given back. Embedding and LM head
+stay whole on every process, because heads read them. All processes must run the same number of forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+_MEMORY = {"stage": 3, "memory_efficient_linear": False}  # which would replace torch's `linear` in the whole process
+_ZERO_3: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": _MEMORY}
+
+
+def check_run(config: Any, adapter: str | None) -> None:
+    """ValueError where a target cannot be split: one process, an adapter to merge, quantised weights."""
+    reason = ""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        reason = "this run has one; start several, as `deepspeed --num_gpus 8 train/ctc.py …`"
+    elif adapter:
+        reason = f"an adapter ({adapter}) must be merged into whole weights; merge it and save the model first"
+    elif getattr(config, "quantization_config", None) is not None:
+        reason = "quantised weights cannot be split; take the unquantised target"
+    if reason:
+        raise ValueError(f"--shard_target splits the target among the processes of a run; {reason}, or leave it out")
+
+
+@contextmanager
+def loading(split: bool) -> Iterator[None]:
+    """transformers' `from_pretrained` splits weights in here, or does not, whatever the head's own ZeRO stage."""
+    from transformers.integrations import deepspeed as integration
+
+    given: Any = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    own = integration.HfDeepSpeedConfig(_ZERO_3) if split else None
+    try:
+        yield
+    finally:
+        del own
+        integration._hf_deepspeed_config_weak_ref = given
+
+
+def is_split(parameter: nn.Parameter) -> bool:
+    """Whether this process holds a share of the parameter only."""
+    return hasattr(parameter, "ds_id")
+
+
+def whole(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Split parameters are whole in here, on every process; all must enter."""
+    split = [parameter for parameter in parameters if is_split(parameter)]
+    if not split:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(split)
+
+
+def size_of(parameter: nn.Parameter) -> int:
+    """Values of the whole parameter."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def whole_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module with plain parameters; called on every process."""
+    with whole(module.parameters()):
+        plain: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in module.parameters()
+        }
+        return deepcopy(module, plain)
+
+
+def gather_in_forward(decoder: nn.Module, layers: int, dtype: torch.dtype) -> None:
+    """The decoder's layers are gathered from now on when its forward reaches them, about two at a time."""
+    import deepspeed
+
+    two_layers = 2 * sum(size_of(p) for p in decoder.parameters()) // layers
+    memory = {**_MEMORY, "stage3_max_live_parameters": two_layers, "stage3_max_reuse_distance": 0}
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    precision = {half: {"enabled": True}} if half else {}
+    deepspeed.initialize(model=decoder, config={**_ZERO_3, **precision, "zero_optimization": memory})
+
+
+def gather_until_step(module: nn.Module) -> None:
+    """ZeRO-3 gathers all of a trained module for a forward and splits it again in the optimizer's step.
+
+    For modules whose losses read weights outside of a submodule's forward, or again in the backward pass: DeepSpeed's
+    own hooks would have split those by then. It keeps whole what a submodule is at work on; one more is made up here.
+    """
+
+    def gather(module: nn.Module, args: Any) -> None:
+        split: list[Any] = [p for p in module.parameters() if is_split(p)]
+        if split and torch.is_grad_enabled():
+            split[0].all_gather(split)
+            for parameter in split:
+                parameter.ds_active_sub_modules.add(-1)
+
+    module.register_forward_pre_hook(gather)
