@@ -55,6 +55,9 @@ class Processes:
         yield False
 
 
+ALONE = Processes()
+
+
 def own_device(device: str | None) -> str | None:
     """The device of this process: where several share a node and none is named, the GPU of its local rank."""
     local = os.environ.get("LOCAL_RANK")

@@ -15,6 +15,7 @@ from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.files import write_text
 from draft_heads.data.loops import LoopDetector
 from draft_heads.data.options import DTYPES, add_threads, dtype_name, dtype_named, use_threads
+from draft_heads.data.processes import own_device
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
@@ -107,7 +108,7 @@ def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
 def load_target(options: argparse.Namespace) -> Target:
     """Load the target as the options say."""
     target = Target.from_pretrained(
-        options.target, options.dtype, options.device, options.target_adapter, options.chat_template
+        *(options.target, options.dtype, own_device(options.device), options.target_adapter, options.chat_template)
     )
     return configure_target(target, options)
 

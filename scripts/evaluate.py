@@ -3,37 +3,47 @@
     python scripts/evaluate.py --target DIR --drafters transformers ctc=RUN/head ctc_raw=RUN/head,tree=raw \\
         --benchmarks mt_bench=mt_bench.jsonl gsm8k=gsm8k.jsonl --output runs/report
 
-Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to
---output. The drafter name `transformers` is the target's own `generate`: a second baseline beside vanilla, which takes
-turns with the drafters and has its own row; the report then has every row's speed over it.
+Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to --output.
+Repeat the command to go on with an interrupted run; `torchrun --nproc_per_node N scripts/evaluate.py …` shares the
+questions among N processes. The drafter name `transformers` is the target's own `generate`: a second baseline beside
+vanilla, which takes turns with the drafters and has its own row; the report then has every row's speed over it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from draft_heads.data.config_file import exit_status, on_interrupt
 
 from rich.console import Console
 
 from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
+from draft_heads.data.processes import Processes
 from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import render_prompt
-from draft_heads.inference.evaluation.answers import AnswerFiles
+from draft_heads.inference.evaluation.answers import write_answers
 from draft_heads.inference.evaluation.evaluate import (
     TRANSFORMERS,
     VANILLA,
     AnyEngine,
     Benchmark,
     Evaluation,
-    TurnRecord,
-    evaluate,
+    decode,
+    groups_of,
+    judged,
 )
 from draft_heads.inference.evaluation.hf_generate import HFGenerate
 from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.evaluation.parts import PartFolder
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
@@ -69,14 +79,41 @@ def decode_and_judge(
     engines: Mapping[str, AnyEngine],
     benchmarks: Sequence[Benchmark],
     console: Console,
-    on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
-) -> Evaluation:
-    """`evaluate` under a progress bar, with the target's chat template and stop rules."""
-    with progress_bar(console) as progress:
+    finished: str = "report.json",
+) -> Evaluation | None:
+    """An evaluation under a progress bar, with the target's chat template and stop rules, its parts kept in --output.
+
+    Processes that torchrun started share the questions; the first one judges, the others get None.
+    """
+    parts, processes = PartFolder(options.output), Processes.started()
+    # several batches, because slots are refilled and only the last ones run empty
+    group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
+    with processes.first_alone() as first:
+        if first:
+            parts.begin(identity(options, target, benchmarks), options.overwrite)
+            clear_output(options.output, finished)
+    groups = len(groups_of(benchmarks, group_size))
+    with on_interrupt(lambda: parts.kept(groups)), progress_bar(console, show=processes.rank == 0) as progress:
         oracle, render = Oracle(target, generation_settings(options)), partial(render_prompt, target.tokenizer)
-        # several batches, because slots are refilled and only the last ones run empty
-        group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
-        return evaluate(engines, oracle, benchmarks, render, progress, on_answer, group_size)
+        decode(engines, oracle, benchmarks, render, parts, progress, group_size, processes)
+        processes.wait()
+        return None if processes.rank else judged(engines, oracle, benchmarks, parts, group_size)
+
+
+def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
+    """What an evaluation measures: an interrupted one goes on only if all of it is the same."""
+    paths = {Path(word) for text in options.drafters for word in re.split("[=:+,]", text) if word}
+    files = sorted(file for path in paths if path.is_dir() for file in path.glob("*.safetensors"))
+    described = describe_run(options, target)
+    model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
+    questions = [[benchmark.name, *map(asdict, benchmark.questions)] for benchmark in benchmarks]
+    return {
+        "target": model,
+        "settings": described["settings"],
+        "drafters": options.drafters,
+        "heads": {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        "questions": hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16],
+    }
 
 
 def run(options: argparse.Namespace) -> None:
@@ -94,13 +131,13 @@ def run(options: argparse.Namespace) -> None:
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
     hf_engines = {TRANSFORMERS: HFGenerate(target)} if hf_generate else {}
     engines: dict[str, AnyEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
-    clear_output(options.output)
-    answers = AnswerFiles(options.output, list(engines))
-    kept = f"the answers so far are in {options.output / 'answers'}, without a report; the same command starts again"
-    with on_interrupt(lambda: kept):
-        evaluation = decode_and_judge(options, target, engines, benchmarks, console, answers.add)
+    evaluation = decode_and_judge(options, target, engines, benchmarks, console)
+    if evaluation is None:
+        return
+    write_answers(options.output, list(engines), evaluation.records)
     report = build_report(evaluation, **describe_run(options, target), seed=options.seed)
     show_report(console, options.output, report)
+    PartFolder(options.output).clear()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

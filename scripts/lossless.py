@@ -19,9 +19,9 @@ from draft_heads.data.config_file import exit_status
 from rich.console import Console
 from rich.table import Table
 
-from draft_heads.inference.evaluation.evaluate import TurnRecord
 from draft_heads.inference.evaluation.metrics import lossless_counts
-from draft_heads.inference.evaluation.report import check_output, clear_output, environment, write_json
+from draft_heads.inference.evaluation.parts import PartFolder, TurnRecord
+from draft_heads.inference.evaluation.report import check_output, environment, write_json
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import describe_run, drafter_specs, load_engines, load_target, parse_options
 from draft_heads.scripts.evaluate import decode_and_judge, load_benchmarks
@@ -38,8 +38,9 @@ def run(options: argparse.Namespace) -> bool:
     check_output(options.output, options.overwrite, "lossless.json")
     target = load_target(options)
     engines = load_engines(specs, target, options.max_nodes, options.batch_size)
-    clear_output(options.output, "lossless.json")
-    evaluation = decode_and_judge(options, target, engines, benchmarks, console)
+    evaluation = decode_and_judge(options, target, engines, benchmarks, console, "lossless.json")
+    if evaluation is None:
+        return True  # the first process judges
     results = []
     for name in evaluation.drafters:
         counts = lossless_counts([record for record in evaluation.records if record.drafter == name])
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> bool:
     measured = {"noise": evaluation.noise, "results": results, "differences": differences}
     report = {**describe_run(options, target), **measured, "environment": environment(str(target.device))}
     write_json(options.output / "lossless.json", report)
+    PartFolder(options.output).clear()
     console.print(table(results))
     unexplained = [difference for difference in differences if not difference["near_tie"]]
     for difference in unexplained[:SHOWN]:

@@ -12,12 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from draft_heads.data.files import write_text
 from draft_heads.data.json_rows import MalformedJson, read_rows
-
-if TYPE_CHECKING:
-    from draft_heads.inference.evaluation.evaluate import TurnRecord
+from draft_heads.inference.evaluation.parts import TurnRecord
 
 QuestionId = int | str
 QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
@@ -109,23 +108,21 @@ def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = No
     return values
 
 
-class AnswerFiles:
-    """`answers/NAME.jsonl` in FastChat form, one line a question, appended as answers are written."""
+def write_answers(output: Path, drafters: Sequence[str], records: Sequence[TurnRecord]) -> None:
+    """`answers/NAME.jsonl` of every drafter in FastChat form, a line a question; those of an earlier run are deleted.
 
-    def __init__(self, folder: Path, drafters: Sequence[str]) -> None:
-        """Start one empty file per drafter and delete the answers of an earlier run."""
-        self.folder = folder / "answers"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.glob("*.jsonl"):
-            stale.unlink()
-        for name in drafters:
-            (self.folder / f"{name}.jsonl").touch()
-
-    def add(self, turns: Sequence[TurnRecord]) -> None:
-        """Append one question's turns; a question without an answered turn gets no line."""
-        if turns:
-            with (self.folder / f"{turns[0].drafter}.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(answer_row(turns), ensure_ascii=False) + "\n")
+    A question without an answered turn gets no line.
+    """
+    folder = output / "answers"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("*.jsonl"):
+        stale.unlink()
+    turns: dict[str, dict[tuple[str, int], list[TurnRecord]]] = {name: {} for name in drafters}
+    for record in records:
+        turns[record.drafter].setdefault((record.benchmark, record.question), []).append(record)
+    for name, questions in turns.items():
+        rows = [json.dumps(answer_row(answered), ensure_ascii=False) + "\n" for answered in questions.values()]
+        write_text(folder / f"{name}.jsonl", "".join(rows))
 
 
 def answer_row(turns: Sequence[TurnRecord]) -> dict[str, Any]:

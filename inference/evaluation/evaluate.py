@@ -2,20 +2,23 @@
 
 All drafters run in one process, on the same prompts, after a discarded warm-up; they take turns question by question in
 changing order, so that a machine that slows down slows them all. Every drafter has its own conversation: the second
-turn's prompt contains its own first answer. Nothing here reads files.
+turn's prompt contains its own first answer. Several processes share the questions (`decode`), one judges (`judged`).
 """
 
 from __future__ import annotations
 
 import gc
 import random
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from draft_heads.data.benchmarks import Question
+from draft_heads.data.processes import ALONE, Processes
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.evaluation.lossless import Difference, Oracle, judge
+from draft_heads.inference.evaluation.lossless import Oracle, judge
+from draft_heads.inference.evaluation.parts import Group, Part, Parts, TurnRecord, merged_findings
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
@@ -55,23 +58,6 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
-class TurnRecord:
-    """One answered turn; `difference` is None before judging and when the answer equals the oracle's."""
-
-    benchmark: str
-    question: int  # index in its benchmark
-    question_id: int | str
-    category: str | None
-    turn: int
-    drafter: str
-    prompt: tuple[int, ...]
-    text: str
-    generation: Generation
-    correct: bool | None = None
-    difference: Difference | None = None
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """All decoded turns, in the order they ran.
 
@@ -89,50 +75,99 @@ class Evaluation:
     kinds: dict[str, str] = field(default_factory=dict)
 
 
+def groups_of(benchmarks: Sequence[Benchmark], group_size: int = 1) -> list[Group]:
+    """All groups of `group_size` questions, in the order in which they are asked."""
+    return [
+        Group(benchmark.name, start)
+        for benchmark in benchmarks
+        for start in range(0, len(benchmark.questions), group_size)
+    ]
+
+
+def decode(
+    engines: Mapping[str, AnyEngine],
+    oracle: Oracle,
+    benchmarks: Sequence[Benchmark],
+    render: Render,
+    parts: Parts,
+    progress: Progress = lambda stage, done, of: None,
+    group_size: int = 1,
+    processes: Processes = ALONE,
+) -> None:
+    """This process's share of the groups that `parts` lacks: every engine's turns, then the oracle's answers.
+
+    `engines` must contain `vanilla`, the baseline of gamma; `transformers` (`HFGenerate`) is an optional second one.
+    `group_size`: questions that one drafter answers before the next takes its turn; above 1 for batched engines.
+    """
+    if VANILLA not in engines:
+        raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with; got {list(engines)}; add it")
+    named = {benchmark.name: benchmark for benchmark in benchmarks}
+    groups = groups_of(benchmarks, group_size)[processes.rank :: processes.count]
+    missing = [group for group in groups if parts.get(group) is None]
+    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
+    if missing:
+        warm_up(engines.values(), oracle.settings, benchmarks, render)
+    run, total = uuid.uuid4().hex, len(missing) * len(engines)
+    # A scan of all existing objects takes a quarter of a second, charged to the drafter that triggers it.
+    gc.collect()
+    gc.freeze()
+    try:
+        for number, group in enumerate(missing):
+            benchmark, records = named[group.benchmark], list[TurnRecord]()
+            questions = range(len(benchmark.questions))[group.start : group.start + group_size]
+            for position, name in enumerate(drafter_order(tuple(engines), groups.index(group))):
+                progress(f"{group.benchmark}: {name}", number * len(engines) + position, total)
+                for answered in answer_questions(name, engines[name], oracle, benchmark, questions, render):
+                    records += answered
+            parts.put(group, Part(run, records, findings_of(drafters)))
+    finally:
+        gc.unfreeze()
+    progress("decoded", total, total)
+    for number, group in enumerate(groups):
+        progress("checking against generate", number, len(groups))
+        part = parts.get(group)
+        assert part is not None
+        if part.expected is None:
+            prompts = dict.fromkeys(record.prompt for record in part.records)
+            parts.put(group, replace(part, expected={prompt: oracle.answer(prompt) for prompt in prompts}))
+    progress("checking against generate", len(groups), len(groups))
+
+
+def judged(
+    engines: Mapping[str, AnyEngine],
+    oracle: Oracle,
+    benchmarks: Sequence[Benchmark],
+    parts: Parts,
+    group_size: int = 1,
+) -> Evaluation:
+    """All parts together, every turn judged against the oracle's answer; ValueError if a group is missing."""
+    found = []
+    for group in groups_of(benchmarks, group_size):
+        part = parts.get(group)
+        if part is None or part.expected is None:
+            raise ValueError(f"the questions of {group} are missing; a process ended early: run the same command again")
+        oracle.know(part.expected)
+        found.append(part)
+    records = [record for part in found for record in part.records]
+    turns = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
+    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
+    descriptions = {**described(drafters), "findings": merged_findings(found)}
+    return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **descriptions)
+
+
 def evaluate(
     engines: Mapping[str, AnyEngine],
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
     render: Render,
+    parts: Parts | None = None,
     progress: Progress = lambda stage, done, of: None,
-    on_answer: Callable[[list[TurnRecord]], None] = lambda records: None,
     group_size: int = 1,
 ) -> Evaluation:
-    """Decode every question with every engine, then judge every turn against the oracle.
-
-    `engines` must contain `vanilla`, the baseline of gamma; `transformers` (`HFGenerate`) is an optional second one.
-    `on_answer` receives each question's turns as soon as a drafter has answered it, before they are judged.
-    `group_size`: questions that one drafter answers before the next takes its turn; above 1 for batched engines.
-    """
-    if VANILLA not in engines:
-        raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with; got {list(engines)}; add it")
-    warm_up(engines.values(), oracle.settings, benchmarks, render)
-    records: list[TurnRecord] = []
-    done, total = 0, sum(len(benchmark.questions) for benchmark in benchmarks) * len(engines)
-    # A scan of all existing objects takes a quarter of a second, charged to the drafter that triggers it.
-    gc.collect()
-    gc.freeze()
-    try:
-        for benchmark in benchmarks:
-            for group, start in enumerate(range(0, len(benchmark.questions), group_size)):
-                questions = range(len(benchmark.questions))[start : start + group_size]
-                for name in drafter_order(tuple(engines), group):
-                    progress(f"{benchmark.name}: {name}", done, total)
-                    for answered in answer_questions(name, engines[name], oracle, benchmark, questions, render):
-                        records += answered
-                        on_answer(answered)
-                        done += 1
-    finally:
-        gc.unfreeze()
-    progress("decoded", total, total)
-    prompts = list(dict.fromkeys(record.prompt for record in records))
-    for done, prompt in enumerate(prompts):  # the oracle answers every prompt before the first difference is judged
-        progress("checking against generate", done, len(prompts))
-        oracle.answer(prompt)
-    progress("checking against generate", len(prompts), len(prompts))
-    judged = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
-    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
-    return Evaluation(benchmarks, tuple(engines), judged, oracle.measured_noise, **described(drafters))
+    """`decode` and `judged`, in one process."""
+    parts = Parts() if parts is None else parts
+    decode(engines, oracle, benchmarks, render, parts, progress, group_size)
+    return judged(engines, oracle, benchmarks, parts, group_size)
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:

@@ -12,16 +12,17 @@ Shapes: L length, V vocabulary.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
+from draft_heads.inference.evaluation.parts import Difference
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
@@ -42,7 +43,10 @@ class Oracle:
         self.settings = settings
         self._answers: dict[tuple[int, ...], list[int]] = {}
         self._noise: float | None = None
-        self._precise: Any = None
+
+    def know(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        """Take answers that the oracle gave earlier, or in another process."""
+        self._answers.update(answers)
 
     def answer(self, prompt: Sequence[int]) -> list[int]:
         """The new tokens of `generate` on `prompt`, EOS included, cut where the settings stop."""
@@ -80,16 +84,40 @@ class Oracle:
         """The noise if a difference required measuring it, else None."""
         return self._noise
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def gap(self, context: Sequence[int], token: int, other: int) -> float:
         """Distance of two next-token logits after `context`, in the next higher precision than the target's."""
-        if self._precise is None:
-            self._precise = copy.deepcopy(self.target.model).to(HIGHER_PRECISION[self.target.dtype])
         ids_1L = torch.tensor([list(context)], device=self.target.device)
-        logits_1V = self._precise(input_ids=ids_1L, use_cache=False).logits[:, -1]
+        with higher_precision(self.target.model, HIGHER_PRECISION[self.target.dtype]):
+            logits_1V = self.target.model(input_ids=ids_1L, use_cache=False).logits[:, -1]
         for process in sampling_processors(self.settings.sampling):
             logits_1V = process(ids_1L, logits_1V)
         return abs(float(logits_1V[0, token]) - float(logits_1V[0, other]))
+
+
+@contextmanager
+def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """The model computes in `dtype` in here. A module's weights are cast for its forward only, so that there is never a
+    second copy of more than one module."""
+    own: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def cast(module: nn.Module, args: Any) -> None:
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        own[module] = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
+        for tensor, values in own[module]:
+            tensor.data = values.to(dtype)
+
+    def restore(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor, values in own.pop(module):
+            tensor.data = values
+
+    hooks = [module.register_forward_pre_hook(cast) for module in model.modules()]
+    hooks += [module.register_forward_hook(restore, always_call=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.inference_mode()
@@ -109,21 +137,6 @@ def top_two_gap(logits: Tensor) -> Tensor:
     """[..., V] -> [...] float64: best minus second-best logit. (3, 1, 2.5) -> 0.5"""
     best = logits.double().topk(2, dim=-1).values
     return best[..., 0] - best[..., 1]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first position where an answer differs from the oracle's; a token is None where that answer has ended.
-
-    position counts new tokens from 0; gap and noise are None when the length or float64 already decides.
-    """
-
-    position: int
-    expected: int | None
-    received: int | None
-    near_tie: bool
-    gap: float | None = None
-    noise: float | None = None
 
 
 @dataclass

@@ -16,7 +16,8 @@ from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.answers import Answer, QuestionKey, some
-from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, TurnRecord, described
+from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, described
+from draft_heads.inference.evaluation.parts import TurnRecord
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from draft_heads.inference.evaluation.evaluate import drafter_order, evaluate
+from draft_heads.data.processes import Processes
+from draft_heads.inference.evaluation.evaluate import decode, drafter_order, evaluate, judged
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
+from draft_heads.inference.evaluation.parts import Part, PartFolder, Parts, merged_findings
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
 
@@ -55,14 +57,22 @@ def test_the_warm_up_is_short_and_leaves_no_record():
 
 def test_old_objects_are_not_walked_through_while_answers_are_timed():
     before, frozen = gc.get_freeze_count(), []
-    run({"vanilla": StubEngine()}, on_answer=lambda records: frozen.append(gc.get_freeze_count()))
+
+    class Watching(Parts):
+        def put(self, group, part):
+            super().put(group, part)
+            if part.expected is None:
+                frozen.append(gc.get_freeze_count())
+
+    run({"vanilla": StubEngine()}, parts=Watching())
     assert frozen and min(frozen) > before and gc.get_freeze_count() == 0
 
-    def stop(records):
-        raise KeyboardInterrupt
+    class Stopping(Parts):
+        def put(self, group, part):
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run({"vanilla": StubEngine()}, on_answer=stop)
+        run({"vanilla": StubEngine()}, parts=Stopping())
     assert gc.get_freeze_count() == 0
 
 
@@ -198,14 +208,58 @@ def test_every_turn_is_judged_against_the_oracle():
     assert {record.difference.position for record in broken} == {1}
 
 
-def test_answers_are_handed_over_question_by_question():
-    seen = []
-    run(
-        {"vanilla": StubEngine(), "fast": StubEngine(2)},
-        on_answer=lambda records: seen.append((records[0].drafter, len(records))),
-    )
-    turns = (2, 1, 1)
-    assert seen == [(name, turns[index]) for index in range(3) for name in drafter_order(["vanilla", "fast"], index)]
+def figures(evaluation):
+    """What must not depend on how an evaluation ran."""
+    rows = [(replace(r, generation=replace(r.generation, seconds={}))) for r in evaluation.records]
+    return sorted(rows, key=lambda r: (r.question, r.turn, r.drafter)), evaluation.findings, evaluation.drafters
+
+
+def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
+    engines = {"vanilla": StubEngine(), "fast": StubEngine(2)}
+    whole, settings = run(engines), {"limit": 3}
+    parts, put = PartFolder(tmp_path), PartFolder.put
+
+    def stop_at_the_second(self, group, part):
+        if group.start == 1:
+            raise KeyboardInterrupt
+        put(self, group, part)
+
+    parts.begin(settings, False)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PartFolder, "put", stop_at_the_second)
+        run(engines, parts=parts)
+    assert parts.kept(3) == f"1 of 3 groups of questions are kept in {tmp_path}/parts: the same command goes on there"
+    again, asked = PartFolder(tmp_path), [StubEngine(), StubEngine(2)]
+    again.begin(settings, False)
+    resumed = run(dict(zip(("vanilla", "fast"), asked)), parts=again)
+    assert figures(resumed) == figures(whole)
+    assert [text for text, most in asked[0].prompts if most == 64] == ["hi", "jk"]
+    with pytest.raises(ValueError, match=r"an unfinished run with other settings \(limit was 3, now 4\).*overwrite"):
+        PartFolder(tmp_path).begin({"limit": 4}, False)
+    PartFolder(tmp_path).begin({"limit": 4}, True)
+    assert not list((tmp_path / "parts").glob("bench*"))
+
+
+def test_processes_share_the_questions_and_one_judges(tmp_path):
+    engines = {"vanilla": StubEngine(), "fast": StubEngine(2)}
+    first, second = PartFolder(tmp_path), PartFolder(tmp_path)
+    first.begin({}, False)
+    oracle, asked = StubOracle(), [benchmark()]
+    decode(engines, oracle, asked, render, first, processes=Processes(0, 2))
+    with pytest.raises(ValueError, match="bench-00001 are missing; a process ended early"):
+        judged(engines, oracle, asked, first)
+    decode(engines, oracle, asked, render, second, processes=Processes(1, 2))
+    assert figures(judged(engines, oracle, asked, first)) == figures(run(engines))
+
+
+def test_findings_of_several_runs_are_added_and_ratios_averaged():
+    def part(run, at, steps, ratio):
+        return Part(
+            run, [], {"hybrid": {"steps": steps, "parts": {"ctc": {"needed": steps // 2}}, "ratio": ratio}}, time=at
+        )
+
+    merged = merged_findings([part("b", 3, 8, 2.0), part("a", 2, 10, 4.0), part("a", 1, 4, 9.0)])
+    assert merged == {"hybrid": {"steps": 18, "parts": {"ctc": {"needed": 9}}, "ratio": 3.0}}
 
 
 def test_histogram_leaves_the_prefill_out():

@@ -1,5 +1,6 @@
 """The oracle and its verdicts, on random-weight models whose ties are built by hand."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from draft_heads.inference.evaluation.lossless import (
     Oracle,
     first_difference,
     gap_noise,
+    higher_precision,
     judge,
     judge_all,
     top_two_gap,
@@ -172,16 +174,26 @@ def test_tokens_further_apart_than_the_noise_are_unexplained():
     assert difference.gap > difference.noise > 0
 
 
-def test_the_gap_is_measured_one_precision_higher():
-    # Logits 1e-9 apart: the same number in float32, told apart in float64.
+def test_the_gap_is_measured_one_precision_higher_without_a_second_model():
     target = make_target()
-    best = with_twin_of_the_best_token(target, 0.0)
-    oracle = Oracle(target, settings())
-    oracle.gap(PROMPT, best, 39)
-    with torch.inference_mode():
-        oracle._precise.lm_head.weight[39] *= 1 - 1e-9
-    assert 0 < oracle.gap(PROMPT, best, 39) < 1e-7
-    assert next(target.model.parameters()).dtype == torch.float32
+    before = {name: (p.data_ptr(), p.clone()) for name, p in target.model.named_parameters()}
+    logits = copy.deepcopy(target.model).double()(input_ids=torch.tensor([PROMPT])).logits[0, -1].detach()
+    assert Oracle(target, settings()).gap(PROMPT, 3, 39) == float((logits[3] - logits[39]).abs())
+    assert all(
+        (p.data_ptr(), p.dtype) == (before[name][0], torch.float32) for name, p in target.model.named_parameters()
+    )
+    assert all(torch.equal(p, before[name][1]) for name, p in target.model.named_parameters())
+
+
+def test_one_module_at_a_time_is_in_the_higher_precision():
+    model, cast = make_target().model, []
+    for module in model.modules():  # before those of `higher_precision`, which undo the cast
+        module.register_forward_hook(
+            lambda module, args, output: cast.append(sum(p.dtype == torch.float64 for p in model.parameters()))
+        )
+    with torch.no_grad(), higher_precision(model, torch.float64):
+        assert model(input_ids=torch.tensor([PROMPT])).logits.dtype == torch.float64
+    assert max(cast) == 1  # every module of this model has one parameter, if any
 
 
 def test_float64_allows_no_difference():

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from draft_heads.inference.evaluation import plots
-from draft_heads.inference.evaluation.answers import AnswerFiles, read_answers
+from draft_heads.inference.evaluation.answers import read_answers, write_answers
 from draft_heads.inference.evaluation.evaluate import evaluate
 from draft_heads.inference.evaluation.report import (
     build_report,
@@ -199,18 +199,9 @@ def test_a_finished_folder_is_not_overwritten_unasked(tmp_path):
     assert not (tmp_path / "new" / "report.json").exists()
 
 
-def write_answers(folder, evaluation, drafters):
-    files = AnswerFiles(folder, drafters)
-    asked = dict.fromkeys((record.drafter, record.benchmark, record.question) for record in evaluation.records)
-    for key in asked:
-        if key[0] in drafters:
-            files.add([r for r in evaluation.records if (r.drafter, r.benchmark, r.question) == key])
-    return files
-
-
 def test_answer_files_are_read_back_and_scored(tmp_path, evaluation):
-    files = write_answers(tmp_path, evaluation, ["vanilla", "fast"])
-    vanilla, fast = (read_answers(files.folder / f"{name}.jsonl") for name in ("vanilla", "fast"))
+    write_answers(tmp_path, evaluation.drafters, evaluation.records)
+    vanilla, fast = (read_answers(tmp_path / "answers" / f"{name}.jsonl") for name in ("vanilla", "fast"))
     assert list(fast) == [("bench", 1), ("bench", 2), ("bench", 3), ("other", 1)]
     score = score_answers(fast, vanilla)[None]
     assert (score.beta, score.equal_texts) == (20 / 13, 4)
@@ -218,8 +209,8 @@ def test_answer_files_are_read_back_and_scored(tmp_path, evaluation):
 
 
 def test_answer_rows_are_what_spec_bench_reads(tmp_path, evaluation):
-    files = write_answers(tmp_path, evaluation, ["fast"])
-    row = json.loads((files.folder / "fast.jsonl").read_text().splitlines()[0])
+    write_answers(tmp_path, evaluation.drafters, evaluation.records)
+    row = json.loads((tmp_path / "answers" / "fast.jsonl").read_text().splitlines()[0])
     choice = row["choices"][0]
     assert (row["question_id"], row["category"], row["model_id"]) == (1, "writing", "fast")
     assert choice["turns"] == ["dcba", "gfe"]
@@ -232,8 +223,8 @@ def test_answer_rows_are_what_spec_bench_reads(tmp_path, evaluation):
 
 
 def test_answers_of_an_earlier_run_do_not_stay(tmp_path):
-    AnswerFiles(tmp_path, ["old"])
-    AnswerFiles(tmp_path, ["new"])
+    write_answers(tmp_path, ["old"], [])
+    write_answers(tmp_path, ["new"], [])
     assert [path.name for path in (tmp_path / "answers").iterdir()] == ["new.jsonl"]
 
 

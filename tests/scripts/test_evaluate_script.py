@@ -1,6 +1,11 @@
 """`scripts/evaluate.py` and `scripts/lossless.py` from their command lines, on a random-weight target."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,3 +270,45 @@ def test_what_a_batch_cannot_have_is_refused(command, tmp_path, capsys):
     assert "one answer at a time" in capsys.readouterr().err
     assert evaluate.main([*command, "--output", str(tmp_path / "out"), "--batch_size", "0"]) == 2
     assert "--batch_size must be at least 1" in capsys.readouterr().err
+
+
+def rows_without_times(folder):
+    timed = {"wall_seconds", "gamma", "gamma_ci95", "tokens_per_second", "time_share", "over_transformers"}
+    report = json.loads((folder / "report.json").read_text())
+    return [{key: value for key, value in row.items() if key not in timed} for row in report["results"]]
+
+
+KILLED = """
+import os, signal, sys
+from draft_heads.inference.evaluation.parts import PartFolder
+from draft_heads.scripts import evaluate
+def put(self, group, part, own=PartFolder.put):
+    own(self, group, part)
+    os.kill(os.getpid(), signal.SIGKILL)
+PartFolder.put = put
+evaluate.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_report_of_one_also_after_a_kill(command, tmp_path):
+    assert evaluate.main([*command, "--output", str(tmp_path / "one")]) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    arguments = [*command, "--output", str(tmp_path / "two")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    killed = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / "two" / "parts").glob("*-*.json")] == ["mt_bench-00000.json"]
+    script = str(Path(evaluate.__file__).resolve())
+    done = subprocess.run([*launch, script, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert rows_without_times(tmp_path / "two") == rows_without_times(tmp_path / "one")
+    assert not (tmp_path / "two" / "parts").exists()
+    one, two = (
+        [
+            json.loads(line)["answer_id"]
+            for line in (tmp_path / name / "answers" / "plain.jsonl").read_text().splitlines()
+        ]
+        for name in ("one", "two")
+    )
+    assert one == two

@@ -1,0 +1,189 @@
+"""What an evaluation has decoded so far, question by question; in a folder, an interrupted run can go on there.
+
+    OUT/parts/run.json                 what the run measures; another one is refused
+    OUT/parts/BENCHMARK-00012.json     the turns of the group of questions that starts with question 12
+
+Several processes may decode the groups of one run, each its share.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from draft_heads.data.files import write_text
+from draft_heads.inference.generation import Generation
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first position where an answer differs from the oracle's; a token is None where that answer has ended.
+
+    position counts new tokens from 0; gap and noise are None when the length or float64 already decides.
+    """
+
+    position: int
+    expected: int | None
+    received: int | None
+    near_tie: bool
+    gap: float | None = None
+    noise: float | None = None
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One answered turn; `difference` is None before judging and when the answer equals the oracle's."""
+
+    benchmark: str
+    question: int  # index in its benchmark
+    question_id: int | str
+    category: str | None
+    turn: int
+    drafter: str
+    prompt: Prompt
+    text: str
+    generation: Generation
+    correct: bool | None = None
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Questions of a benchmark that every drafter answers before the next group: `start`, `start + 1`, …"""
+
+    benchmark: str
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.benchmark}-{self.start:05d}"
+
+
+@dataclass
+class Part:
+    """What is known of one group.
+
+    run        which run of the program decoded it, and when that was
+    records    its turns, of all drafters
+    findings   the drafters' own statistics of that run when the group was decoded
+    expected   the oracle's answer to every prompt of `records`, when it has given them
+    """
+
+    run: str
+    records: list[TurnRecord]
+    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    expected: dict[Prompt, list[int]] | None = None
+    time: float = field(default_factory=time.time)
+
+
+class Parts:
+    """The parts of a run, in memory."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Group, Part] = {}
+
+    def get(self, group: Group) -> Part | None:
+        """The part of a group, if it has been decoded."""
+        return self._kept.get(group)
+
+    def put(self, group: Group, part: Part) -> None:
+        """Keep a group's part."""
+        self._kept[group] = part
+
+
+class PartFolder(Parts):
+    """The same in a folder, each part in a file that appears whole or not at all."""
+
+    def __init__(self, output: Path) -> None:
+        super().__init__()
+        self.folder = output / "parts"
+
+    def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
+        """Start, or go on with a run of the same settings; ValueError naming what differs for another run's parts."""
+        known = self.folder / "run.json"
+        wanted = json.loads(json.dumps(settings))
+        if overwrite:
+            self.clear()
+        elif known.is_file():
+            before = json.loads(known.read_text(encoding="utf-8"))
+            changed = sorted(key for key in wanted.keys() | before.keys() if wanted.get(key) != before.get(key))
+            if changed:
+                differences = "; ".join(f"{key} was {before.get(key)!r}, now {wanted.get(key)!r}" for key in changed)
+                raise ValueError(
+                    f"--output {self.folder.parent} holds an unfinished run with other settings ({differences}); "
+                    "repeat those, choose another folder or add --overwrite"
+                )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(known, json.dumps(wanted, indent=2))
+
+    def clear(self) -> None:
+        """Remove all parts."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def get(self, group: Group) -> Part | None:
+        """The part of a group; ValueError for a file that was damaged."""
+        path = self._file(group)
+        if super().get(group) is None and path.is_file():
+            try:
+                super().put(group, _from_json(path.read_text(encoding="utf-8")))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} is damaged ({error}); delete it, and the same command makes it again"
+                ) from None
+        return super().get(group)
+
+    def put(self, group: Group, part: Part) -> None:
+        """Keep a part and write its file."""
+        super().put(group, part)
+        write_text(self._file(group), _to_json(part))
+
+    def _file(self, group: Group) -> Path:
+        return self.folder / f"{quote(str(group), safe=' ')}.json"
+
+    def kept(self, groups: int) -> str:
+        """What an interrupted run leaves, and how to go on with it."""
+        done = len(list(self.folder.glob("*-*.json")))
+        return f"{done} of {groups} groups of questions are kept in {self.folder}: the same command goes on there"
+
+
+def _to_json(part: Part) -> str:
+    expected = None if part.expected is None else [[list(prompt), tokens] for prompt, tokens in part.expected.items()]
+    return json.dumps({**asdict(part), "expected": expected}, ensure_ascii=False)
+
+
+def _from_json(text: str) -> Part:
+    values = json.loads(text)
+    records = [
+        TurnRecord(**{**turn, "prompt": tuple(turn["prompt"]), "generation": Generation(**turn["generation"])})
+        for turn in values["records"]
+    ]
+    expected = values["expected"]
+    if expected is not None:
+        expected = {tuple(prompt): tokens for prompt, tokens in expected}
+    return Part(values["run"], records, values["findings"], expected, values["time"])
+
+
+def merged_findings(parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
+    """The drafters' statistics over all runs of the program: counts added, ratios averaged."""
+    last: dict[str, Part] = {}
+    for part in sorted(parts, key=lambda part: part.time):
+        last[part.run] = part
+    return _merged([part.findings for part in last.values()])
+
+
+def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for one in found for key in one):
+        values = [one[key] for one in found if key in one]
+        if isinstance(values[0], dict):
+            merged[key] = _merged(values)
+        else:
+            merged[key] = sum(values) if isinstance(values[0], int) else sum(values) / len(values)
+    return merged
