@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TARGET := data/tiny_target
 
-.PHONY: help install quickstart test test-slow lint lossless clean
+.PHONY: help install quickstart test test-slow lint lossless survival clean
 
 help:
 	@echo "make quickstart   distil, train a CTC head, decode, report: the whole job on the embedded target"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow    compiled programs, the small losslessness matrix, launched trainings"
 	@echo "make lint         ruff and mypy"
 	@echo "make lossless     the full losslessness matrix (hours on two cores)"
+	@echo "make survival     kill and resume training and distillation (ten minutes)"
 	@echo "make clean        remove runs/, build/ and caches; .venv stays"
 
 install: $(READY)
@@ -46,6 +47,10 @@ lint: $(READY)
 # TARGETS adds folders of real targets to the matrix: make lossless TARGETS="path/to/model"
 lossless: $(READY)
 	$(BIN)/python scripts/checks/lossless_matrix.py --prompts 200 --targets $(TARGET) $(TARGETS) --output runs/lossless
+
+# Kills training at 100 points and distillation at 50, resumes each time, compares with undisturbed runs.
+survival: $(READY)
+	$(BIN)/python scripts/checks/survival.py
 
 clean:
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache

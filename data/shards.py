@@ -156,8 +156,9 @@ class ShardFolder:
         """Take the shards that any process has finished into the manifest."""
         entries = sorted(self.folder.glob("shard-*.json"))
         if entries:
-            self.manifest["shards"] += [json.loads(path.read_text(encoding="utf-8")) for path in entries]
-            self.manifest["shards"].sort(key=lambda shard: shard["first_row"])
+            found = [json.loads(path.read_text(encoding="utf-8")) for path in entries]
+            shards = {shard["first_row"]: shard for shard in [*self.manifest["shards"], *found]}
+            self.manifest["shards"] = [shards[first] for first in sorted(shards)]
             self._save()
             for path in entries:
                 path.unlink()

@@ -39,17 +39,17 @@ def head_classes(kind: str) -> tuple[type[DraftHead], type[HeadConfig]]:
 
 
 def save_head(head: DraftHead, folder: str | Path, provenance: dict[str, Any] | None = None, card: str = "") -> None:
-    """Write the checkpoint; each file appears complete or not at all (written beside, then renamed)."""
+    """Write the checkpoint; each file appears complete or not at all, `config.json` last: with it, all are there."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     partial = folder / f".{WEIGHTS}.partial"
     save_file(state, partial, metadata={"format": "pt"})
     partial.replace(folder / WEIGHTS)
-    write_text(folder / CONFIG, head.config.to_json_string())
     write_text(folder / PROVENANCE, json.dumps(provenance or {}, indent=2, sort_keys=True) + "\n")
     if card:
         write_text(folder / CARD, card)
+    write_text(folder / CONFIG, head.config.to_json_string())
 
 
 def locate(source: str | Path) -> Path:

@@ -88,9 +88,10 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
                 print(f"stopped by SIGTERM after step {trainer.state.global_step}; {left()}", flush=True)
             return
         trainer.final_metrics = trainer.evaluate()
+        if args.process_index == 0:
+            save_loss_plot(trainer.state.log_history, folder / "loss.png")
         exported = export(trainer, run, settings, data)
     if args.process_index == 0:
-        save_loss_plot(trainer.state.log_history, folder / "loss.png")
         print(f"{measured(trainer.final_metrics)}\nhead: {exported}\n{folder / 'loss.png'}", flush=True)
 
 

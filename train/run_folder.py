@@ -16,6 +16,7 @@ from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
 
 SETTINGS = "run.json"
+_OWN = {"runs", f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
 # May differ between a run and its resumption: they change where and how often, not what is learned.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
 
@@ -44,9 +45,7 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
                 f"--output_dir {folder} was begun with other settings ({differences}); repeat those, pick "
                 "another folder or add --overwrite to delete it"
             )
-    elif (
-        not begun and folder.exists() and (not folder.is_dir() or any(path.name != "runs" for path in folder.iterdir()))
-    ):
+    elif not begun and folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _OWN):
         raise ValueError(
             f"--output_dir {folder} is not empty and holds no run of this program; pick another folder or add "
             "--overwrite to delete it"

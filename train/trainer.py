@@ -234,6 +234,13 @@ class DraftHeadTrainer(Trainer):
         self._logged_at = now
         return found
 
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        """Nothing, where a run resumes behind its last step; transformers would train for another one."""
+        if self.state.global_step >= self.state.max_steps or self.clock.progress >= 1:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **options)
+
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
             self._check_losses()

@@ -328,6 +328,17 @@ def test_vicuna_style_target_trains_on_its_answers_alone(tmp_path, source):
     assert all(run.endswith("</s>") for run in runs)
 
 
+def test_a_run_killed_while_it_collects_lists_no_shard_twice(target, source, tmp_path):
+    out = tmp_path / "out"
+    whole = run_distill(target, source, str(tmp_path / "whole"))
+    run_distill(target, source, str(out))
+    manifest = json.loads((out / "manifest.json").read_text())
+    for shard in manifest["shards"][1:]:  # their entries were to be removed next
+        (out / shard["file"]).with_suffix(".json").write_text(json.dumps(shard))
+    (out / "manifest.json").write_text(json.dumps(manifest | {"complete": False, "counts": {}}))
+    assert run_distill(target, source, str(out)) == whole
+
+
 SHARED = """
 import os, signal, sys
 from draft_heads.data.shards import ShardFolder

@@ -248,6 +248,18 @@ def test_a_target_is_split_among_several_processes_only(dataset, tmp_path):
     assert status != 0 and "got both; drop one" in told
 
 
+def test_a_run_killed_behind_its_last_step_exports_the_same_head(dataset, uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "head")
+    settings = json.loads((tmp_path / "run" / "run.json").read_text()) | {"output_dir": str(tmp_path / "run")}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(settings))
+    status, told = run(dataset, tmp_path / "run")
+    assert status == 0 and "resuming" in told, told
+    whole, resumed = (load_file(folder / "head" / "model.safetensors") for folder in (uninterrupted, tmp_path / "run"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["steps"] == 6
+
+
 def test_a_spread_target_trains_the_same_head(dataset, uninterrupted, tmp_path):
     status, told = run(dataset, tmp_path / "run", "--target_device", "auto")
     assert status == 0, told

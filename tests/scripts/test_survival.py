@@ -1,0 +1,18 @@
+"""Killed training and distillation resume to what they would have been; `make survival` has many more kills."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_killed_runs_end_as_undisturbed_ones():
+    command = [sys.executable, "scripts/checks/survival.py", "--training", "6", "--distillation", "8"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"wrong": 0' in done.stdout
