@@ -11,8 +11,10 @@ processes may write shards of one folder; the first of them begins and finishes 
 from __future__ import annotations
 
 import fcntl
+import functools
 import itertools
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,8 +24,11 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
+import xxhash
 
 from draft_heads.data.files import write_text
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -88,9 +93,13 @@ class ShardFolder:
                 f"--output {output} holds another distillation: {'; '.join(different)}; pass --overwrite to "
                 "replace it, or another --output"
             )
+        damaged = {shard["file"]: wrong for shard in opened.manifest["shards"] if (wrong := _damage(folder, shard))}
+        if damaged:
+            logger.warning("made again: %s", "; ".join(f"{file} {wrong}" for file, wrong in damaged.items()))
+            shards = [shard for shard in opened.manifest["shards"] if shard["file"] not in damaged]
+            opened.manifest |= {"shards": shards, "complete": False}
         if opened.manifest["complete"]:
             raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
-        _check_shards(folder, opened.manifest)
         return opened
 
     def _lock_folder(self) -> None:
@@ -149,7 +158,9 @@ class ShardFolder:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        entry = {"file": name, "rows": written, "bytes": path.stat().st_size, **entry, "counts": counts}
+        status = path.stat()
+        file_of = {"file": name, "rows": written, "bytes": status.st_size, "xxh3": _checksum(path, status.st_mtime_ns)}
+        entry = {**file_of, **entry, "counts": counts}
         write_text(path.with_suffix(".json"), json.dumps(entry, ensure_ascii=False))
 
     def collect(self) -> None:
@@ -192,7 +203,7 @@ class ShardFolder:
 
 
 def load_distilled(path: str) -> DistilledDataset:
-    """Open a finished output of `distill`; ValueError when it is missing, unfinished or truncated."""
+    """Open a finished output of `distill`; ValueError when it is missing, unfinished or damaged."""
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{path} has no {MANIFEST}; pass the --output folder of scripts/distill.py")
@@ -202,7 +213,11 @@ def load_distilled(path: str) -> DistilledDataset:
         raise ValueError(
             f"{path} is not complete ({done} shards written); run the same scripts/distill.py command again"
         )
-    _check_shards(folder, manifest)
+    for shard in manifest["shards"]:
+        if wrong := _damage(folder, shard):
+            raise ValueError(
+                f"{folder / shard['file']} {wrong}; the same scripts/distill.py command makes this shard again"
+            )
     files = [str(folder / shard["file"]) for shard in manifest["shards"] if shard["rows"]]
     if not files:
         raise ValueError(f"{path} holds no rows: all {manifest['counts'].get('skipped', 0)} were skipped")
@@ -211,13 +226,27 @@ def load_distilled(path: str) -> DistilledDataset:
     )
 
 
-def _check_shards(folder: Path, manifest: dict[str, Any]) -> None:
-    for shard in manifest["shards"]:
-        path = folder / shard["file"]
-        size = path.stat().st_size if path.is_file() else None
-        if size != shard["bytes"]:
-            found = "is missing" if size is None else f"has {size} bytes instead of {shard['bytes']}"
-            raise ValueError(f"{path} {found}; make the folder again with scripts/distill.py --overwrite")
+def _damage(folder: Path, shard: dict[str, Any]) -> str | None:
+    """What is wrong with the file of a shard, None for nothing; older manifests have no checksum to compare."""
+    path = folder / shard["file"]
+    if not path.is_file():
+        return "is missing"
+    status = path.stat()
+    if status.st_size != shard["bytes"]:
+        return f"has {status.st_size} bytes instead of {shard['bytes']}"
+    if "xxh3" in shard and _checksum(path, status.st_mtime_ns) != shard["xxh3"]:
+        return "has other content than was written (its checksum differs)"
+    return None
+
+
+@functools.cache
+def _checksum(path: Path, changed: int) -> str:
+    """xxh3 of a file (16 hex digits); `changed` is its time stamp, so that a file is read once."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

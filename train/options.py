@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,8 @@ class TrainingOptions:
         accelerator: dict[str, Any] = {}
         if self.tokens_per_batch:
             accelerator["even_batches"] = False  # their numbers of rows differ
+        if self.deepspeed:
+            check_build_locks()
         self.remove_unused_columns = False
         self.label_names = []  # type: ignore[var-annotated]
         on_cpu = not torch.accelerator.is_available()
@@ -126,6 +129,17 @@ class TrainingOptions:
         super().__post_init__()  # type: ignore[misc]
         if self.n_gpu > 1:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
+
+
+def check_build_locks(older_than: float = 900.0) -> None:
+    """ValueError for the lock of a build of DeepSpeed's operators that was killed: later runs would wait for it."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    for lock in folder.glob("**/lock"):
+        if (age := time.time() - lock.stat().st_mtime) > older_than:
+            raise ValueError(
+                f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's operators was killed, and runs would "
+                "wait for it forever; delete the file, unless a build is going on"
+            )
 
 
 def recipe_defaults(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 from draft_heads.data.config_file import on_interrupt
 
 import torch
+from safetensors import SafetensorError
 from transformers import set_seed
 
 from draft_heads.data.collate import label_counts
@@ -73,7 +75,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         trainer.close_progress()
         return kept(folder)
 
-    with on_interrupt(left), out_of_memory(left):
+    with on_interrupt(left), explained(left, folder):
         trainer.start_head()
         if args.process_index == 0:
             print(trainer.plan(), flush=True)
@@ -111,17 +113,24 @@ def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
 
 
 @contextmanager
-def out_of_memory(left: Callable[[], str]) -> Iterator[None]:
-    """A ValueError that names the options which lower the memory, instead of torch's own error."""
+def explained(left: Callable[[], str], folder: Path) -> Iterator[None]:
+    """ValueErrors with a remedy instead of torch's own errors when memory or the disk is full."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; on a CPU the error is plain
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except (RuntimeError, OSError, SafetensorError) as error:  # torch.OutOfMemoryError is one; on a CPU it is plain
+        told = str(error)
+        if any(sign in told for sign in ("inline_container", "No space left", "PytorchStreamWriter")):
+            free = shutil.disk_usage(folder).free / 2**20
+            raise ValueError(
+                f"a checkpoint could not be written to {folder}, whose disk has {free:,.0f} MiB left; free some, or "
+                f"lower --save_total_limit; {left()}"
+            ) from error
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in told:
             raise
         raise ValueError(
             "training ran out of memory; lower --per_device_train_batch_size or --tokens_per_batch (raise "
             "--gradient_accumulation_steps by as much), --anchors or --max_length, set --draft_vocab_size, or shard "
-            f"with --deepspeed; {left()}"
+            f"with --deepspeed and --shard_target; {left()}"
         ) from error
 
 

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -207,6 +208,10 @@ class Target:
                         raise
                     logger.info("%s has no scaled-dot-product attention; it runs with eager attention", path)
                     model = load(attn_implementation="eager")
+        except SafetensorError as error:
+            raise ValueError(
+                f"--target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
+            ) from None
         except ValueError as error:
             raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
         if adapter:

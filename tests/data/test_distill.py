@@ -248,9 +248,13 @@ def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tm
     out = tmp_path / "out"
     run_distill(target, source, str(out))
     shard = out / "shard-00001.arrow"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"shard-00001.arrow has \d+ bytes instead of \d+; .*--overwrite"):
-        load_distilled(str(out))
+    whole = shard.read_bytes()
+    for damaged, wrong in ((whole[:-100], r"has \d+ bytes instead of \d+"), (b"X" * len(whole), "checksum differs")):
+        shard.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"shard-00001.arrow .*{wrong}.*; the same scripts/distill.py command"):
+            load_distilled(str(out))
+        run_distill(target, source, str(out))
+        assert shard.read_bytes() == whole and json.loads((out / "manifest.json").read_text())["complete"]
     manifest = json.loads((out / "manifest.json").read_text())
     (out / "manifest.json").write_text(json.dumps(manifest | {"complete": False}))
     with pytest.raises(ValueError, match="is not complete"):

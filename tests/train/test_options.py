@@ -1,6 +1,7 @@
 """Options: recipes by target size, unknown names, and settings refused where they are declared."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from transformers import AutoConfig
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.command import answer_help
-from draft_heads.train.options import RECIPES, SIZE_CLASSES, recipe_for
+from draft_heads.train.options import RECIPES, SIZE_CLASSES, check_build_locks, recipe_for
 from draft_heads.train.training_arguments import parse_options
 
 TARGET = "tests/tiny_target"
@@ -174,3 +175,15 @@ def test_help_all_lists_every_flag_of_transformers(capsys):
         answer_help("ctc", ["--help_all"])
     told = capsys.readouterr().out
     assert told.index("--frames") < told.index("--adam_beta1")
+
+
+def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch):
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    check_build_locks()
+    lock.touch()
+    check_build_locks()
+    os.utime(lock, (0, 0))
+    with pytest.raises(ValueError, match=r"shm_comm/lock is \d+ minutes old: .*delete the file, unless a build"):
+        check_build_locks()

@@ -30,7 +30,7 @@ from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
-from draft_heads.train.run import out_of_memory
+from draft_heads.train.run import explained
 from draft_heads.train.run_folder import check_folder
 from draft_heads.train.training_data import load_data
 
@@ -374,10 +374,16 @@ def test_patience_ends_training_and_exports_the_best_checkpoint(dataset, tmp_pat
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: 8 bytes")])
-def test_running_out_of_memory_names_the_options_that_lower_it(error):
+def test_running_out_of_memory_names_the_options_that_lower_it(error, tmp_path):
     rule = r"--per_device_train_batch_size.*--anchors.*; nothing is left"
-    with pytest.raises(ValueError, match=rule), out_of_memory(lambda: "nothing is left"):
+    with pytest.raises(ValueError, match=rule), explained(lambda: "nothing is left", tmp_path):
         raise error
+
+
+def test_a_full_disk_is_named_with_what_is_kept(tmp_path):
+    rule = r"could not be written to .*, whose disk has [\d,]+ MiB left; .*; nothing is left"
+    with pytest.raises(ValueError, match=rule), explained(lambda: "nothing is left", tmp_path):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 494912 vs 494800")
 
 
 def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
