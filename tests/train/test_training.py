@@ -105,6 +105,23 @@ def launch(port, *arguments, **options):
     return done.returncode, done.stdout + done.stderr
 
 
+def launch_two_nodes(port, hostfile, *arguments, **options):
+    """As `launch`, by two launchers that pose as two nodes: (status, all that was printed) of each."""
+    hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
+    deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hostfile), "--no_ssh"]
+    deepspeed += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    nodes = [
+        subprocess.Popen(
+            [*deepspeed, "--node_rank", str(rank), *command(*arguments, **options)],
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    told = [node.communicate()[0] for node in nodes]
+    return [(node.returncode, text) for node, text in zip(nodes, told)]
+
+
 def losses(output):
     newest = max(Path(output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
@@ -239,6 +256,23 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, 
         assert status == 0 and "resuming" in told, told
         resumed = load_file(tmp_path / "two" / "head" / "model.safetensors")
         assert all(torch.equal(two[name], resumed[name]) for name in two)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_and_resume_as_one_process(dataset, uninterrupted, tmp_path):
+    extra = ("--deepspeed", "configs/deepspeed/zero1.json", "--head_optimizer", "adamw")
+    status, told = run(dataset, tmp_path / "one", "--head_optimizer", "adamw")
+    assert status == 0, told
+    nodes = tmp_path / "nodes"
+    for again in (False, True):
+        if again:
+            shutil.rmtree(nodes / "head")
+            shutil.rmtree(nodes / "checkpoint-6")
+        for status, told in launch_two_nodes(29520, tmp_path / "hostfile", dataset, nodes, *extra, batch=2):
+            assert status == 0, told
+        assert losses(nodes) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    whole, resumed = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "nodes"))
+    assert all(torch.allclose(whole[name], resumed[name], atol=3e-4) for name in whole)
 
 
 def test_a_target_is_split_among_several_processes_only(dataset, tmp_path):
