@@ -130,7 +130,12 @@ class ResidualLayer(nn.Module):
 
 
 def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Scaled dot-product attention with fewer key/value heads than query heads; `mask` broadcasts to [B, N, Q, C]."""
+    """Scaled dot-product attention with fewer key/value heads than query heads; `mask` broadcasts to [B, N, Q, C].
+
+    With a mask, CUDA has grouped heads in its math kernel only, which writes all scores: there the keys are repeated.
+    """
+    if mask is not None and queries.is_cuda:
+        keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (keys, values))
     return F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1]
     )

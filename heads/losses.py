@@ -117,15 +117,13 @@ class _FusedCTC(torch.autograd.Function):
         grad_frames = torch.zeros_like(frames_NTH) if need_grad else None
         grad_weight = torch.zeros_like(blank_weight_H, dtype=torch.float32)
         grad_bias = torch.zeros_like(blank_bias, dtype=torch.float32)
-        weight = lm_head_VH.to(frames_NTH.dtype)
-
         for start in range(0, count, chunk):
             rows = slice(start, min(start + chunk, count))
-            x = frames_NTH[rows].reshape(-1, hidden)  # [n·T, H]
+            x = frames_NTH[rows].reshape(-1, hidden).to(lm_head_VH.dtype)  # [n·T, H]
             labels = labels_NU[rows]
             index = labels[:, None, :].expand(-1, frames, -1).reshape(-1, size)  # [n·T, U]
-            logits = F.linear(x, weight, lm_bias_V).float()  # [n·T, V], overwritten below
-            blank = (x @ blank_weight_H).float() + blank_bias.float()  # [n·T]
+            logits = F.linear(x, lm_head_VH, lm_bias_V).float()  # [n·T, V], overwritten below
+            blank = (x @ blank_weight_H.to(x.dtype)).float() + blank_bias.float()  # [n·T]
             label_logits = logits.gather(1, index)
             peak = torch.maximum(logits.amax(-1), blank)
             exped = logits.sub_(peak[:, None]).exp_()
@@ -150,8 +148,8 @@ class _FusedCTC(torch.autograd.Function):
             grad_logits = exped.mul_((mass * (peak - normaliser).exp())[:, None])
             grad_logits.scatter_add_(1, index, occupancy[:, 1::2])
             grad_blank = mass * (blank - normaliser).exp() + occupancy[:, 0::2].sum(-1)
-            grad_x = grad_logits.to(weight.dtype) @ weight
-            grad_x += grad_blank[:, None].to(grad_x.dtype) * blank_weight_H
+            grad_x = grad_logits.to(x.dtype) @ lm_head_VH
+            grad_x += (grad_blank[:, None] * blank_weight_H).to(x.dtype)
             grad_frames[rows] = grad_x.view(-1, frames, hidden)
             grad_weight += grad_blank @ x.float()
             grad_bias += grad_blank.sum()
@@ -177,7 +175,7 @@ def ctc_loss_fused(
     lengths: Tensor,
     closed: Tensor,
     lm_bias: Tensor | None = None,
-    chunk_bytes: int = 32 * 2**20,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of the CTC losses [] and which windows are infeasible [N] bool (zero loss, zero gradient).
 
@@ -185,18 +183,23 @@ def ctc_loss_fused(
     blank_weight  [H], blank_bias [1]: the learned extra row that gives the blank logit
     lm_head       [V, H] frozen; lm_bias [V] or None
     labels        [N, U] int64; lengths [N] int64 (0…U); closed [N] bool (see the module's head)
-    chunk_bytes   bound on the one logits buffer, float32
+    chunk_bytes   bound on the one logits buffer, float32; None: `logits_bytes`
     """
     count, per_window, _ = frames.shape
-    chunk = max(1, min(count, chunk_bytes // (4 * per_window * lm_head.shape[0])))
+    chunk = max(1, min(count, (chunk_bytes or logits_bytes(frames)) // (4 * per_window * lm_head.shape[0])))
     need_grad = torch.is_grad_enabled() and (frames.requires_grad or blank_weight.requires_grad)
     return _FusedCTC.apply(
         frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed, chunk, need_grad
     )
 
 
+def logits_bytes(states: Tensor) -> int:
+    """Bytes of logits that may exist at once: on a GPU enough to keep it busy, on a CPU what its caches like."""
+    return 2**30 if states.is_cuda else 32 * 2**20
+
+
 def linear_cross_entropy(
-    states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, chunk_bytes: int = 32 * 2**20
+    states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, chunk_bytes: int | None = None
 ) -> Tensor:
     """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
 
@@ -212,7 +215,7 @@ def linear_cross_entropy(
     def of_chunk(some: Tensor, their: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(some, weight, bias).float(), their, reduction="sum")
 
-    return _in_chunks(of_chunk, states, labels, chunk_bytes // (4 * weight.shape[0]))
+    return _in_chunks(of_chunk, states, labels, (chunk_bytes or logits_bytes(states)) // (4 * weight.shape[0]))
 
 
 def soft_cross_entropy(
@@ -221,7 +224,7 @@ def soft_cross_entropy(
     hidden: Tensor,
     target: TargetView,
     bias: Tensor | None = None,
-    chunk_bytes: int = 32 * 2**20,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(hidden)) of the target, q from states and weight.
 
@@ -233,7 +236,8 @@ def soft_cross_entropy(
             wanted = target.logits(their_hidden).float().softmax(-1)
         return F.cross_entropy(F.linear(some, weight, bias).float(), wanted, reduction="sum")
 
-    return _in_chunks(of_chunk, states, hidden.to(target.lm_head_weight.dtype), chunk_bytes // (4 * weight.shape[0]))
+    rows = (chunk_bytes or logits_bytes(states)) // (4 * weight.shape[0])
+    return _in_chunks(of_chunk, states, hidden.to(target.lm_head_weight.dtype), rows)
 
 
 def _in_chunks(of_chunk: Callable[[Tensor, Tensor], Tensor], rows: Tensor, other: Tensor, size: int) -> Tensor:

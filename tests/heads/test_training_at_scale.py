@@ -1,0 +1,150 @@
+"""A training step of every head at the shape of Llama-3.1-8B, on the meta device: it fits, and needs no host value.
+
+Nothing is computed; shapes are. A mask that selects rows keeps all of them here, so memory is an upper bound.
+"""
+
+import weakref
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import yaml
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from draft_heads.data.options import option_names
+from draft_heads.heads import chimera, ctc, hydra, losses
+from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.config import target_sizes
+from draft_heads.heads.medusa import MedusaHead
+from draft_heads.heads.windows import Windows
+from draft_heads.train.options import RECIPES
+
+LENGTH, VOCABULARY, GIB = 4096, 128256, 2**30
+LLAMA_8B = SimpleNamespace(
+    hidden_size=4096, vocab_size=VOCABULARY, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
+)
+
+
+class NoHostValues(TorchFunctionMode):
+    """Refuses what would read a tensor on the host; a boolean index selects everything."""
+
+    refused: ClassVar = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "nonzero"}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        assert name not in self.refused, f"{name} reads a value on the host"
+        if name == "__getitem__":
+            x, index = args
+            first, *rest = index if isinstance(index, tuple) else (index,)
+            if isinstance(first, torch.Tensor) and first.dtype == torch.bool:
+                x = x.flatten(0, first.dim() - 1) if first.dim() > 1 else x.clone()
+                return x[(slice(None), *rest)] if rest else x
+        return function(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors made inside that are still alive, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak, self.known = 0, 0, weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.device.type == "meta", f"{function} made a tensor on {tensor.device}"
+                storage = tensor.untyped_storage()
+                if storage not in self.known:
+                    self.known.add(storage)
+                    self.alive += storage.nbytes()
+                    self.peak = max(self.peak, self.alive)
+                    weakref.finalize(storage, self.release, storage.nbytes())
+        return result
+
+    def release(self, size):
+        self.alive -= size
+
+
+def attention_that_writes_no_scores(visible, anchors, per_anchor, left, right=None):
+    """The shapes of FlexAttention on a GPU."""
+
+    def attend(queries, keys, values):
+        halves = zip(left, (keys, values) if right is None else right)
+        keys, values = (torch.cat(both, dim=2) for both in halves)
+        return queries + keys.sum() + values.sum()
+
+    return attend
+
+
+def causal_attention_that_writes_no_scores(segment_ids):
+    return lambda queries, keys, values: queries + keys.sum() + values.sum()
+
+
+def step(kind, monkeypatch, **changes):
+    """(head, peak bytes of forward and backward above weights and inputs) with the recipe of 8B targets."""
+    head_type, config_type = head_classes(kind)
+    recipe = yaml.safe_load((RECIPES / kind / "8b.yaml").read_text()) | changes
+    settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
+    for module in (ctc, chimera):
+        monkeypatch.setattr(module, "anchor_attention", attention_that_writes_no_scores)
+    monkeypatch.setattr(hydra, "causal_attention", causal_attention_that_writes_no_scores)
+    monkeypatch.setattr(losses, "logits_bytes", lambda states: 2**30)  # as on a GPU
+    with torch.device("meta"):
+        head = head_type(config_type(**target_sizes(LLAMA_8B), **settings)).bfloat16().train()
+        classes, count, offsets = head.config.classes, recipe["anchors"], head.config.offsets
+        embedding = torch.nn.Embedding(VOCABULARY, 4096, dtype=torch.bfloat16).requires_grad_(False)
+        view = TargetView(embedding, torch.empty(classes, 4096, dtype=torch.bfloat16))
+        ids = torch.zeros(1, LENGTH, dtype=torch.long)
+        rows = Rows.of(torch.empty(1, LENGTH, 4096, dtype=torch.bfloat16), ids)
+        several = torch.zeros(1, count, dtype=torch.long)
+        valid = torch.ones(1, count, dtype=torch.bool)
+        windows = Windows(several, valid, torch.zeros(1, count, offsets, dtype=torch.long), several, valid)
+    used = LiveBytes()
+    with NoHostValues(), used:
+        loss = head.window_loss(rows, windows, view)
+        loss.total.backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in head.parameters())
+    return head, used.peak
+
+
+# GiB that a step may need above weights, inputs and the head's own gradients
+BUDGETS = {
+    "recipe": {"ctc": 1.6, "chimera": 3.5, "medusa": 1.4, "hydra": 3.7},  # 32,000 draft tokens
+    "whole vocabulary": {"ctc": 3.7, "chimera": 9.5, "medusa": 4.6, "hydra": 7.5},
+}
+
+
+@pytest.mark.parametrize("vocabulary", BUDGETS)
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_a_training_step_at_8b_fits_and_reads_nothing_on_the_host(kind, vocabulary, monkeypatch):
+    head, peak = step(kind, monkeypatch, draft_vocab_size=32000 if vocabulary == "recipe" else 0)
+    gradients = sum(2 * p.numel() for p in head.parameters())
+    print(f"{kind}, {vocabulary}: gradients {gradients / GIB:.2f} GiB, all else {(peak - gradients) / GIB:.2f} GiB")
+    assert peak - gradients < BUDGETS[vocabulary][kind] * GIB
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda windows: int(windows.lengths.max()),
+        lambda windows: windows.labels.tolist(),
+        lambda windows: bool(windows.valid.all()),
+        lambda windows: windows.lengths + torch.arange(windows.lengths.shape[1]),
+        lambda windows: torch.zeros(3) + 1,
+    ],
+    ids=["int of a tensor", "a list of a tensor", "a question to the host", "arange without device", "a CPU tensor"],
+)
+def test_what_would_wait_for_the_gpu_or_leave_it_is_caught(mistake, monkeypatch):
+    own = MedusaHead.window_loss
+
+    def mistaken(head, rows, windows, view):
+        mistake(windows)
+        return own(head, rows, windows, view)
+
+    monkeypatch.setattr(MedusaHead, "window_loss", mistaken)
+    with pytest.raises((AssertionError, RuntimeError)):
+        step("medusa", monkeypatch)
