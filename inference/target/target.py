@@ -344,20 +344,22 @@ class Target:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        masks: dict[str, Tensor],
+        masks: dict[str, Tensor] | None,
         cache: Any,
         target_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden `[B, R, H]` and aux_hidden `[B, R, k·H]` by transformers' own decoder."""
-        as_taken = {kind: mask[:, None] for kind, mask in masks.items()}
-        if self.config._attn_implementation == "eager":  # it adds masks to the scores
+        """Hidden `[B, R, H]` and aux_hidden `[B, R, k·H]` by transformers' own decoder, under its own mask if None."""
+        as_taken = {kind: mask[:, None] for kind, mask in (masks or {}).items()}
+        if masks and self.config._attn_implementation == "eager":  # it adds masks to the scores
             lowest = torch.finfo(self.dtype).min
             as_taken = {
                 kind: torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, lowest)
                 for kind, mask in as_taken.items()
             }
         positions = positions.clamp(max=self.max_positions - 1)  # drafts may hang over the end; none is accepted there
-        mask: Any = as_taken if self._per_layer_type else next(iter(as_taken.values()))
+        mask: Any = None
+        if masks is not None:
+            mask = as_taken if self._per_layer_type else next(iter(as_taken.values()))
         with self._captured(target_layers) as outputs:
             hidden: Tensor = self.decoder(
                 input_ids=token_ids,
@@ -416,8 +418,14 @@ class Target:
     def forward_rows(
         self, input_ids: Tensor, segment_ids: Tensor, position_ids: Tensor, target_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden `[B, L, H]` and aux_hidden `[B, L, k·H]` of whole rows; a token sees its own conversation only."""
+        """Hidden `[B, L, H]` and aux_hidden `[B, L, k·H]` of whole rows; a token sees its own conversation only.
+
+        A conversation a row, padded on the right, needs no mask beside the causal one, which flash attention has built
+        in; what stands at padding means nothing.
+        """
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if int(segment_ids.max()) <= 1:
+            return self._through_modules(input_ids, index.expand_as(input_ids), None, None, target_layers)
         visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
         masks = masks_by_layer_type(visible, position_ids, position_ids, self.window, self.layer_types)
         return self._through_modules(input_ids, position_ids, masks, None, target_layers)
@@ -437,9 +445,7 @@ class Target:
         ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=self.pad_token_id)
         real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         with self._captured(target_layers) as outputs:
-            out = self.decoder(
-                input_ids=ids_BL.to(self.device), attention_mask=real_BL.long().to(self.device), use_cache=False
-            )
+            out = self.decoder(input_ids=ids_BL.to(self.device), use_cache=False)  # padding on the right is not seen
         hidden_BLH = out.last_hidden_state
         hidden_NH = hidden_BLH[real_BL.to(hidden_BLH.device)]
         choices = torch.cat([self.rule(self.lm_head(part)).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()

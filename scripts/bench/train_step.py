@@ -1,0 +1,238 @@
+"""Whole training steps, ours against the plain way. The last line of output is one JSON object.
+
+    python scripts/bench/train_step.py --target DIR --dataset OUT [--heads ctc medusa hydra chimera] [--rows 64]
+
+Both arms train the same head on the same rows in one process, in turn: target forward, head, loss, backward.
+
+- ours: rows of similar length (`--tokens_per_batch`), the target's hidden states without mask and logits, attention
+  a few anchors at a time, fused losses
+- plain: rows in the order of the file, `--rows_per_batch` each, padded; the target's logits at every position, one
+  dense mask for all anchors, `F.ctc_loss` and `F.cross_entropy` on the logits of all windows
+
+Peak memory is that of one pass above what was there before, each arm in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from draft_heads.data.config_file import exit_status
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+
+from draft_heads.data.collate import row_lengths
+from draft_heads.data.options import add_threads, option_names, use_threads
+from draft_heads.heads import attention, chimera, ctc, hydra, medusa
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.config import target_sizes
+from draft_heads.heads.losses import ctc_loss_reference
+from draft_heads.inference.evaluation.report import environment
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts.bench.decode import in_turn, ratio
+from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.train.batches import TokenBatches
+from draft_heads.train.options import RunOptions, recipe_for
+from draft_heads.train.training_data import load_data
+
+ARMS = ("ours", "plain")
+
+
+def plain_ctc(
+    frames: Tensor, blank_weight: Tensor, blank_bias: Tensor, lm_head: Tensor, *labels: Tensor, lm_bias: Any = None
+) -> tuple[Tensor, Tensor]:
+    """As `ctc_loss_fused`, on the log-softmax of all frames."""
+    blank = (frames @ blank_weight + blank_bias)[..., None]
+    log_probs = torch.cat([F.linear(frames, lm_head, lm_bias), blank], -1).float().log_softmax(-1)
+    return ctc_loss_reference(log_probs, *labels)
+
+
+def plain_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.cross_entropy(F.linear(states, weight, bias).float(), labels, reduction="sum")
+
+
+def plain_soft_cross_entropy(
+    states: Tensor, weight: Tensor, hidden: Tensor, target: Any, bias: Tensor | None = None
+) -> Tensor:
+    wanted = target.logits(hidden).float().softmax(-1)
+    return F.cross_entropy(F.linear(states, weight, bias).float(), wanted, reduction="sum")
+
+
+PLAIN = [
+    (ctc, "ctc_loss_fused", plain_ctc),
+    (ctc, "anchor_attention", partial(attention.dense_anchor_attention, anchors_per_chunk=10**9)),
+    (chimera, "anchor_attention", partial(attention.dense_anchor_attention, anchors_per_chunk=10**9)),
+    *((module, "linear_cross_entropy", plain_cross_entropy) for module in (chimera, medusa, hydra)),
+    (hydra, "soft_cross_entropy", plain_soft_cross_entropy),
+]
+
+
+@contextmanager
+def plain_functions() -> Iterator[None]:
+    """The heads compute their losses the plain way in here."""
+    ours = [(module, name, getattr(module, name)) for module, name, _ in PLAIN]
+    for module, name, function in PLAIN:
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for module, name, function in ours:
+            setattr(module, name, function)
+
+
+class Bench:
+    """A target, rows and a head; `pass_over(arm)` trains on all rows once, without an optimizer's step."""
+
+    def __init__(self, args: argparse.Namespace, kind: str) -> None:
+        self.args = args
+        self.target = Target.from_pretrained(args.target, args.dtype, args.device)
+        run = RunOptions(args.target, [args.dataset], held_out=1)
+        rows, _, _, self.collate = load_data(run, self.target)
+        self.rows = rows.select(range(min(args.rows, len(rows))))
+        lengths = [min(length, self.collate.max_length) for length in row_lengths(self.rows)]
+        self.tokens = sum(lengths)
+        batches = TokenBatches(lengths, max(args.tokens_per_batch, max(lengths)), 0)
+        each = range(0, len(lengths), args.rows_per_batch)
+        orders = {
+            "ours": list(batches),
+            "plain": [list(range(len(lengths)))[i : i + args.rows_per_batch] for i in each],
+        }
+        self.batches = {arm: [self.collate([self.rows[row] for row in rows]) for rows in orders[arm]] for arm in ARMS}
+        self.fill = {
+            arm: self.tokens / sum(batch["input_ids"].numel() for batch in batches)
+            for arm, batches in self.batches.items()
+        }
+        head_type, config_type = head_classes(kind)
+        recipe = yaml.safe_load(recipe_for(kind, self.target.model.config)[0].read_text())
+        settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
+        settings.pop("draft_vocab_size", None)
+        torch.manual_seed(0)
+        self.head: DraftHead = head_type(
+            config_type(**target_sizes(self.target.config), **settings, end_token_ids=sorted(self.target.end_token_ids))
+        ).to(self.target.device)
+        self.view = self.target.view()
+        self.spent = {"target": 0.0, "head and loss": 0.0, "backward": 0.0}
+
+    def pass_over(self, arm: str) -> float:
+        """The summed loss of all rows."""
+        total = 0.0
+        for batch in self.batches[arm]:
+            batch = {name: value.to(self.target.device) for name, value in batch.items()}
+            start = self._now()
+            states = self.target.states_of(batch) if arm == "ours" else self.plain_states(batch)
+            forward = self._now()
+            loss = self.head(**batch, **states, target=self.view).total
+            lost = self._now()
+            loss.backward()
+            total += float(loss.detach())
+            if arm == "ours":
+                for part, seconds in zip(self.spent, (forward - start, lost - forward, self._now() - lost)):
+                    self.spent[part] += seconds
+        self.head.zero_grad()
+        return total
+
+    @torch.no_grad()
+    def plain_states(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the whole model gives for padded rows; its logits are made, and nobody reads them."""
+        output = self.target.model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["segment_ids"],
+            use_cache=False,
+            output_hidden_states=True,
+        )
+        return {"hidden": output.hidden_states[-1]}
+
+    def _now(self) -> float:
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def arm(self, name: str) -> Callable[[], float]:
+        """A function of no arguments for one arm."""
+
+        def run() -> float:
+            if name == "ours":
+                return self.pass_over(name)
+            with plain_functions():
+                return self.pass_over(name)
+
+        return run
+
+    def peak(self, arm: str) -> int:
+        """Bytes at the peak of one pass above what was there before it."""
+        if self.target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.arm(arm)()
+            return torch.cuda.max_memory_allocated() - before
+        clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+        clear.write_text("5")  # resets the resident set's high-water mark
+        before = int(status.read_text().split("VmRSS:")[1].split()[0])
+        self.arm(arm)()
+        return 1024 * (int(status.read_text().split("VmHWM:")[1].split()[0]) - before)
+
+
+def measure(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """The row of one head, printed too."""
+    peaks = {}
+    for arm in ARMS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--heads", kind]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[arm] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    bench = Bench(args, kind)
+    losses = {arm: bench.arm(arm)() for arm in ARMS}
+    bench.spent = dict.fromkeys(bench.spent, 0.0)
+    seconds = in_turn({arm: bench.arm(arm) for arm in ARMS}, args.repeats, bench.target.device)
+    shares = {part: round(spent / sum(bench.spent.values()), 3) for part, spent in bench.spent.items()}
+    faster = ratio(seconds["plain"], seconds["ours"])
+    row = {
+        **{"head": kind, "tokens": bench.tokens, "losses": {arm: round(loss, 3) for arm, loss in losses.items()}},
+        "tokens_per_second": {arm: round(bench.tokens / statistics.median(taken)) for arm, taken in seconds.items()},
+        **{"faster": faster, "fill": {arm: round(fill, 3) for arm, fill in bench.fill.items()}},
+        **{"peak_bytes": peaks, "memory": round(peaks["ours"] / peaks["plain"], 3), "shares": shares},
+    }
+    print(
+        f"{kind}: {faster['median']:.2f} ({faster['low']:.2f}–{faster['high']:.2f}) times the plain way's tokens a "
+        f"second; peak {peaks['ours'] / 2**20:.0f} against {peaks['plain'] / 2**20:.0f} MiB; {shares}",
+        flush=True,
+    )
+    return row
+
+
+def run() -> None:
+    parser = script_parser(__doc__, config=False)
+    add = parser.add_argument
+    add("--target", required=True, help="folder or hub id of the target")
+    add("--dataset", required=True, help="what scripts/distill.py wrote with this target")
+    add("--heads", nargs="+", choices=sorted(HEADS), default=sorted(HEADS))
+    for name, default in {"rows": 64, "tokens_per_batch": 4096, "rows_per_batch": 8, "repeats": 5}.items():
+        add(f"--{name}", type=int, default=default)
+    add_threads(parser)
+    add("--dtype", help="default: float32 on CPU, the checkpoint's own on GPU")
+    add("--device", help="default: cuda if present")
+    add("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    use_threads(args.threads)
+    if args.arm:
+        print(json.dumps({"peak_bytes": Bench(args, args.heads[0]).peak(args.arm)}))
+        return
+    rows = [measure(args, kind) for kind in args.heads]
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    print(json.dumps({"benchmark": "train_step", "rows": rows, "environment": environment(device)}))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(run))
