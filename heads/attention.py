@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from draft_heads.heads.block import Attend, grouped_attention
+from draft_heads.heads.block import Attend, folded_attention, grouped_attention
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(b, head, query, key) → visible; for scalar tensors (FlexAttention) and broadcast index tensors alike."""
@@ -188,27 +188,18 @@ class TreeAttention:
 
     def __init__(self, memory: Memory, length: Tensor) -> None:
         self.memory, self.length = memory, length
-        self.sees = torch.zeros(0, 0, dtype=torch.bool, device=length.device)  # [drafted, drafted]
-        self.level = slice(0, 0)
+        self.index = torch.arange(memory.keys.shape[2], device=length.device)  # of the slots
+        self.drafted = 0
+        self.slots: Tensor  # [W] of the level
+        self.mask: Tensor  # [W, C], the slots that each of its nodes sees
 
     def enter(self, parents: Tensor) -> None:
         """A new level: node w hangs under `parents[w]`, an index into the level before; any value at the root."""
-        count, before = parents.numel(), len(self.sees)
-        own = torch.eye(count, dtype=torch.bool, device=parents.device)
-        if before:
-            inherited = self.sees[self.level][parents]
-            above = torch.cat([self.sees, self.sees.new_zeros(before, count)], dim=1)
-            self.sees = torch.cat([above, torch.cat([inherited, own], dim=1)])
-        else:
-            self.sees = own
-        self.level = slice(before, before + count)
+        above = self.mask[parents] if self.drafted else self.index < self.length
+        self.slots = self.index[self.drafted : self.drafted + len(parents)] + self.length
+        self.mask = above | (self.index == self.slots[:, None])
+        self.drafted += len(parents)
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        start, end = self.level.start, self.level.stop
-        slots = self.length + torch.arange(start, end, device=queries.device)
-        self.memory.write(slots, keys, values)
-        keys, values = self.memory.keys, self.memory.values
-        index = torch.arange(keys.shape[2], device=queries.device)
-        drafted = (index - self.length).clamp(0, end - 1)
-        mask = (index < self.length) | (self.sees[self.level][:, drafted] & (index < self.length + end))
-        return grouped_attention(queries, keys, values, mask)
+        self.memory.write(self.slots, keys, values)
+        return folded_attention(queries, self.memory.keys, self.memory.values, self.mask)

@@ -99,7 +99,7 @@ class HeadLoss:
     @classmethod
     def zero(cls, windows: int, device: torch.device) -> HeadLoss:
         """The empty sum over this many windows."""
-        return cls(torch.zeros((), device=device), torch.tensor(windows, device=device))
+        return cls(torch.zeros((), device=device), torch.full((), windows, device=device))
 
     def add(self, name: str, value: Tensor, weight: float = 1.0) -> None:
         """Add a part to the total and name its unweighted value."""

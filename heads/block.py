@@ -21,19 +21,22 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 context and who may see what."""
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin `[..., D]` of rotary position embedding for integer positions `[...]`, in float32."""
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin `[B, 1, L, D]` of rotary position embedding, the first half of sin negated; see `rotary`."""
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32) -> Rotation:
+    """The rotation of integer positions `[B, L]`, computed in float32."""
     half = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[..., None].float() * theta ** (-half / head_dim)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
+    angles = positions[:, None, :, None].float() * theta ** (-half / head_dim)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to `[B, heads, L, D]` with cos and sin `[B, L, D]` (pairs are D/2 apart)."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Apply rotary embedding to `[B, heads, L, D]` (pairs are D/2 apart)."""
+    cos, sin = rotation
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 _LLAMA_NAMES = {
@@ -97,19 +100,22 @@ class DecoderBlock(nn.Module):
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
 
-    def context_keys_values(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, G, C, D]` of context states `[B, C, H]` at `positions [B, C]`."""
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Of positions `[B, L]`, for this block's queries and keys."""
+        return rotary(positions, self.head_dim, self.rope_theta, self.q_proj.weight.dtype)
+
+    def context_keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, G, C, D]` of context states `[B, C, H]` at positions with this `rotation`."""
         normed = self.attention_norm(states)
-        keys = self._split(self.k_proj(normed), self.kv_heads)
-        keys = rotate(keys, *rotary(positions, self.head_dim, self.rope_theta))
+        keys = rotate(self._split(self.k_proj(normed), self.kv_heads), rotation)
         return keys, self._split(self.v_proj(normed), self.kv_heads)
 
-    def forward(self, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """States `[B, Q, H]` at `positions [B, Q]` → `[B, Q, H]`."""
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """States `[B, Q, H]` at positions with this `rotation` → `[B, Q, H]`."""
         normed = self.attention_norm(states)
-        cos, sin = rotary(positions, self.head_dim, self.rope_theta)
-        queries = rotate(self._split(self.q_proj(normed), self.heads), cos, sin)
-        keys = rotate(self._split(self.k_proj(normed), self.kv_heads), cos, sin)
+        merged = torch.cat([self.q_proj(normed), self.k_proj(normed)], dim=-1)
+        rotated = rotate(self._split(merged, self.heads + self.kv_heads), rotation)
+        queries, keys = rotated.split([self.heads, self.kv_heads], dim=1)
         attended = attend(queries, keys, self._split(self.v_proj(normed), self.kv_heads))
         states = states + self.o_proj(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(states)

@@ -29,7 +29,7 @@ from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
-from draft_heads.heads.block import Attend, DecoderBlock
+from draft_heads.heads.block import Attend, DecoderBlock, Rotation
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import linear_cross_entropy
 from draft_heads.heads.medusa import OffsetConfig
@@ -165,12 +165,13 @@ class ChimeraHead(DraftHead):
         """[B, L, H], g of every index of whole rows."""
         if isinstance(self.encoder, DecoderBlock):
             states = target.embed(rows.input_ids).to(self.dtype)
-            return self.encoder(states, rows.position_ids, causal_attention(rows.segment_ids))
+            rotation = self.encoder.rotation(rows.position_ids)
+            return self.encoder(states, rotation, causal_attention(rows.segment_ids))
         return self.encoder(self.recent_states(rows.input_ids, rows.segment_ids, target))
 
-    def fuse(self, encoded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """f [B, Q, H] of queries g [B, Q, H] at `positions [B, Q]`."""
-        return self.norm(self.block(encoded, positions, attend))
+    def fuse(self, encoded: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """f [B, Q, H] of queries g [B, Q, H] at positions with this `rotation`."""
+        return self.norm(self.block(encoded, rotation, attend))
 
     def read_out(self, k: int, last: Tensor, fused: Tensor, target: TargetView) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the logits of head k are the product of, from h_n and f [..., H]: states, vocabulary matrix, bias."""
@@ -190,12 +191,13 @@ class ChimeraHead(DraftHead):
         """f of every head of the given anchors `[B, A]` (ascending), one pass: [B, A, K, H]."""
         heads, length = self.config.heads, rows.input_ids.shape[1]
         encoded = self.encode_rows(rows, target)
-        past = self.block.context_keys_values(rows.hidden, rows.position_ids)
-        grams = self.block.context_keys_values(encoded, rows.position_ids)
+        rotation = self.block.rotation(rows.position_ids)
+        past = self.block.context_keys_values(rows.hidden, rotation)
+        grams = self.block.context_keys_values(encoded, rotation)
         offsets = torch.arange(1, heads + 1, device=anchors.device)
         index = (anchors[:, :, None] + offsets).clamp(max=length - 1).flatten(1)  # i = n+1+k
         attend = anchor_attention(fusion_mask(anchors, rows.segment_ids, heads), anchors, heads, past, grams)
-        fused = self.fuse(at(encoded, index), rows.position_ids.gather(1, index), attend)
+        fused = self.fuse(at(encoded, index), self.block.rotation(rows.position_ids.gather(1, index)), attend)
         return fused.unflatten(1, (anchors.shape[1], heads))
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:

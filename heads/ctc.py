@@ -145,7 +145,8 @@ class CTCHead(DraftHead):
         block = self.decoder_blocks[0]
         if target.layers is not None and not block.differs_from(target.layers[-1]):
             block.copy_from(target.layers[-1])
-            alone = block(sample[:, None], torch.zeros_like(sample[:, :1], dtype=torch.long), grouped_attention)[:, 0]
+            start = block.rotation(torch.zeros_like(sample[:, :1], dtype=torch.long))
+            alone = block(sample[:, None], start, grouped_attention)[:, 0]
             if root_mean_square(alone - sample) > 2 * root_mean_square(sample):
                 block.start_as_identity()
         self.norm.weight.fill_(root_mean_square(sample))
@@ -175,8 +176,9 @@ class CTCHead(DraftHead):
         states = (anchor_states[:, :, None] + self.frame_queries).reshape(batch, count * frames, hidden)
         offsets = torch.arange(1, frames + 1, device=positions.device)
         at = (positions[:, :, None] + offsets).reshape(batch, count * frames)
+        rotation = self.decoder_blocks[0].rotation(at)
         for block, block_attend in zip(self.decoder_blocks, attend):
-            states = block(states, at, block_attend)
+            states = block(states, rotation, block_attend)
         return self.norm(states).view(batch, count, frames, hidden)
 
     def chain_frames(self, anchor_states: Tensor, positions: Tensor, attend: Attend, target: TargetView) -> Tensor:
@@ -187,7 +189,7 @@ class CTCHead(DraftHead):
         block = self.decoder_blocks[0]
         frames, state = [], anchor_states
         for step in range(self.config.frames):
-            frames.append(self.norm(block(state, positions + step, attend)))
+            frames.append(self.norm(block(state, block.rotation(positions + step), attend)))
             if step + 1 < self.config.frames:
                 logits = target.head_logits(frames[-1].to(target.lm_head_weight.dtype))
                 state = self.context_states(frames[-1], self.draft_tokens(logits.argmax(-1)), target)
@@ -206,16 +208,17 @@ class CTCHead(DraftHead):
     def train_frames(self, rows: Rows, anchors: Tensor, target: TargetView) -> Tensor:
         """Frames of the given anchors `[B, A]` (ascending) of a whole batch in one pass: [B, A, T, H]."""
         context = self.row_context(rows, target)
+        rotation = self.decoder_blocks[0].rotation(rows.position_ids + 1)
         if self.config.chained:
             attend = causal_attention(rows.segment_ids)
-            every = self.norm(self.decoder_blocks[0](context, rows.position_ids + 1, attend))  # f_i at every index
+            every = self.norm(self.decoder_blocks[0](context, rotation, attend))  # f_i at every index
             offsets = torch.arange(self.config.frames, device=anchors.device)
             index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1)
             return at(every, index.flatten(1)).unflatten(1, index.shape[1:])
         visible = frame_mask(anchors, rows.segment_ids, self.config.frames)
         attends = []
         for block in self.decoder_blocks:
-            keys_values = block.context_keys_values(context, rows.position_ids + 1)
+            keys_values = block.context_keys_values(context, rotation)
             attends.append(anchor_attention(visible, anchors, self.config.frames, keys_values))
         return self.draft_frames(at(context, anchors), rows.position_ids.gather(1, anchors) + 1, attends)
 
@@ -225,7 +228,7 @@ class CTCHead(DraftHead):
             return self.train_frames(rows, anchors, target)
         context = self.row_context(rows, target)
         block = self.decoder_blocks[0]
-        keys_values = block.context_keys_values(context, rows.position_ids + 1)
+        keys_values = block.context_keys_values(context, block.rotation(rows.position_ids + 1))
         pieces = []
         for some in anchors.split(anchors_at_once, dim=1):
             attend = chain_attention(keys_values, before_anchor(some, rows.segment_ids))
@@ -245,7 +248,7 @@ class CTCHead(DraftHead):
         labels, lengths, closed = (x[windows.valid] for x in (windows.labels, windows.lengths, windows.closed))
         if config.open_windows:
             last = labels.gather(1, lengths[:, None] - 1)[:, 0]
-            closed = closed & torch.isin(last, torch.tensor(config.end_token_ids, device=labels.device))
+            closed = closed & sum((last == end for end in config.end_token_ids), torch.zeros_like(closed))
         counted = lengths
         if self.draft_vocab is not None:
             labels, lengths, closed = cut_before_outside(self.draft_classes(labels), lengths, closed)

@@ -96,7 +96,8 @@ class HydraHead(OffsetHeads):
         """[B, L, H], s_n at every index of whole rows."""
         if not self.config.prefix_attention:
             return rows.hidden
-        return self.prefix(rows.hidden, rows.position_ids, causal_attention(rows.segment_ids))
+        rotation = self.prefix.rotation(rows.position_ids)
+        return self.prefix(rows.hidden, rotation, causal_attention(rows.segment_ids))
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""

@@ -24,33 +24,42 @@ from draft_heads.heads.accuracy import TOP, top_hits
 
 @dataclass(frozen=True)
 class PrefixState:
-    """Forward probabilities of M prefixes *before* each frame: column t holds γ_{t} for t = 0..T−1."""
+    """Forward probabilities of M prefixes *before* each frame, in one tensor: column t of a part is before frame t+1.
 
-    in_label: Tensor  # [M, T] γⁿ
-    in_blank: Tensor  # [M, T] γᵇ
-    last: Tensor  # [M] int64, the prefix's last label (−1: the empty prefix)
-    repeated: Tensor  # [M] Σ_t γⁿ_{t−1}·p_t(last): what a frame that repeats the last label adds to no child
+    sums  [M, 2T + 1]: γⁿ + γᵇ, then γᵇ, then Ψ of the child that repeats the last label, Σ_t γᵇ_{t−1}·p_t(last)
+    last  [M] int64, the class of the prefix's last label; None for empty prefixes
+    """
+
+    sums: Tensor
+    last: Tensor | None
+
+    @property
+    def either(self) -> Tensor:
+        """[M, T] γⁿ + γᵇ"""
+        return self.sums[:, : self.sums.shape[1] // 2]
+
+    @property
+    def repeated(self) -> Tensor:
+        """[M, 1], the last column."""
+        return self.sums[:, -1:]
 
 
 def empty_prefix(blank_runs: Tensor) -> PrefixState:
     """The empty prefix, from the `runs` of the blank (`[T, T]`, or `[M, T, T]` for M sets of frames)."""
     before = blank_runs[..., 0, :].reshape(-1, blank_runs.shape[-1])
-    last = torch.full((len(before),), -1, dtype=torch.long, device=before.device)
-    return PrefixState(torch.zeros_like(before), before, last, torch.zeros_like(before[:, 0]))
+    return PrefixState(torch.cat([before, before, torch.zeros_like(before[:, :1])], dim=1), None)
 
 
-def child_scores(state: PrefixState, probs: Tensor, labels: Tensor) -> Tensor:
-    """Ψ(p·c) `[M, C]` of every prefix and every label.
+def child_scores(state: PrefixState, probs: Tensor) -> Tensor:
+    """Ψ(p·c) `[M, C]` of every prefix and class; probs `[T, C]`, or `[M, T, C]` where each prefix has its own frames.
 
-    probs `[T, C]`, or `[M, T, C]` where each prefix has its own frames; labels `[C]` int64, the label of each column.
-    One product for all labels, then the correction where c repeats the prefix's last label.
+    One product for all classes, then the one that repeats the prefix's last label is replaced.
     """
-    before = state.in_label + state.in_blank
     if torch.compiler.is_compiling():
-        scores = (before[..., None] * probs).sum(-2)  # one loop with what is around it, which a product is not
+        scores = (state.either[..., None] * probs).sum(-2)  # one loop with what is around it, which a product is not
     else:
-        scores = (before[:, None] @ probs).squeeze(1)
-    return torch.where(labels == state.last[:, None], scores - state.repeated[:, None], scores).clamp_(min=0)
+        scores = (state.either[:, None] @ probs).squeeze(1)
+    return scores if state.last is None else scores.scatter(1, state.last[:, None], state.repeated)
 
 
 def runs(probs: Tensor) -> Tensor:
@@ -64,34 +73,32 @@ def runs(probs: Tensor) -> Tensor:
     return torch.nn.functional.pad(products[..., :-1], (1, 0), value=1.0).triu()
 
 
-@dataclass(frozen=True)
-class LabelRuns:
-    """How a label that begins at frame s goes on up to frame j: probabilities at (s, j) of L labels."""
+def from_entry(probs: Tensor, blank_runs: Tensor) -> Tensor:
+    """[..., T, 2T + 1], the `sums` of a prefix per unit of probability that enters its last label c at frame s.
 
-    in_label: Tensor  # [..., T, T], that every frame between s and j emits the label
-    in_blank: Tensor  # [..., T, T], that they emit it for some frames, then blank up to frame j−1, once or more
-
-    @classmethod
-    def of(cls, label_runs: Tensor, blank_runs: Tensor) -> LabelRuns:
-        """From the `runs` of every label `[..., T, T]` and of the blank, `[T, T]` or of each label's own frames."""
-        in_label = torch.nn.functional.pad(label_runs[..., 1:, :], (0, 0, 0, 1))
-        return cls(in_label, in_label @ blank_runs.triu(1))
-
-    def __getitem__(self, chosen: Tensor) -> LabelRuns:
-        return LabelRuns(self.in_label[chosen], self.in_blank[chosen])
-
-
-def extend(state: PrefixState, parent: Tensor, label: Tensor, label_probs: Tensor, following: LabelRuns) -> PrefixState:
-    """The state of prefixes p·c: parent [M'] indexes `state`, label [M'] is c, label_probs [M', T] is p_t(c).
-
-    following: of these labels, `[M', T, T]`. The recursions over frames are written out as sums over the frame s at
-    which c begins: γⁿ_j = Σ_{s<j} gain_s·in_label_sj, γᵇ_j = Σ_{s<j} gain_s·in_blank_sj, gain_s = φ_s(p, c)·p_s(c).
+    probs [..., T], p_t(c); blank_runs: the `runs` of the blank, `[T, T]` or of each label's own frames. Before frame j
+    c was emitted since s: p_s … p_{j−1}; or for some frames, then blank, once or more.
     """
-    same = (label == state.last[parent])[:, None]
-    gain = (state.in_blank[parent] + torch.where(same, 0.0, state.in_label[parent])) * label_probs
-    in_label = (gain[..., None] * following.in_label).sum(-2)
-    in_blank = (gain[..., None] * following.in_blank).sum(-2)
-    return PrefixState(in_label, in_blank, label, (in_label * label_probs).sum(-1))
+    in_label = torch.nn.functional.pad(runs(probs)[..., 1:, :], (0, 0, 0, 1))
+    in_blank = in_label @ blank_runs.triu(1)
+    repeated = in_blank @ probs[..., None]
+    return torch.cat([in_label + in_blank, in_blank, repeated], dim=-1) * probs[..., None]
+
+
+def extend(state: PrefixState, parent: Tensor, label: Tensor, entered: Tensor) -> PrefixState:
+    """The state of prefixes p·c: parent [M'] indexes `state`, label [M'] is c, entered `[M', T, 2T + 1]` `from_entry`.
+
+    The recursions over frames are written out as sums over the frame s at which c begins, of φ_s(p, c) times what that
+    leads to.
+    """
+    entering, in_blank, _ = state.sums[parent].tensor_split((entered.shape[1], 2 * entered.shape[1]), dim=1)  # φ
+    if state.last is not None:
+        entering = torch.where((label == state.last[parent])[:, None], in_blank, entering)
+    if torch.compiler.is_compiling():
+        sums = (entering[..., None] * entered).sum(-2)
+    else:
+        sums = (entering[:, None] @ entered).squeeze(1)
+    return PrefixState(sums, label)
 
 
 def teacher_forced_hits(
@@ -117,14 +124,13 @@ def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
     """[U, 5] hits of windows with their own frames: probs [n, T, V+1], blank last; labels [n, U]; lengths [n]."""
     count, frames, _ = probs.shape
     blank = probs[:, :, -1]
-    vocabulary = torch.arange(probs.shape[2] - 1, device=probs.device)
     everyone = torch.arange(count, device=probs.device)
     blank_runs = runs(blank)
     state = empty_prefix(blank_runs)
     hits = []
     for offset in range(labels.shape[1]):
         label = labels[:, offset]
-        hits.append(top_hits(child_scores(state, probs[:, :, :-1], vocabulary), label, lengths > offset))
+        hits.append(top_hits(child_scores(state, probs[:, :, :-1]), label, lengths > offset))
         own = probs.gather(2, label[:, None, None].expand(-1, frames, 1))[:, :, 0]
-        state = extend(state, everyone, label, own, LabelRuns.of(runs(own), blank_runs))
+        state = extend(state, everyone, label, from_entry(own, blank_runs))
     return torch.stack(hits)

@@ -42,7 +42,10 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # of frequencies that do not d
 
 
 class Norm:
-    """A norm of the model as one operation in float32, where it is an RMSNorm by its weight or by one plus it."""
+    """A norm of the model as one operation, where it is an RMSNorm by its weight or by one plus it.
+
+    In half precision that rounds once, where the model's own norm may round before it multiplies by the weight.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -50,11 +53,14 @@ class Norm:
         weight: Any = getattr(module, "weight", None)
         self.size = 0 if weight is None else weight.numel()
         self.eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if weight is None or self.eps is None or weight.dtype != torch.float32:
-            return  # RMSNorms compute in float32 whatever the states' type, float64 included
-        sample = torch.linspace(-2, 3, weight.numel(), device=weight.device)
-        for scale in (weight.detach(), 1 + weight.detach()):
-            if torch.allclose(F.rms_norm(sample, scale.shape, scale, self.eps), module(sample), rtol=1e-4, atol=1e-6):
+        if weight is None or self.eps is None or weight.dtype == torch.float64:
+            return  # RMSNorms compute in float32 even there
+        exact = 1e-4 if weight.dtype == torch.float32 else 2 * torch.finfo(weight.dtype).eps
+        sample = torch.linspace(-2, 3, weight.numel(), device=weight.device, dtype=weight.dtype)
+        for scale in (weight.detach(), 1 + weight.detach().float()):
+            scale = scale.to(weight.dtype)
+            fused = F.rms_norm(sample, scale.shape, scale, self.eps)
+            if weight.is_meta or torch.allclose(fused, module(sample), rtol=exact, atol=1e-6):
                 self.scale = scale
                 return
 

@@ -98,7 +98,7 @@ class Target:
         everywhere = "full_attention" if self.window is None else "sliding_attention"
         self.layer_types: list[str] = layer_types or [everywhere] * self.config.num_hidden_layers
         self.layer_devices = [next(x.parameters()).device for x in getattr(self.decoder, "layers", ())]
-        if any(device.type == "meta" for device in self.layer_devices):
+        if self.device.type != "meta" and any(device.type == "meta" for device in self.layer_devices):
             raise ValueError(
                 f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
                 "smaller --dtype, or another --target"

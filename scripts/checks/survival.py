@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.config_file import exit_status
+
 import torch
 from transformers.trainer_callback import CallbackHandler
 
@@ -244,4 +246,4 @@ def _step(run: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))

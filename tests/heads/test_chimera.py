@@ -72,7 +72,7 @@ def one_alone(head, rows, anchor, k, view):
     def attend(queries, keys, values):
         return grouped_attention(queries, keys, values)
 
-    return head.fuse(states, positions, attend)[0, -1]
+    return head.fuse(states, head.block.rotation(positions), attend)[0, -1]
 
 
 @pytest.mark.parametrize("settings", VARIANTS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draft_heads.heads.prefix_scores import LabelRuns, child_scores, empty_prefix, extend, runs
+from draft_heads.heads.prefix_scores import child_scores, empty_prefix, extend, from_entry, runs
 
 
 def test_the_worked_example_of_runs():
@@ -14,10 +14,10 @@ def test_the_worked_example_of_runs():
 def test_the_worked_example_of_the_prefix_scores():
     probs, blank = torch.tensor([[0.6, 0.0], [0.5, 0.5]]), torch.tensor([0.4, 0.0])
     empty = empty_prefix(runs(blank))
-    assert child_scores(empty, probs, torch.tensor([0, 1])).tolist()[0] == pytest.approx([0.8, 0.2])
+    assert child_scores(empty, probs).tolist()[0] == pytest.approx([0.8, 0.2])
     own = probs[None, :, 0]
-    state = extend(empty, torch.tensor([0]), torch.tensor([0]), own, LabelRuns.of(runs(own), runs(blank)))
-    assert child_scores(state, probs, torch.tensor([0, 1])).tolist()[0] == pytest.approx([0.0, 0.3])
+    state = extend(empty, torch.tensor([0]), torch.tensor([0]), from_entry(own, runs(blank)))
+    assert child_scores(state, probs).tolist()[0] == pytest.approx([0.0, 0.3])
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -29,14 +29,14 @@ def test_extending_equals_the_recursion_frame_by_frame(zeros):
         table[2, 1] = table[4, -1] = 0.0
     probs, blank = table[:, :-1], table[:, -1]
     state = empty_prefix(runs(blank))
+    last, before = None, [torch.zeros(frames).double(), state.either[0]]  # γⁿ and γᵇ
     for label in (1, 1, 2):
-        last = int(state.last[0])
         in_label, in_blank = [torch.zeros(()).double()], [torch.zeros(()).double()]
         for t in range(frames - 1):
-            enter = state.in_blank[0, t] + (0.0 if label == last else state.in_label[0, t])
+            enter = before[1][t] + (0.0 if label == last else before[0][t])
             in_blank.append((in_blank[-1] + in_label[-1]) * blank[t])
             in_label.append((in_label[-1] + enter) * probs[t, label])
-        own = probs[None, :, label]
-        state = extend(state, torch.tensor([0]), torch.tensor([label]), own, LabelRuns.of(runs(own), runs(blank)))
-        assert torch.allclose(state.in_label[0], torch.stack(in_label))
-        assert torch.allclose(state.in_blank[0], torch.stack(in_blank))
+        state = extend(state, torch.tensor([0]), torch.tensor([label]), from_entry(probs[None, :, label], runs(blank)))
+        last, before = label, [torch.stack(in_label), torch.stack(in_blank)]
+        assert torch.allclose(state.sums[0, :-1], torch.cat([before[0] + before[1], before[1]]))
+        assert torch.allclose(state.repeated[0], before[1] @ probs[:, label])

@@ -3,15 +3,11 @@
 Nothing is computed; shapes are. A mask that selects rows keeps all of them here, so memory is an upper bound.
 """
 
-import weakref
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
 import yaml
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_heads.data.options import option_names
 from draft_heads.heads import chimera, ctc, hydra, losses
@@ -21,52 +17,12 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.heads.medusa import MedusaHead
 from draft_heads.heads.windows import Windows
 from draft_heads.train.options import RECIPES
+from tests.meta import MetaOnly, NoHostValues
 
 LENGTH, VOCABULARY, GIB = 4096, 128256, 2**30
 LLAMA_8B = SimpleNamespace(
     hidden_size=4096, vocab_size=VOCABULARY, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336
 )
-
-
-class NoHostValues(TorchFunctionMode):
-    """Refuses what would read a tensor on the host; a boolean index selects everything."""
-
-    refused: ClassVar = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "nonzero"}
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", "")
-        assert name not in self.refused, f"{name} reads a value on the host"
-        if name == "__getitem__":
-            x, index = args
-            first, *rest = index if isinstance(index, tuple) else (index,)
-            if isinstance(first, torch.Tensor) and first.dtype == torch.bool:
-                x = x.flatten(0, first.dim() - 1) if first.dim() > 1 else x.clone()
-                return x[(slice(None), *rest)] if rest else x
-        return function(*args, **(kwargs or {}))
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside that are still alive, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak, self.known = 0, 0, weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                assert tensor.device.type == "meta", f"{function} made a tensor on {tensor.device}"
-                storage = tensor.untyped_storage()
-                if storage not in self.known:
-                    self.known.add(storage)
-                    self.alive += storage.nbytes()
-                    self.peak = max(self.peak, self.alive)
-                    weakref.finalize(storage, self.release, storage.nbytes())
-        return result
-
-    def release(self, size):
-        self.alive -= size
 
 
 def attention_that_writes_no_scores(visible, anchors, per_anchor, left, right=None):
@@ -103,8 +59,8 @@ def step(kind, monkeypatch, **changes):
         several = torch.zeros(1, count, dtype=torch.long)
         valid = torch.ones(1, count, dtype=torch.bool)
         windows = Windows(several, valid, torch.zeros(1, count, offsets, dtype=torch.long), several, valid)
-    used = LiveBytes()
-    with NoHostValues(), used:
+    used = MetaOnly()
+    with NoHostValues(masks_keep_all=True), used:
         loss = head.window_loss(rows, windows, view)
         loss.total.backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in head.parameters())

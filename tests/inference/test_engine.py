@@ -205,7 +205,7 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
     with torch.inference_mode():
         states = head.context_states(hidden, torch.nn.functional.pad(text[:, 1:], (0, 1)), target.view())
         for block, cache in zip(head.blocks, drafter._caches):
-            expected = block.context_keys_values(states[:, :committed], positions[:, :committed] + 1)
+            expected = block.context_keys_values(states[:, :committed], block.rotation(positions[:, :committed] + 1))
             assert torch.allclose(cache.keys[:, :, :committed], expected[0], atol=1e-5)
             assert torch.allclose(cache.values[:, :, :committed], expected[1], atol=1e-5)
         anchor = torch.tensor([[committed - 1]])

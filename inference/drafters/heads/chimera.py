@@ -71,19 +71,21 @@ def draft_tree(
     fusion = TreeAttention(context.fusion, 2 * length)
     encoder = TreeAttention(context.encoder, length) if context.encoder is not None else None
     grams = context.recent[None]  # [W, k−1], the tokens before a node's own
+    levels = torch.arange(head.config.heads, device=length.device)
+    cos, sin = head.block.rotation((length + levels)[None])  # of every level
 
     def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         nonlocal grams
-        positions = (length + level).expand(1, len(tokens))
+        rotation = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
         grams = torch.cat([grams[parents], tokens[:, None]], dim=1)
         if encoder is not None:
             encoder.enter(parents)
-            encoded = head.encoder(view.embed(tokens)[None].to(head.dtype), positions, encoder)
+            encoded = head.encoder(view.embed(tokens)[None].to(head.dtype), rotation, encoder)
         else:
             encoded = encode_grams(head, view, grams, cache)[None]
         grams = grams[:, 1:]
         fusion.enter(parents)
-        fused = head.fuse(encoded, positions, fusion)[0]
+        fused = head.fuse(encoded, rotation, fusion)[0]
         logits = head.head_logits(level, context.last.expand(len(tokens), -1), fused, view)
         return tempered(logits.float().log_softmax(-1), head.config.tree_temperature)
 
@@ -106,13 +108,14 @@ def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGra
 def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> Any:
     """anchor n → the context of a draft at that anchor of one row, as the drafter would have it there."""
     encoded = head.encode_rows(rows, view)
-    past = head.block.context_keys_values(rows.hidden, rows.position_ids)
-    grams = head.block.context_keys_values(encoded, rows.position_ids)
+    rotation = head.block.rotation(rows.position_ids)
+    past = head.block.context_keys_values(rows.hidden, rotation)
+    grams = head.block.context_keys_values(encoded, rotation)
     fusion = [torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past)]
     encoder = None
     if isinstance(head.encoder, DecoderBlock):
         states = view.embed(rows.input_ids).to(head.dtype)
-        encoder = head.encoder.context_keys_values(states, rows.position_ids)
+        encoder = head.encoder.context_keys_values(states, rotation)
     ids = torch.nn.functional.pad(rows.input_ids[0], (head.config.order - 1, 0), value=-1)
 
     def upto(pair: Any, count: int) -> GivenMemory:
@@ -214,9 +217,9 @@ class ChimeraDrafter(HeadDrafter):
         text = torch.cat([self._recent, step.tokens])
         slots = self._new_slots(hidden)
         encoded = self._encode(text, step.tokens, slots)
-        grams = head.block.context_keys_values(encoded[None], slots[None])
-        past = head.block.context_keys_values(hidden[None], slots[None])
-        keys, values = (torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past))
+        rotation = head.block.rotation(slots.repeat_interleave(2)[None])
+        both = torch.stack([encoded, hidden], dim=1).flatten(0, 1)[None]
+        keys, values = head.block.context_keys_values(both, rotation)
         self._fusion.write(torch.stack([2 * slots, 2 * slots + 1], dim=1).flatten(), keys, values)
         self.length += step.count
         recent = text[step.count + torch.arange(len(self._recent), device=text.device)]
@@ -230,7 +233,9 @@ class ChimeraDrafter(HeadDrafter):
         if self._encoder is None:
             return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
         states = view.embed(tokens).to(head.dtype)
-        return head.encoder(states[None], slots[None], self._encoder.entering(slots, causal=True))[0]
+        return head.encoder(
+            states[None], head.encoder.rotation(slots[None]), self._encoder.entering(slots, causal=True)
+        )[0]
 
     def findings(self) -> dict[str, Any]:
         """See `Drafter.findings`: how often the cache of k-grams had what was looked up."""

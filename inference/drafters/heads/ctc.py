@@ -13,7 +13,6 @@ from torch import Tensor
 
 from draft_heads.heads.attention import chain_attention
 from draft_heads.heads.base import Rows, TargetView
-from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.ctc import CTCHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
@@ -65,9 +64,9 @@ class CTCDrafter(HeadDrafter):
         hidden = step.hidden.to(head.dtype)
         states = head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
         slots = self._new_slots(hidden)
-        for block, cache in zip(head.blocks, self._caches):
-            assert isinstance(block, DecoderBlock)
-            cache.write(slots, *block.context_keys_values(states, slots[None] + 1))
+        rotation = head.decoder_blocks[0].rotation(slots[None] + 1)
+        for block, cache in zip(head.decoder_blocks, self._caches):
+            cache.write(slots, *block.context_keys_values(states, rotation))
         self.length += step.count
         self._state = states[0, -1]
 

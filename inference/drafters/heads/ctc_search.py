@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draft_heads.heads.prefix_scores import LabelRuns, child_scores, empty_prefix, extend, runs
+from draft_heads.heads.prefix_scores import child_scores, empty_prefix, extend, from_entry, runs
 from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.native import library
@@ -81,37 +81,34 @@ def prefix_tree(
     else:
         labels = torch.arange(vocabulary, device=probs.device)
 
-    by_label = torch.cat([probs, blank], dim=1).T  # [C + 1, T]
-    every_run = runs(by_label)
-    state, label_runs = empty_prefix(every_run[-1]), LabelRuns.of(every_run[:-1], every_run[-1])
-    beam_index = torch.full((1,), -1, dtype=torch.long, device=probs.device)  # node number of each beam entry
+    blank_runs = runs(blank[:, 0])
+    state, entered = empty_prefix(blank_runs), from_entry(probs.T, blank_runs)
+    beam = -1  # the tree's index of the level's first prefix
     scores: list[Tensor] = []
-    tokens: list[Tensor] = []
+    columns: list[Tensor] = []
     parents: list[Tensor] = []
-    offset = 0
     deepest = min(max_depth or frames, max_nodes)
     for depth in range(deepest):
-        level = child_scores(state, probs, labels)
+        level = child_scores(state, probs)
         width = min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
         best, flat = level.flatten().topk(width)
         parent, column = flat // considered, flat % considered
+        found = sum(map(len, scores))
         if (
-            offset >= max_nodes
+            found >= max_nodes
             and host_sync_allowed(best.device)
             and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]
         ):
             break  # no deeper node is among the best
         scores.append(best)
-        tokens.append(labels[column])
-        parents.append(beam_index[parent])
-        if depth + 1 == deepest:
-            break
-        state = extend(state, parent, labels[column], by_label[column], label_runs[column])
-        beam_index = torch.arange(offset, offset + width, device=probs.device)
-        offset += width
+        columns.append(column)
+        parents.append(parent + beam)
+        if depth + 1 < deepest:
+            state = extend(state, parent, column, entered[column])
+            beam = found
 
     all_scores = torch.cat(scores)
-    tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), all_scores.clamp(min=1e-37).log())
+    tree = DraftTree.build(labels[torch.cat(columns)], torch.cat(parents), all_scores.clamp(min=1e-37).log())
     return tree.take(best_indices(all_scores, max_nodes))  # of equals the shorter prefix; parents before children
 
 

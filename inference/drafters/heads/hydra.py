@@ -59,7 +59,8 @@ class HydraDrafter(HeadDrafter):
         hidden = step.hidden.to(head.dtype)
         for cache in self._caches:
             slots = self._new_slots(hidden)
-            hidden = head.prefix(hidden[None], slots[None], cache.entering(slots, causal=True))[0]
+            rotation = head.prefix.rotation(slots[None])
+            hidden = head.prefix(hidden[None], rotation, cache.entering(slots, causal=True))[0]
         # rows behind the last committed one see more than they should: take that one itself
         self._state = hidden.index_select(0, step.count[None] - 1)[0]
         self._base = step.base

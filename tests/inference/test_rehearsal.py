@@ -1,0 +1,111 @@
+"""A decoding step at the shapes of Llama-3.1-8B and Qwen3-8B on the meta device, as a CUDA graph would capture it.
+
+No value may be read on the host, no tensor may be made from host data or lie on the CPU, and what a step hands on must
+have the shapes and types of what it was given. Kernels are counted: on a GPU each is a launch.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from draft_heads.data.options import option_names
+from draft_heads.heads.base import LogitsRule
+from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.config import target_sizes
+from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import Clock, GenerationSettings
+from draft_heads.inference.target import target as target_module
+from draft_heads.inference.target.target import Target
+from draft_heads.train.options import RECIPES, SHAPES
+from tests.meta import MetaOnly, NoHostValues
+
+LLAMA_8B = {**SHAPES["8b"], "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+MODELS = {"llama": (LlamaForCausalLM, LlamaConfig, LLAMA_8B), "qwen3": (Qwen3ForCausalLM, Qwen3Config, SHAPES["8b"])}
+NODES = 32
+A_LAYER = 36
+"""Kernels of the verify step: 32.5 on Llama, 35.1 on Qwen3; ten of a layer's are attention, which is one on CUDA."""
+DRAFTING = {"chimera": 0.34}  # of the verify step's; five levels of encoder, block and head are 44 products alone
+
+
+def make_engine(model, kind, monkeypatch):
+    monkeypatch.setattr(target_module, "probe", lambda target: (LogitsRule(), True))  # needs values
+    monkeypatch.setattr(F, "rms_norm", lambda states, *_: states.clone())  # one kernel on CUDA, many on meta
+    model_class, config_class, shape = MODELS[model]
+    with torch.device("meta"):
+        whole = model_class(config_class(**shape, max_position_embeddings=8192)).bfloat16()
+    target = Target(whole)
+    assert target.fused is not None
+    if kind == "vanilla":
+        drafter = VanillaDrafter("meta")
+    else:
+        head_type, config_type = head_classes(kind)
+        recipe = yaml.safe_load((RECIPES / kind / "8b.yaml").read_text())
+        settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
+        with torch.device("meta"):
+            head = head_type(config_type(**target_sizes(target.config), **settings)).bfloat16().eval()
+        drafter = HEAD_DRAFTERS[kind](head, target, NODES)
+    return DecodingEngine(target, drafter, ahead=True)
+
+
+def described(step):
+    return [(x.shape, x.dtype, x.device) for x in step.tensors()]
+
+
+def rehearse(engine):
+    """Kernels of drafting and of verification in one step of the decoding loop."""
+    settings, clock = GenerationSettings(), Clock()
+    with torch.no_grad():  # inference_mode would hide what composite operations are made of
+        cache = engine._cleared_cache(1024)
+        step = DecodingEngine._prefill.__wrapped__(engine, [0] * 512, cache, 256, settings, clock)
+        step, _ = DecodingEngine._step.__wrapped__(engine, step, cache, engine._end, settings, clock)  # allocates
+    drafting, verifying = MetaOnly(), MetaOnly()
+    cache.bound += 1 + engine.drafter.max_depth
+    cache.set_visible_length(1 + NODES)
+    with torch.no_grad(), NoHostValues():
+        with drafting:
+            tree = engine._draft_step(step)
+        with verifying:
+            after, packed = engine._verify_step(step.base, tree, cache, engine._end, None, None)
+    assert described(after) == described(step)
+    assert packed.shape == (1 + 2 * len(step.tokens),)
+    return drafting.kernels, verifying.kernels
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", ["vanilla", *sorted(HEADS)])
+def test_a_step_needs_no_host_and_is_short(kind, model, monkeypatch):
+    engine = make_engine(model, kind, monkeypatch)
+    drafting, verifying = rehearse(engine)
+    assert verifying.total() <= A_LAYER * engine.target.config.num_hidden_layers, verifying.most_common(12)
+    assert drafting.total() <= DRAFTING.get(kind, 1 / 4) * verifying.total(), drafting.most_common(12)
+
+
+MISTAKES = {
+    "a missing device": lambda tree: replace(tree, tokens=tree.tokens + torch.arange(len(tree))),
+    "a value read on the host": lambda tree: tree.limit_depth(int(tree.parents.max()), tree.parents),
+    "a tensor made from a list": lambda tree: tree.take(torch.tensor([*range(len(tree))], device="meta")),
+    "a boolean index": lambda tree: tree.map(lambda x: x[tree.candidate]),
+    "an index of 0 dimensions": lambda tree: replace(tree, tokens=tree.tokens - tree.tokens[tree.parents[0]]),
+    "another type than before": lambda tree: replace(tree, log_probs=tree.log_probs.double()),
+    "another size than before": lambda tree: tree.padded(2 * len(tree)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_caught(mistake, monkeypatch):
+    engine = make_engine("llama", "medusa", monkeypatch)
+    propose, calls = engine.drafter.propose, []
+
+    def mistaken():
+        calls.append(mistake)
+        return MISTAKES[mistake](propose()) if len(calls) > 1 else propose()
+
+    monkeypatch.setattr(engine.drafter, "propose", mistaken)
+    with pytest.raises(AssertionError):
+        rehearse(engine)
