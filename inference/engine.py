@@ -6,9 +6,12 @@ next step runs. Drafters that synchronise more often set `Drafter.on_device` to 
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,11 +30,13 @@ from draft_heads.inference.generation import (
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.compiled import no_host_sync, program
-from draft_heads.inference.target.cuda_graphs import CapturedSteps
+from draft_heads.inference.target.cuda_graphs import CapturedSteps, Drafted, current
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.inference.verify import Accept, TypicalAcceptance, accept_exact
+
+logger = logging.getLogger(__name__)
 
 _RESERVED = 8192  # positions of a cache whose address compiled programs or CUDA graphs hold
 
@@ -46,13 +51,14 @@ class DecodingEngine:
         attention, the tree temperature and the drafter's sizes: do not change those once an engine exists.
 
         ahead     start a step before the tokens of the previous one are read; every tree is padded to one size
-        captured  replay such steps as CUDA graphs
+        captured  replay steps as CUDA graphs: whole ones that start ahead, else their verification
         """
         self.target = target
         self.drafter = drafter
         on_gpu = target.device.type == "cuda" and drafter.on_device
         self.ahead = on_gpu if ahead is None else ahead
-        self._captured = CapturedSteps() if captured is None and on_gpu and self.ahead and target.fused else captured
+        captures = target.device.type == "cuda" and target.fused is not None
+        self._captured = CapturedSteps() if captured is None and captures else captured
         self._accept: Accept = accept_exact
         self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
         self._cache: KVCache | None = None
@@ -91,11 +97,12 @@ class DecodingEngine:
         ids = prompt_ids(self.target, prompt)
         limit = room(self.target, len(ids), settings.max_new_tokens)
         stopper = Stopper(settings, self.target, limit)
-        clock = Clock()
         with torch.inference_mode():
             cache = self._cleared_cache(self._reserved_length(len(ids) + limit))
             self._warm_up_shapes(cache)
+            self._capture_lengths(cache, limit)
             end = self._end.fill_(len(ids) + limit)
+        clock = Clock()
         step = self._prefill(ids, cache, limit, settings, clock)
         first = torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
         pending = deque([PendingReadback(first)])
@@ -153,6 +160,38 @@ class DecodingEngine:
             self._verify(base, tree, cache, self._end, None, None)
             cache.clear()
 
+    def _capture_lengths(self, cache: KVCache, limit: int) -> None:
+        """Capture the step of every visible length and tree size before the first answer, or when memory has moved."""
+        captured, decoder, device, start = self._captured, self.target.fused, self.target.device, time.perf_counter()
+        if captured is None or decoder is None:
+            return
+        cache.allocate(decoder.like)
+        if not captured.move_to(tuple(map(torch.Tensor.data_ptr, cache.memory()))):
+            return
+        used = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        settings, clock = GenerationSettings(), Clock()
+        step = self._prefill([0], cache, limit, settings, clock)
+        self._end.zero_()  # nothing is accepted
+        step, _ = self._step(step, cache, self._end, settings, clock)
+        sizes = sorted({padded_nodes(nodes) for nodes in range(self.drafter.max_nodes + 1)})
+        rows = 1 + padded_nodes(self.drafter.max_nodes)
+        for end in range(cache.step, cache.capacity + 1, cache.step):
+            cache.lengths.fill_(1)
+            cache.set_bound(max(1, end - rows))
+            if self.ahead:
+                self._step(step, cache, self._end, settings, clock)
+                continue
+            visible = cache.set_visible_length(rows)
+            for size in sizes:
+                drafted = Drafted(step.base, DraftTree.empty(step.base.device).padded(size))
+                self._replay(captured, visible, drafted, cache, self._end, settings)
+        cache.clear()
+        used = torch.cuda.memory_reserved(device) - used if device.type == "cuda" else 0
+        logger.info(
+            f"captured {len(captured)} CUDA graphs for texts of up to {cache.capacity} tokens: {used / 2**20:.0f} MiB, "
+            f"{time.perf_counter() - start:.1f} s"
+        )
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -160,11 +199,12 @@ class DecodingEngine:
         self, ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: Clock
     ) -> VerifiedStep:
         prompt = torch.tensor(ids, dtype=torch.long, device=self.target.device)
-        self.drafter.begin(prompt, self._reserved_length(prompt.numel() + limit))
-        clock.lap(self._drafting)
-        hidden, logits, aux_hidden = self.target.prefill(prompt, cache, self.drafter.target_layers)
-        base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
-        clock.lap("verify")
+        with current(self.target.device):
+            self.drafter.begin(prompt, self._reserved_length(prompt.numel() + limit))
+            clock.lap(self._drafting)
+            hidden, logits, aux_hidden = self.target.prefill(prompt, cache, self.drafter.target_layers)
+            base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
+            clock.lap("verify")
         return VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden)
 
     @torch.inference_mode()
@@ -172,16 +212,6 @@ class DecodingEngine:
         self, step: VerifiedStep, cache: KVCache, end: Tensor, settings: GenerationSettings, clock: Clock
     ) -> tuple[VerifiedStep, Tensor]:
         """One target step: what it committed, and the tensor for `PendingReadback`, both on the device."""
-
-        def body(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
-            after_prompt = step.tree is None  # prompts differ in length: their step is not compiled
-            tree = (self._draft_step if after_prompt else self._draft)(step)
-            clock.lap(self._drafting)
-            cache.set_visible_length(1 + len(tree))
-            # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
-            verify = self._verify if settings.sampling is None else self._verify_step
-            return verify(step.base, tree, cache, end, settings.sampling, settings.typical)
-
         captured = self._captured
         if step.tree is None or settings.sampling is not None:  # a graph would contain the seed
             captured = None
@@ -189,14 +219,52 @@ class DecodingEngine:
         rows = self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)
         visible = cache.set_visible_length(1 + rows)
         self.drafter.set_visible_length(visible)
-        with no_host_sync() if self.ahead else nullcontext():
+
+        def draft(step: VerifiedStep) -> Drafted:
+            after_prompt = step.tree is None  # prompts differ in length: their step is not compiled
+            tree = (self._draft_step if after_prompt else self._draft)(step)
+            clock.lap(self._drafting)
+            return Drafted(step.base, tree)
+
+        def whole(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
+            return self._verify_drafted(draft(step), cache, end, settings)
+
+        with no_host_sync() if self.ahead else nullcontext(), current(self.target.device):
             if captured is None:
-                verified = body(step)
+                verified = whole(step)
+            elif self.ahead:
+                verified = captured((visible, settings.typical), step, whole, chained=True)
             else:
-                addresses = tuple((x.data_ptr(), *x.shape) for x in (end, *cache.memory(), *self.drafter.memory()))
-                verified = captured(addresses, (visible, settings.typical), step, body)
+                verified = self._replay(captured, visible, draft(step), cache, end, settings)
             clock.lap("verify")
         return verified
+
+    def _verify_drafted(
+        self, drafted: Drafted, cache: KVCache, end: Tensor, settings: GenerationSettings
+    ) -> tuple[VerifiedStep, Tensor]:
+        cache.set_visible_length(1 + len(drafted.tree))
+        # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
+        verify = self._verify if settings.sampling is None else self._verify_step
+        return verify(drafted.base, drafted.tree, cache, end, settings.sampling, settings.typical)
+
+    def _replay(
+        self,
+        captured: CapturedSteps,
+        visible: int,
+        drafted: Drafted,
+        cache: KVCache,
+        end: Tensor,
+        settings: GenerationSettings,
+    ) -> tuple[VerifiedStep, Tensor]:
+        """A captured verification of a tree that the host drafted, padded to one of few sizes."""
+        tree = drafted.tree
+        padded = Drafted(drafted.base, tree.padded(padded_nodes(len(tree))))
+        key = visible, settings.typical, len(padded.tree)
+        step, packed = captured(
+            key, padded, lambda drafted: self._verify_drafted(drafted, cache, end, settings), chained=False
+        )
+        assert step.choices is not None
+        return replace(step, choices=step.choices[: 1 + len(tree)], tree=tree), packed
 
     def _draft_step(self, step: VerifiedStep) -> DraftTree:
         """The drafter's tree after it observed the step, padded to one size if steps run ahead."""
@@ -236,8 +304,9 @@ class PendingReadback:
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
         self._host.copy_(packed, non_blocking=True)
         if packed.is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            with current(packed.device):
+                self._copied = torch.cuda.Event()
+                self._copied.record()
 
     def read(self) -> tuple[list[int], list[int]]:
         """Wait for the copy; returns the tokens and their sources."""

@@ -57,12 +57,17 @@ class DraftTree:
         """A tree of candidates built on the host."""
         if not tokens:
             return cls.empty(device)
-        # from a buffer, in a third of the time that torch.tensor(list) takes
-        longs = (torch.frombuffer(array("q", values), dtype=torch.long) for values in (tokens, parents, source))
-        token_ids, parent_ids, source_ids = longs
-        scores = torch.frombuffer(array("f", log_probs), dtype=torch.float32)
-        tree = cls(token_ids, parent_ids, scores, source_ids, torch.ones_like(token_ids, dtype=torch.bool))
-        return tree if device.type == "cpu" else tree.map(lambda x: x.to(device))
+        # from one buffer, in a third of the time that torch.tensor(list) takes, and one copy to a GPU
+        values = array("q", tokens)
+        for integers in (parents, source):
+            values.extend(integers)
+        values.frombytes(array("d", log_probs).tobytes())
+        packed = torch.frombuffer(values, dtype=torch.long).view(4, -1)
+        if device.type != "cpu":
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        token_ids, parent_ids, source_ids, scores = packed.unbind()
+        candidate = torch.ones_like(token_ids, dtype=torch.bool)
+        return cls(token_ids, parent_ids, scores.view(torch.float64).float(), source_ids, candidate)
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> DraftTree:

@@ -1,37 +1,65 @@
-"""A decoding step captured once and replayed: on a GPU one launch instead of hundreds.
+"""Steps captured once and replayed: on a GPU one launch instead of hundreds.
 
-A replay uses the addresses it was captured with: the step copies its result into its input's tensors, and whatever else
-changes is written in place. Another tree size, visible length or buffer address needs another graph.
+A replay uses the addresses it was captured with: what it reads is copied into buffers, what it returns lies in others,
+and whatever else changes is written in place. Another tree size, visible length or buffer address needs another graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.tree import DraftTree
 
-Body = Callable[[VerifiedStep], tuple[VerifiedStep, Tensor]]
-"""What the last step committed → what this one committed, and the tokens to copy to the host."""
+
+@dataclass(frozen=True)
+class Drafted:
+    """A tree behind a base token `base []`: what is left of a step where drafting is the host's."""
+
+    base: Tensor
+    tree: DraftTree
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [self.base, *self.tree.tensors()]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Drafted:
+        """The same with `change` applied to every tensor."""
+        return Drafted(change(self.base), self.tree.map(change))
+
+
+Given = TypeVar("Given", VerifiedStep, Drafted)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside this context a CUDA device is the current one: streams, events and graphs are its own."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class CudaGraph:
-    """Work captured on a CUDA device; only one graph runs at a time, so all share one memory pool."""
+    """Work captured on the current CUDA device; only one graph runs there at a time, so all share one memory pool."""
 
-    _pool: Any = None
-    _anchor: Any = None  # an empty graph that is kept: a pool is lost with its last graph
+    # by device: the pool, the stream of captures, and an empty graph that is kept: a pool is lost with its last graph
+    _shared: ClassVar[dict[int, tuple[Any, Any, Any]]] = {}
 
     def __init__(self, work: Callable[[], None]) -> None:
-        if CudaGraph._pool is None:
-            CudaGraph._pool = torch.cuda.graph_pool_handle()
-            CudaGraph._anchor = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(CudaGraph._anchor, pool=CudaGraph._pool):
-                torch.zeros(1, device="cuda")
+        device = torch.cuda.current_device()
+        if device not in self._shared:
+            shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            self._shared[device] = shared
+            self._capture(shared[2], lambda: torch.zeros(1, device="cuda"), *shared[:2])
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
+        self._capture(self._graph, work, *self._shared[device][:2])
+
+    @staticmethod
+    def _capture(graph: Any, work: Callable[[], Any], pool: Any, stream: Any) -> None:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             work()
 
     def replay(self) -> None:
@@ -47,50 +75,62 @@ class Rerun:
 
 
 class CapturedSteps:
-    """Runs steps: of each `key` the first normally, the second while capturing it, later ones by replay."""
+    """Runs steps: of each `key` the first normally and captures it, later ones by replay."""
 
     def __init__(self, capture: Callable[[Callable[[], None]], Any] = CudaGraph) -> None:
         """capture: makes an object with `replay()` from work, which it need not run."""
         self._capture = capture
-        self._graphs: dict[Hashable, tuple[Any, Tensor]] = {}
-        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, tuple[Any, Any, tuple[VerifiedStep, Tensor]]] = {}
+        self._buffers: dict[Hashable, Any] = {}  # by shapes: what graphs read and what they return
         self._addresses: Hashable = None
-        self._step: VerifiedStep | None = None  # every graph's input and output
 
-    def __call__(
-        self, addresses: Hashable, key: Hashable, step: VerifiedStep, body: Body
-    ) -> tuple[VerifiedStep, Tensor]:
-        """`body(step)`, by replay where a graph with this `key` and these buffer `addresses` exists."""
-        if addresses != self._addresses:
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def move_to(self, addresses: Hashable) -> bool:
+        """Forget graphs of other buffer `addresses`; whether there were none at these."""
+        moved = addresses != self._addresses
+        if moved:
             self._addresses = addresses
             self._graphs.clear()
-            self._seen.clear()
-        if key not in self._seen:  # a first run allocates memory, which must not be part of a graph
-            self._seen.add(key)
-            return body(step)
-        if self._step is None or self._step.tokens.shape != step.tokens.shape:
-            self._step = step.map(torch.clone)
-            self._graphs.clear()
-        elif step is not self._step:
-            copy(self._step, step)
+            self._buffers.clear()
+        return moved
+
+    def __call__(
+        self, key: Hashable, given: Given, body: Callable[[Given], tuple[VerifiedStep, Tensor]], chained: bool
+    ) -> tuple[VerifiedStep, Tensor]:
+        """`body(given)`: what a step committed, and the tokens to copy to the host; by replay where `key` is known.
+
+        chained: the next step is given the result of this one, so that a graph writes what it returns over what it
+        reads.
+        """
         if key not in self._graphs:
-            self._graphs[key] = self._captured(self._step, body)
-        graph, packed = self._graphs[key]
+            result, packed = body(given)  # before it is captured: memory that a first run allocates is no graph's
+            reads: Any = self._buffer(given)
+            returns: Any = reads if chained else self._buffer(result)
+            self._graphs[key] = self._captured(reads, returns, packed, body), reads, (returns, packed)
+            return result.map(torch.clone), packed.clone()
+        graph, reads, returned = self._graphs[key]
+        if given is not reads:
+            copy(reads, given)
         graph.replay()
-        return self._step, packed
+        return returned
 
-    def _captured(self, step: VerifiedStep, body: Body) -> tuple[Any, Tensor]:
-        packed = step.tokens.new_empty(1 + 2 * len(step.tokens))  # a count, tokens, sources
+    def _buffer(self, like: Any) -> Any:
+        """Memory for `like`, shared by graphs of different lengths."""
+        shapes = tuple((type(like), x.shape, x.dtype) for x in like.tensors())
+        return self._buffers.setdefault(shapes, like.map(torch.clone))
 
+    def _captured(self, reads: Any, returns: VerifiedStep, packed: Tensor, body: Callable[[Any], Any]) -> Any:
         def work() -> None:
-            result, fresh = body(step)
-            copy(step, result)
+            result, fresh = body(reads)
+            copy(returns, result)
             packed.copy_(fresh)
 
-        return self._capture(work), packed
+        return self._capture(work)
 
 
-def copy(into: VerifiedStep, step: VerifiedStep) -> None:
-    """Write every tensor of `step` into the memory of `into`."""
-    for old, new in zip(into.tensors(), step.tensors()):
+def copy(into: Given, given: Given) -> None:
+    """Write every tensor of `given` into the memory of `into`."""
+    for old, new in zip(into.tensors(), given.tensors()):
         old.copy_(new)

@@ -60,6 +60,14 @@ class MergedLinear:
         return product if self.bias is None else product + self.bias
 
 
+def half_precision_product(linear: nn.Module, x: Tensor) -> Tensor | None:
+    """[..., K] → [..., N] of an unquantised Linear in half precision on a GPU, in float32; None for any other."""
+    if not x.is_cuda or type(linear) is not nn.Linear or linear.weight.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    product = torch.mm(x.reshape(-1, x.shape[-1]), linear.weight.T, out_dtype=torch.float32)
+    return (product if linear.bias is None else product + linear.bias).view(*x.shape[:-1], -1)
+
+
 def copy_pays(weights: Collection[Tensor]) -> bool:
     """Whether weights should be held in column blocks too: float32 on a CPU, not too large, a compiler found."""
     return (

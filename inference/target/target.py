@@ -27,7 +27,7 @@ from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
-from draft_heads.inference.target.linear import DraftingView
+from draft_heads.inference.target.linear import DraftingView, half_precision_product
 from draft_heads.inference.target.probe import probe
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
 
@@ -104,6 +104,9 @@ class Target:
                 "smaller --dtype, or another --target"
             )
         self.compiled = False
+        if self.device.type == "cuda":  # for the whole process: sums are not to be rounded on the way
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self._fused: FusedDecoder | None = None
         self._modules_only = True  # the probe asks the modules
         if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
@@ -382,11 +385,15 @@ class Target:
         return self._through_modules(token_ids, positions, masks, cache, target_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] → [..., V], the model's own: LM head, scale and cap.
+        """[..., H] → [..., V], the model's own: LM head, scale and cap; of half precision in float32 on a GPU, since
+        rounding to half precision makes the best two equal every few hundred tokens.
 
         The cap cannot be left out of greedy choices: where it saturates, logits tie that differ without it.
         """
-        return self.rule(self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden))
+        product = half_precision_product(self.lm_head, hidden)
+        if product is None:
+            product = self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden)
+        return self.rule(product)
 
     def forward_tree(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
@@ -438,6 +445,11 @@ class Target:
         hidden, aux_hidden = self.forward_rows(*rows, target_layers)
         return {"hidden": hidden} if aux_hidden is None else {"hidden": hidden, "aux_hidden": aux_hidden}
 
+    def choices(self, hidden: Tensor) -> Tensor:
+        """[N, H] → [N] int64, the model's greedy tokens, through its own modules."""
+        product = half_precision_product(self.lm_head, hidden)
+        return self.rule(self.lm_head(hidden) if product is None else product).argmax(-1)
+
     @torch.inference_mode()
     def label(self, rows: list[list[int]], keep_hidden: bool, target_layers: Sequence[int] = ()) -> list[Labelled]:
         """See `data.labeller.Labeller`; from one forward."""
@@ -448,7 +460,7 @@ class Target:
             out = self.decoder(input_ids=ids_BL.to(self.device), use_cache=False)  # padding on the right is not seen
         hidden_BLH = out.last_hidden_state
         hidden_NH = hidden_BLH[real_BL.to(hidden_BLH.device)]
-        choices = torch.cat([self.rule(self.lm_head(part)).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
+        choices = torch.cat([self.choices(part) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
         aux_BLK = torch.cat(outputs, dim=-1) if outputs else hidden_BLH[..., :0]
         labelled = []
         for hidden_LH, aux_LK, chosen in zip(hidden_BLH, aux_BLK, choices.split(lengths)):

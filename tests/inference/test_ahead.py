@@ -1,16 +1,21 @@
 """Steps that run ahead of the host: sizes fixed, nothing asked, tokens read one step late; answers do not change."""
 
+import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_heads.inference.drafters.base import VanillaDrafter
-from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, drafter_for
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine, padded_nodes
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.compiled import host_sync_allowed, no_host_sync
-from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
+from draft_heads.inference.target.cuda_graphs import CapturedSteps, CudaGraph, Rerun, current
 from draft_heads.inference.target.kv_cache import PerLayerKVCache
 from draft_heads.inference.target.target import Target
 from tests.inference.models import (
@@ -159,6 +164,66 @@ def test_captured_steps_give_the_same_answers(kind, settings):
             rules = GenerationSettings(40, **sampling)
             assert engine.generate(prompt, rules).tokens == Oracle(target, rules).answer(prompt)
     assert 2 <= Counted.made <= 12
+
+
+HOST_DRAFTERS = ["ngram", "prompt_lookup", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+lookahead,n=4,w=4"]
+
+
+@pytest.mark.parametrize("words", HOST_DRAFTERS)
+def test_of_steps_drafted_on_the_host_the_verification_is_captured(words):
+    target = load_target("qwen3", torch.float64)
+    builder = DrafterBuilder(target, 12)
+    builder.head = lambda kind, path: make_head(target, kind, scale=0.4).eval()
+    drafter = builder.build(DrafterSpec.parse(f"drafter={words}"))
+    engine = DecodingEngine(target, drafter, captured=CapturedSteps(Counted))
+    other = DecodingEngine(target, NgramDrafter(), captured=CapturedSteps(Counted))
+    Counted.made = 0
+    rules = GenerationSettings(40)
+    prompts = [*make_prompts(target, 2), [7] * 90]
+    assert not engine.ahead and engine.generate([5], GenerationSettings(1)).tokens and Counted.made
+    sizes, lengths = {padded_nodes(n) for n in range(drafter.max_nodes + 1)}, engine._cache.capacity // 64
+    assert Counted.made == len(engine._captured) >= len(sizes) * (lengths - 1)
+    for prompt in prompts:
+        expected = Oracle(target, rules).answer(prompt)
+        assert engine.generate(prompt, rules).tokens == expected
+        several = [engine.stream(prompt, rules), other.stream(prompt, rules)]  # taking turns, as in a server
+        answers: list[list[int]] = [[], []]
+        for pieces in itertools.zip_longest(*several, fillvalue=()):
+            for answer, tokens in zip(answers, pieces):
+                answer += tokens
+        assert answers == [expected, expected]
+    assert Counted.made == len(engine._captured) + len(other._captured)
+    assert len(engine._captured) <= len(sizes) * lengths  # no answer waited for a capture
+
+
+def test_a_device_with_an_index_is_the_current_one_and_has_a_pool_of_its_own(monkeypatch):
+    entered, made = [], []
+
+    @contextmanager
+    def device(which):
+        entered.append(which.index)
+        yield
+
+    @contextmanager
+    def graph(captured, pool, stream):
+        made.append((pool, stream))
+        yield
+
+    for name, fake in {
+        "device": device,
+        "graph": graph,
+        "current_device": lambda: entered[-1],
+        "graph_pool_handle": lambda: f"pool of {entered[-1]}",
+        "Stream": lambda: f"stream of {entered[-1]}",
+        "CUDAGraph": SimpleNamespace,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch, "zeros", lambda *arguments, **settings: None)
+    monkeypatch.setattr(CudaGraph, "_shared", {})
+    for index in (1, 0, 1):
+        with current(torch.device("cuda", index)):
+            CudaGraph(lambda: None)
+    assert made == [(f"pool of {n}", f"stream of {n}") for n in (1, 1, 0, 0, 1)]  # an anchor, then the graph
 
 
 def test_steps_are_captured_anew_when_memory_has_moved():
