@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> bool:
     results = []
     for name in evaluation.drafters:
         counts = lossless_counts([record for record in evaluation.records if record.drafter == name])
-        figures = {"tokens": counts.tokens, "tokens_per_near_tie": counts.tokens_per_near_tie}
+        figures = {"tokens": counts.tokens, "flips_per_1000_tokens": counts.flips_per_1000_tokens}
         results.append({"drafter": name, **counts.as_dict(), **figures})
     differences = [describe_difference(record, target) for record in evaluation.records if record.difference]
     measured = {"noise": evaluation.noise, "results": results, "differences": differences}
@@ -92,11 +92,10 @@ def sentence(difference: dict[str, Any]) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Counts per drafter."""
-    shown = Table("drafter", "turns", "identical", "near ties", "unexplained", "tokens", "tokens per near tie")
+    shown = Table("drafter", "turns", "identical", "near ties", "unexplained", "tokens", "flips per 1,000")
     for row in rows:
-        per_tie = row["tokens_per_near_tie"]
         keys = ("drafter", "turns", "identical_turns", "near_ties", "unexplained", "tokens")
-        cells = [*(str(row[key]) for key in keys), "–" if per_tie is None else f"{per_tie:.0f}"]
+        cells = [*(str(row[key]) for key in keys), f"{row['flips_per_1000_tokens']:.2f}"]
         shown.add_row(*cells, style="red" if row["unexplained"] else None)
     return shown
 

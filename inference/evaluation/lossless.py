@@ -166,8 +166,9 @@ class LosslessCounts:
         return len(self.differences) - self.near_ties
 
     @property
-    def tokens_per_near_tie(self) -> float | None:
-        return self.tokens / self.near_ties if self.near_ties else None
+    def flips_per_1000_tokens(self) -> float:
+        """Answers that differ, for every 1,000 tokens decoded; a near tie may flip in half precision."""
+        return 1000 * len(self.differences) / max(self.tokens, 1)
 
     def as_dict(self) -> dict[str, int]:
         """The four counts of `report.json`; identical_turns + near_ties + unexplained = turns."""

@@ -81,7 +81,8 @@ def random_target(options: argparse.Namespace) -> Target:
     """A Llama of a published shape, its weights random: for speeds only."""
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    config = AutoConfig.for_model("llama", **SHAPES[options.shape], max_position_embeddings=4096)
+    shape = SHAPES[options.shape] | ({"num_hidden_layers": options.layers} if options.layers else {})
+    config = AutoConfig.for_model("llama", **shape, max_position_embeddings=4096)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return configure_target(Target(model, name=f"random {options.shape}"), options)
@@ -211,6 +212,7 @@ def parser() -> argparse.ArgumentParser:
     add("--new_tokens", type=int, default=128, help="tokens of an answer (default 128)")
     add("--baselines", nargs="*", choices=BASELINES, default=["eager"], help="transformers' generate (default eager)")
     add("--shape", choices=list(SHAPES), help="a random-weight Llama of this shape instead of --target")
+    add("--layers", type=int, help="of that shape, for a rehearsal (default: all)")
     add("--scripted", type=float, nargs="*", default=[], metavar="β", help="accepted lengths of untrained heads")
     add("--heads", nargs="+", choices=list(HEAD_DRAFTERS), default=list(HEAD_DRAFTERS), help="heads for --scripted")
     add("--repeats", type=int, default=9, help="runs of every arm (default 9)")

@@ -221,7 +221,7 @@ def test_only_the_first_difference_counts():
     far = tuple((token + 1) % 39 for token in answer[1:])
     counts = judge_all(oracle, [(PROMPT, (max(best, 39), *far)), (PROMPT, tuple(answer))])
     assert counts.as_dict() == {"identical_turns": 1, "turns": 2, "near_ties": 1, "unexplained": 0}
-    assert counts.tokens_per_near_tie == 24
+    assert counts.flips_per_1000_tokens == 1000 / 24
     assert counts.differences[0].position == 0
 
 
@@ -229,7 +229,7 @@ def test_counts_add_up():
     tie, gap = Difference(0, 1, 2, True), Difference(0, 1, 2, False)
     total = LosslessCounts.of([None, tie, gap, None, None], 80)
     assert total.as_dict() == {"identical_turns": 3, "turns": 5, "near_ties": 1, "unexplained": 1}
-    assert total.tokens_per_near_tie == 80
+    assert total.flips_per_1000_tokens == 2000 / 80
 
 
 def test_check_prompts_decodes_with_the_engine():
