@@ -174,6 +174,10 @@ class DraftHead(nn.Module, ABC):
         states: Tensor = hidden.to(self.dtype) + self.layer_projection(aux_hidden.to(self.dtype))
         return states
 
+    def row_states(self, rows: Rows) -> Tensor:
+        """[B, L, H], what the head reads at every index of whole rows."""
+        return self.target_states(rows.hidden, rows.aux_hidden)
+
     def set_draft_vocab(self, ids: Tensor) -> None:
         """Draft from these tokens, of which there must be `config.draft_vocab_size`; before `start_from`."""
         config = self.config

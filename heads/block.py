@@ -56,22 +56,26 @@ _LLAMA_NAMES = {
 class DecoderBlock(nn.Module):
     """One pre-norm decoder block of the target's shape; output projections start at zero, so it starts as identity."""
 
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, reads_tokens: bool = False) -> None:
+        """reads_tokens: its projections read a token's embedding beside each state, behind a norm of its own."""
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
         self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, size
         self.rope_theta = config.rope_theta
         self.attention_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
-        self.q_proj = nn.Linear(hidden, self.heads * size, bias=False)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * size, bias=False)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * size, bias=False)
+        if reads_tokens:
+            self.token_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        read = 2 * hidden if reads_tokens else hidden
+        self.q_proj = nn.Linear(read, self.heads * size, bias=False)
+        self.k_proj = nn.Linear(read, self.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(read, self.kv_heads * size, bias=False)
         self.o_proj = nn.Linear(self.heads * size, hidden, bias=False)
         self.mlp_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.gate_proj = nn.Linear(hidden, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
-            nn.init.normal_(projection.weight, std=hidden**-0.5)
+            nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
         self.start_as_identity()
 
     def start_as_identity(self) -> None:
@@ -104,19 +108,26 @@ class DecoderBlock(nn.Module):
         """Of positions `[B, L]`, for this block's queries and keys."""
         return rotary(positions, self.head_dim, self.rope_theta, self.q_proj.weight.dtype)
 
-    def context_keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, G, C, D]` of context states `[B, C, H]` at positions with this `rotation`."""
+    def _read(self, states: Tensor, tokens: Tensor | None) -> Tensor:
+        """What the projections read."""
         normed = self.attention_norm(states)
-        keys = rotate(self._split(self.k_proj(normed), self.kv_heads), rotation)
-        return keys, self._split(self.v_proj(normed), self.kv_heads)
+        return normed if tokens is None else torch.cat([self.token_norm(tokens), normed], dim=-1)
 
-    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """States `[B, Q, H]` at positions with this `rotation` → `[B, Q, H]`."""
-        normed = self.attention_norm(states)
-        merged = torch.cat([self.q_proj(normed), self.k_proj(normed)], dim=-1)
+    def context_keys_values(
+        self, states: Tensor, rotation: Rotation, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values `[B, G, C, D]` of context states `[B, C, H]` at positions with this `rotation`."""
+        read = self._read(states, tokens)
+        keys = rotate(self._split(self.k_proj(read), self.kv_heads), rotation)
+        return keys, self._split(self.v_proj(read), self.kv_heads)
+
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend, tokens: Tensor | None = None) -> Tensor:
+        """States `[B, Q, H]` at positions with this `rotation`, with `tokens [B, Q, H]` beside them → `[B, Q, H]`."""
+        read = self._read(states, tokens)
+        merged = torch.cat([self.q_proj(read), self.k_proj(read)], dim=-1)
         rotated = rotate(self._split(merged, self.heads + self.kv_heads), rotation)
         queries, keys = rotated.split([self.heads, self.kv_heads], dim=1)
-        attended = attend(queries, keys, self._split(self.v_proj(normed), self.kv_heads))
+        attended = attend(queries, keys, self._split(self.v_proj(read), self.kv_heads))
         states = states + self.o_proj(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(states)
         return states + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))

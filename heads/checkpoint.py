@@ -23,6 +23,7 @@ WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provena
 HEADS = {
     "chimera": "draft_heads.heads.chimera:ChimeraHead:ChimeraConfig",
     "ctc": "draft_heads.heads.ctc:CTCHead:CTCConfig",
+    "eagle3": "draft_heads.heads.eagle3:Eagle3Head:Eagle3Config",
     "hydra": "draft_heads.heads.hydra:HydraHead:HydraConfig",
     "medusa": "draft_heads.heads.medusa:MedusaHead:MedusaConfig",
 }

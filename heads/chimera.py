@@ -192,7 +192,7 @@ class ChimeraHead(DraftHead):
         heads, length = self.config.heads, rows.input_ids.shape[1]
         encoded = self.encode_rows(rows, target)
         rotation = self.block.rotation(rows.position_ids)
-        past = self.block.context_keys_values(rows.hidden, rotation)
+        past = self.block.context_keys_values(self.row_states(rows), rotation)
         grams = self.block.context_keys_values(encoded, rotation)
         offsets = torch.arange(1, heads + 1, device=anchors.device)
         index = (anchors[:, :, None] + offsets).clamp(max=length - 1).flatten(1)  # i = n+1+k
@@ -204,7 +204,7 @@ class ChimeraHead(DraftHead):
         """Σ_k (cross entropy of head k + squared error of f to h), over the windows that have a label at offset k."""
         config, valid, anchors = self.config, windows.valid, windows.anchors
         fused = self.train_outputs(rows, anchors, target)[valid]  # [N, K, H]
-        last = windows.gather(rows.hidden)
+        last = windows.gather(self.row_states(rows))
         labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
         loss = HeadLoss.zero(len(last), last.device)
         hits = []

@@ -15,7 +15,6 @@ class HeadConfig(ABC):
     """Sizes a head takes from its target, and which target that was. Subclasses add what the method needs."""
 
     kind: ClassVar[str] = ""
-    reads_layers: ClassVar[bool] = False  # whether heads of this kind can have `target_layers`
     hidden_size: int = 0
     vocab_size: int = 0
     num_attention_heads: int = 0
@@ -50,11 +49,6 @@ class HeadConfig(ABC):
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.target_layers and not self.reads_layers:
-            raise ValueError(
-                f"--target_layers is for heads that read several layers; a {self.kind} head reads the last hidden "
-                f"state only; got {' '.join(map(str, self.target_layers))}; leave it out"
-            )
         if not self.tree_temperature > 0:
             raise ValueError(f"tree_temperature must be above 0; got {self.tree_temperature}; 1 leaves drafts alone")
         least, most = max(1, len(set(self.end_token_ids))), self.vocab_size
@@ -65,6 +59,11 @@ class HeadConfig(ABC):
                 f"{f' from {least} to {most}' if most else ''}, the end tokens among them; got {size}; leave it out or "
                 "pick one in that range"
             )
+
+    @classmethod
+    def usual_layers(cls, layers: int) -> list[int]:
+        """The `target_layers` of a head that was given none, for a target of so many layers."""
+        return []
 
     def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}

@@ -203,7 +203,7 @@ class CTCHead(DraftHead):
 
     def row_context(self, rows: Rows, target: TargetView) -> Tensor:
         """[B, L, H], the context state of every index of whole rows."""
-        return self.context_states(rows.hidden, F.pad(rows.input_ids[:, 1:], (0, 1)), target)
+        return self.context_states(self.row_states(rows), F.pad(rows.input_ids[:, 1:], (0, 1)), target)
 
     def train_frames(self, rows: Rows, anchors: Tensor, target: TargetView) -> Tensor:
         """Frames of the given anchors `[B, A]` (ascending) of a whole batch in one pass: [B, A, T, H]."""

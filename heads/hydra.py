@@ -94,10 +94,11 @@ class HydraHead(OffsetHeads):
 
     def row_states(self, rows: Rows) -> Tensor:
         """[B, L, H], s_n at every index of whole rows."""
+        states = super().row_states(rows)
         if not self.config.prefix_attention:
-            return rows.hidden
+            return states
         rotation = self.prefix.rotation(rows.position_ids)
-        return self.prefix(rows.hidden, rotation, causal_attention(rows.segment_ids))
+        return self.prefix(states, rotation, causal_attention(rows.segment_ids))
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""

@@ -42,7 +42,6 @@ class MedusaConfig(OffsetConfig):
     """Settings of Medusa heads; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "medusa"
-    reads_layers: ClassVar[bool] = True
 
     layers: int = option(1, "residual layers of a head", least=0)
     decay: float = option(0.8, "the loss of head k is weighted decay^k")
@@ -99,8 +98,7 @@ class MedusaHead(OffsetHeads):
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
-        aux_hidden = None if rows.aux_hidden is None else windows.gather(rows.aux_hidden)
-        states = self.target_states(windows.gather(rows.hidden), aux_hidden)  # [N, H]
+        states = windows.gather(self.row_states(rows))  # [N, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(states), states.device)
         hits = []

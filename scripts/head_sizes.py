@@ -40,6 +40,7 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "medusa", {}),
     ("hydra", "hydra", {}),
     ("hydra++", "hydra", {"layers": 4, "prefix_attention": True}),
+    ("eagle3", "eagle3", {"target_layers": [1, 2, 3]}),
 ]
 
 

@@ -27,7 +27,10 @@ from draft_heads.scripts.decoding_options import script_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
-HEADS = {"ctc": "a CTC head", "medusa": "Medusa heads", "chimera": "a Chimera head", "hydra": "Hydra heads"}
+HEADS = {
+    **{"ctc": "a CTC head", "medusa": "Medusa heads", "chimera": "a Chimera head", "hydra": "Hydra heads"},
+    **{"eagle3": "an EAGLE-3 head"},
+}
 """Kind → what it is called."""
 
 

@@ -44,7 +44,9 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")
     check_folder(args, every_setting)
     target = load_target(run, args)
-    target.check_layers(settings["target_layers"])
+    layers = settings["target_layers"] or config_type.usual_layers(target.config.num_hidden_layers)
+    target.check_layers(layers)
+    settings = {**settings, "target_layers": layers}
     training, held_out, data, collator = load_data(run, target, settings["target_layers"])
     config = config_type(
         **target_sizes(target.config),

@@ -19,6 +19,7 @@ from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.chimera import ChimeraDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
+from draft_heads.inference.drafters.heads.eagle3 import Eagle3Drafter
 from draft_heads.inference.drafters.heads.hydra import HydraDrafter
 from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
@@ -38,7 +39,7 @@ from draft_heads.inference.target.target import Target
 DRAFTERS: dict[str, type[Drafter]] = {
     drafter.kind: drafter
     for drafter in (
-        *(ChimeraDrafter, CTCDrafter, HydraDrafter, MedusaDrafter),
+        *(ChimeraDrafter, CTCDrafter, Eagle3Drafter, HydraDrafter, MedusaDrafter),
         *(CascadeDrafter, DraftModelDrafter, OuroborosDrafter, SelfSpeculativeDrafter),
         *(LookaheadDrafter, NgramDrafter, PromptLookupDrafter, RESTDrafter, VanillaDrafter),
     )

@@ -42,7 +42,10 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import script_parser
 
-HEADS: dict[str, dict[str, Any]] = {"ctc": {}, "chimera": {}, "medusa": {}, "hydra": {"prefix_attention": True}}
+HEADS: dict[str, dict[str, Any]] = {
+    **{"ctc": {}, "chimera": {}, "medusa": {}},
+    **{"hydra": {"prefix_attention": True}, "eagle3": {"target_layers": [1]}},
+}
 """Kind of head → its settings."""
 FREE = {
     "ngram": "ngram",
@@ -60,6 +63,7 @@ HYBRIDS = {
     "medusa": ("ngram tree, kept", "prompt_lookup"),
     "chimera": ("ouroboros",),
     "hydra": ("lookahead", "ngram"),
+    "eagle3": ("ngram",),
 }
 """Kind of head → the training-free drafters that share a tree with it."""
 KINDS = (*HEADS, "free", "hybrid")
@@ -135,10 +139,10 @@ def trained_head(
         ids, segments = pad_sequence(rows, True), pad_sequence([torch.ones_like(row) for row in rows], True)
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         mask = segments.bool() & (positions >= torch.tensor([[len(prompt)] for prompt, _ in batch]))
-        hidden, _ = target.forward_rows(ids, segments, positions)
+        hidden, aux_hidden = target.forward_rows(ids, segments, positions, head.config.target_layers)
         if step == 0:
             head.start_from(hidden[mask], view)
-        loss = head(hidden, ids, ids, mask, view, segments, positions, seed=step)
+        loss = head(hidden, ids, ids, mask, view, segments, positions, aux_hidden, seed=step)
         (loss.total / loss.windows.clamp(min=1)).backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()

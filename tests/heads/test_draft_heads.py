@@ -7,6 +7,7 @@ from draft_heads.heads.base import Rows
 from draft_heads.heads.checkpoint import HEADS, head_classes, load_head, save_head
 from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
 from draft_heads.heads.ctc import CTCConfig, CTCHead
+from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draft_heads.heads.hydra import HydraConfig, HydraHead
 from draft_heads.heads.medusa import MedusaConfig, MedusaHead
 from tests.heads.small import FINGERPRINT, SIZES, disturbed, lent_target, text
@@ -22,6 +23,8 @@ VARIANTS = {
         {"heads": 3, "layers": 4, "prefix_attention": True, "labels_from": "distribution"},
     ),
     "chimera": (ChimeraHead, ChimeraConfig, {"heads": 3}),
+    "eagle3": (Eagle3Head, Eagle3Config, {"passes": 3}),
+    "eagle3 cut": (Eagle3Head, Eagle3Config, {"passes": 3, "draft_vocab_size": 40}),
     "chimera bigram": (ChimeraHead, ChimeraConfig, {"heads": 3, "order": 2, "residual": False}),
     "chimera shared": (ChimeraHead, ChimeraConfig, {"heads": 3, "projection": "shared"}),
     "chimera layer": (ChimeraHead, ChimeraConfig, {"heads": 3, "encoder": "target_layer0_finetuned"}),
@@ -79,6 +82,8 @@ def draft_of(head, rows, anchors, view):
         return head.train_frames(rows, anchors, view)
     if isinstance(head, ChimeraHead):
         return head.train_outputs(rows, anchors, view)
+    if isinstance(head, Eagle3Head):
+        return head.train_states(rows, anchors, view)
     last = rows.hidden[0, anchors[0]]
     if isinstance(head, MedusaHead):
         return head.draft_log_probs(last)

@@ -222,6 +222,7 @@ LEVEL_HEADS = [
     ("chimera", {"order": 1, "residual": False}),
     ("chimera", {"order": 5, "projection": "shared"}),
     ("chimera", {"encoder": "target_layer0_finetuned"}),
+    ("eagle3", {"passes": 5}),
 ]
 
 
@@ -266,6 +267,8 @@ def path_log_probs(head, rows, anchor, k, view):
     if head.config.kind == "hydra":
         tokens = head.token_states(rows.input_ids[0, anchor + 1 : anchor + 2 + k], view)
         return head.next_log_probs(k, head.row_states(rows)[0, anchor], tokens)
+    if head.config.kind == "eagle3":
+        return head.next_log_probs(head.train_states(rows, anchors, view)[0, 0, k])
     fused = head.train_outputs(rows, anchors, view)[0, 0, k]
     return head.head_logits(k, rows.hidden[0, anchor], fused, view).log_softmax(-1)
 

@@ -5,12 +5,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from draft_heads.heads.base import Rows
-from draft_heads.heads.ctc import CTCConfig
+from draft_heads.heads.checkpoint import HEADS
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
-from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
@@ -26,9 +26,9 @@ def target():
     return Target.from_pretrained("tests/tiny_target", torch.float64, "cpu")
 
 
-@pytest.fixture(scope="module")
-def head(target):
-    return make_head(target, "medusa", target_layers=LAYERS)
+@pytest.fixture(scope="module", params=sorted(HEADS))
+def head(target, request):
+    return make_head(target, request.param, target_layers=LAYERS)
 
 
 def hf_states(target, ids):
@@ -75,20 +75,29 @@ def test_the_captured_layers_are_transformers_hidden_states(name):
 
 
 def test_a_head_drafts_from_its_layers_as_it_was_trained(target, head):
-    """The drafter's distributions are those of the training forward, at the first and at later steps."""
+    """The drafter's trees are those of whole rows, as training sees them, at the first and at later steps."""
     prompt = make_prompts(target, 1)[0]
     drafter, seen = drafter_for(head, target, 8), []
     propose = drafter.propose
-    drafter.propose = lambda: (seen.append(drafter._last.clone()), propose())[1]
+    drafter.propose = lambda: (seen.append(propose()), seen[-1])[1]
     answer = DecodingEngine(target, drafter).generate(prompt, SETTINGS)
     assert answer.tokens == vanilla_tokens(target, prompt, SETTINGS)
     ids = torch.tensor([prompt + answer.tokens])
     text = Rows.of(torch.empty(0), ids)
     hidden, aux_hidden = target.forward_rows(ids, text.segment_ids, text.position_ids, LAYERS)
-    expected = head.target_states(hidden[0], aux_hidden[0])
     anchors = (len(prompt) - 1 + torch.tensor([0, *answer.accept_lengths[1:]]).cumsum(0))[: len(seen)]
-    assert torch.allclose(torch.stack(seen), expected[anchors], atol=1e-4)
-    assert not torch.allclose(torch.stack(seen), hidden[0][anchors], atol=1e-2)
+
+    def trees(aux_hidden):
+        rows = Rows(hidden, ids, text.segment_ids, text.position_ids, aux_hidden)
+        at_anchor = HEAD_DRAFTERS[head.config.kind].propose_from(head, rows, target.view(), 8)
+        return [at_anchor(int(anchor)) for anchor in anchors]
+
+    for drafted, expected in zip(seen, trees(aux_hidden)):
+        assert torch.equal(drafted.tokens, expected.tokens) and torch.equal(drafted.parents, expected.parents)
+        assert torch.allclose(drafted.log_probs, expected.log_probs, atol=1e-4)
+    off_by_one = torch.cat([hidden, aux_hidden[..., : -hidden.shape[-1]]], dim=-1)
+    others = [tree.log_probs for tree in trees(off_by_one)]
+    assert not all(torch.allclose(tree.log_probs, other, atol=1e-2) for tree, other in zip(seen, others))
 
 
 def test_batches_and_draft_models_pass_the_layers_on(target, head):
@@ -102,8 +111,9 @@ def test_batches_and_draft_models_pass_the_layers_on(target, head):
         assert drafted.tokens == answer.tokens and max(drafted.accept_lengths) == 5  # the draft model is the target
 
 
-def test_a_head_without_layers_starts_where_one_with_layers_does(target):
-    plain, layered = (make_head(target, "medusa", scale=0, target_layers=layers) for layers in ([], LAYERS))
+@pytest.mark.parametrize("kind", sorted(HEADS.keys() - {"eagle3"}))
+def test_a_head_without_layers_starts_where_one_with_layers_does(target, kind):
+    plain, layered = (make_head(target, kind, scale=0, target_layers=layers) for layers in ([], LAYERS))
     size = target.config.hidden_size
     hidden, aux_hidden = torch.randn(3, 5, size).double(), torch.randn(3, 5, 3 * size).double()
     assert torch.equal(plain.target_states(hidden, None), layered.target_states(hidden, aux_hidden))
@@ -119,8 +129,6 @@ def test_nothing_is_captured_for_heads_that_ask_for_nothing(target):
 def test_layers_that_cannot_be_read_are_refused(target, layers):
     with pytest.raises(ValueError, match="ascending numbers from 1 to 3"):
         target.check_layers(layers)
-    with pytest.raises(ValueError, match="a ctc head reads the last hidden state only"):
-        CTCConfig(target_layers=[1, 2])
 
 
 def test_parts_of_a_hybrid_are_shown_their_own_layers(target):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -82,6 +83,24 @@ class BlockCache:
             return folded_attention(queries, self.keys, self.values, visible.expand(queries.shape[2], -1))
 
         return attend
+
+
+@dataclass
+class GivenMemory:
+    """Keys and values [1, G, C, D] in buffers of their own; see `heads.attention.Memory`."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def first(cls, pair: Sequence[Tensor], count: int, room: int) -> GivenMemory:
+        """A copy of the first `count` keys and values of a `pair`, with room for so many behind them."""
+        return cls(*(torch.nn.functional.pad(x[:, :, :count], (0, 0, 0, room)) for x in pair))
+
+    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rows `[1, G, Q, D]` at `slots [Q]`."""
+        self.keys.index_copy_(2, slots, keys)
+        self.values.index_copy_(2, slots, values)
 
 
 class HeadDrafter(Drafter):

@@ -21,23 +21,11 @@ from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
 from draft_heads.inference.drafters.base import tempered
-from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
+from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-
-
-@dataclass
-class GivenMemory:
-    """Keys and values [1, G, C, D] in buffers of their own; see `Memory`."""
-
-    keys: Tensor
-    values: Tensor
-
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.keys.index_copy_(2, slots, keys)
-        self.values.index_copy_(2, slots, values)
 
 
 @dataclass
@@ -107,28 +95,25 @@ def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGra
 
 def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> Any:
     """anchor n → the context of a draft at that anchor of one row, as the drafter would have it there."""
-    encoded = head.encode_rows(rows, view)
+    encoded, states = head.encode_rows(rows, view), head.row_states(rows)
     rotation = head.block.rotation(rows.position_ids)
-    past = head.block.context_keys_values(rows.hidden, rotation)
+    past = head.block.context_keys_values(states, rotation)
     grams = head.block.context_keys_values(encoded, rotation)
     fusion = [torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past)]
     encoder = None
     if isinstance(head.encoder, DecoderBlock):
-        states = view.embed(rows.input_ids).to(head.dtype)
-        encoder = head.encoder.context_keys_values(states, rotation)
+        tokens = view.embed(rows.input_ids).to(head.dtype)
+        encoder = head.encoder.context_keys_values(tokens, rotation)
     ids = torch.nn.functional.pad(rows.input_ids[0], (head.config.order - 1, 0), value=-1)
-
-    def upto(pair: Any, count: int) -> GivenMemory:
-        return GivenMemory(*(torch.nn.functional.pad(x[:, :, :count], (0, 0, 0, room)) for x in pair))
 
     def at_anchor(anchor: int) -> ChimeraContext:
         length = anchor + 1
         recent = ids[length : length + head.config.order - 1]
         return ChimeraContext(
-            upto(fusion, 2 * length),
-            None if encoder is None else upto(encoder, length),
+            GivenMemory.first(fusion, 2 * length, room),
+            None if encoder is None else GivenMemory.first(encoder, length, room),
             torch.tensor(length, device=ids.device),
-            rows.hidden[0, anchor],
+            states[0, anchor],
             recent,
         )
 
@@ -213,7 +198,7 @@ class ChimeraDrafter(HeadDrafter):
 
     def observe(self, step: VerifiedStep) -> None:
         head = self.head
-        hidden = step.hidden.to(head.dtype)
+        hidden = head.target_states(step.hidden, step.aux_hidden)
         text = torch.cat([self._recent, step.tokens])
         slots = self._new_slots(hidden)
         encoded = self._encode(text, step.tokens, slots)

@@ -61,7 +61,7 @@ class CTCDrafter(HeadDrafter):
 
     def observe(self, step: VerifiedStep) -> None:
         head = self.head
-        hidden = step.hidden.to(head.dtype)
+        hidden = head.target_states(step.hidden, step.aux_hidden)
         states = head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
         slots = self._new_slots(hidden)
         rotation = head.decoder_blocks[0].rotation(slots[None] + 1)

@@ -56,7 +56,7 @@ class HydraDrafter(HeadDrafter):
 
     def observe(self, step: VerifiedStep) -> None:
         head = self.head
-        hidden = step.hidden.to(head.dtype)
+        hidden = head.target_states(step.hidden, step.aux_hidden)
         for cache in self._caches:
             slots = self._new_slots(hidden)
             rotation = head.prefix.rotation(slots[None])

@@ -115,7 +115,7 @@ class MedusaDrafter(HeadDrafter):
     def propose_from(head: MedusaHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
         """K distributions from the hidden state at the anchor."""
         paths = rank_paths(head, max_nodes)
-        states = head.target_states(rows.hidden[0], None if rows.aux_hidden is None else rows.aux_hidden[0])
+        states = head.row_states(rows)[0]
         return lambda anchor: draft_tree(head, states[anchor], paths)
 
     def observe(self, step: VerifiedStep) -> None:

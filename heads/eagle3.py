@@ -1,0 +1,151 @@
+"""The EAGLE-3 head: one decoder block that reads its own output back, trained as it drafts.
+
+Shapes: B batch, L length, A anchors a row, S passes, N windows, W tree nodes, H hidden, V vocabulary (the draft
+vocabulary's size where there is one).
+
+`g_i` is one projection of the target's low, middle and high layer at index i. The block reads `[e(x_{i+1}) ; g_i]` at
+position i, each behind a norm of its own; its residual stream is g_i. Its output s_i, through norm and LM head, drafts
+`x_{i+2}`, and stands in for g_{i+1}, which is not known while drafting.
+
+Training-time test: pass k = 0 … S−1 of anchor n reads the token at n+1+k and, for k > 0, the output of pass k−1; it
+drafts the token at n+2+k. It sees the keys of g_0 … g_n and of its own passes 1 … k, which stand at n+1 … n+k. Worked
+example, n = 4, k = 2: it reads x_7 and the output of pass 1 at position 6; it sees the keys of g_0 … g_4, of pass 1 at
+position 5 and its own; its label is y_8, its distribution that of LM(h_7).
+
+Paper: "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test" (2025), section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_heads.data.options import option
+from draft_heads.heads.accuracy import offset_hits
+from draft_heads.heads.attention import before_anchor, chain_attention
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
+from draft_heads.heads.block import Attend, DecoderBlock
+from draft_heads.heads.config import HeadConfig
+from draft_heads.heads.draft_vocab import OUTSIDE
+from draft_heads.heads.losses import soft_cross_entropy
+from draft_heads.heads.windows import Windows, at
+
+
+@dataclass
+class Eagle3Config(HeadConfig):
+    """Settings of an EAGLE-3 head; sizes come from the target (`target_sizes`)."""
+
+    kind: ClassVar[str] = "eagle3"
+
+    passes: int = option(7, "S, passes of the training-time test and levels of a draft", least=1)
+    decay: float = option(0.8, "the loss of pass k is weighted decay^k")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
+
+    @property
+    def offsets(self) -> int:
+        return self.passes
+
+    @property
+    def cut_at_disagreement(self) -> bool:
+        """Each pass reads the token before its label in the text, so a label behind a disagreement is valid."""
+        return False
+
+    @classmethod
+    def usual_layers(cls, layers: int) -> list[int]:
+        """The published choice (2, n/2, n−3); of a shallow target three others, or all before its last.
+
+        Worked examples: 32 layers give 2, 16, 29; 4 give 1, 2, 3; 2 give 1.
+        """
+        published = [2, layers // 2, layers - 3]
+        return published if published == sorted(set(published)) else list(range(1, layers))[-3:]
+
+
+class Eagle3Head(DraftHead):
+    """One block, a norm and an LM head of its own; see the module's head."""
+
+    config: Eagle3Config
+    tables = ("lm_head.weight",)
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        if config.target_layers:
+            with torch.no_grad():  # starts as [0 | 0 | I]: g is the high layer's output
+                self.layer_projection.weight[:, -hidden:].fill_diagonal_(1.0)
+        self.block = DecoderBlock(config, reads_tokens=True)
+        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, config.classes, bias=False)
+
+    def weights_read(self) -> int:
+        """The projection once, everything else once a pass."""
+        own = sum(p.numel() for p in self.parameters())
+        once = self.layer_projection.weight.numel() if self.config.target_layers else 0
+        return once + self.config.passes * (own - once)
+
+    @torch.no_grad()
+    def start_from(self, hidden: Tensor, target: TargetView) -> None:
+        """The LM head starts as the target's, the norm before it at the scale of h."""
+        super().start_from(hidden, target)
+        self.norm.weight.fill_(root_mean_square(hidden))
+        self.lm_head.weight.copy_(self.draft_view(target).lm_head_weight * target.rule.factor)
+
+    def target_states(self, hidden: Tensor, aux_hidden: Tensor | None) -> Tensor:
+        """g [..., H]; h where there are no `target_layers`."""
+        if aux_hidden is None:
+            return hidden.to(self.dtype)
+        projected: Tensor = self.layer_projection(aux_hidden.to(self.dtype))
+        return projected
+
+    def tokens(self, token_ids: Tensor, target: TargetView) -> Tensor:
+        """[...] int64 → [..., H], the target's embeddings."""
+        return target.embed(token_ids).to(self.dtype)
+
+    def context(self, rows: Rows, target: TargetView) -> tuple[Tensor, Tensor]:
+        """Keys and values of pass 0 at every index of whole rows, `[B, G, L, D]`."""
+        following = self.tokens(F.pad(rows.input_ids[:, 1:], (0, 1)), target)
+        return self.block.context_keys_values(self.row_states(rows), self.block.rotation(rows.position_ids), following)
+
+    def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """s [B, Q, H] from what was read before, states [B, Q, H], and token embeddings [B, Q, H]."""
+        return self.block(states, self.block.rotation(positions), attend, tokens)
+
+    def next_log_probs(self, states: Tensor) -> Tensor:
+        """s [..., H] → log-probabilities [..., V] in float32."""
+        return self.lm_head(self.norm(states)).float().log_softmax(-1)
+
+    def train_states(self, rows: Rows, anchors: Tensor, target: TargetView) -> Tensor:
+        """s of every pass of the given anchors `[B, A]`: [B, A, S, H]."""
+        attend = chain_attention(self.context(rows, target), before_anchor(anchors, rows.segment_ids))
+        states, positions = at(self.row_states(rows), anchors), rows.position_ids.gather(1, anchors)
+        passes = []
+        for k in range(self.config.passes):
+            index = (anchors + 1 + k).clamp(max=rows.input_ids.shape[1] - 1)
+            states = self.next_states(
+                states, self.tokens(rows.input_ids.gather(1, index), target), positions + k, attend
+            )
+            passes.append(states)
+        return torch.stack(passes, dim=2)
+
+    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
+        """Σ_k decay^k · cross entropy of pass k to the target's distribution, where there is a label at offset k."""
+        states = self.norm(self.train_states(rows, windows.anchors, target)[windows.valid])  # [N, S, H]
+        labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
+        loss = HeadLoss.zero(len(states), states.device)
+        hits = []
+        for k in range(self.config.passes):
+            drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
+            x, y = states[drafted, k], labels[drafted, k]
+            hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, which predicts x_{n+2+k}
+            loss.add(f"soft_{k}", soft_cross_entropy(x, self.lm_head.weight, hidden, target), self.config.decay**k)
+            if not self.training:
+                hits.append(offset_hits(self.lm_head, x, y))
+        loss.score(hits, lengths)
+        return loss

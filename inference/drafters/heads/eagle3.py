@@ -1,0 +1,83 @@
+"""Drafting with an EAGLE-3 head: level by level, every node with its own ancestors and its parent's output.
+
+Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden, C capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from draft_heads.heads.attention import Memory, TreeAttention
+from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.eagle3 import Eagle3Head
+from draft_heads.inference.drafters.base import tempered
+from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter
+from draft_heads.inference.drafters.heads.level_tree import grow_tree
+from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree
+
+
+def draft_tree(
+    head: Eagle3Head, view: TargetView, memory: Memory, length: Tensor, state: Tensor, base: Tensor, max_nodes: int
+) -> DraftTree:
+    """The best tree behind base token `base []`.
+
+    memory: keys and values of pass 0 at n = `length []` committed tokens; state [H]: g of the last of them.
+    """
+    attend = TreeAttention(memory, length - 1)  # the first node is the anchor itself
+    states = state[None]  # [W, H], what the nodes of a level leave to their children
+
+    def log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+        nonlocal states
+        attend.enter(parents)
+        positions = (length - 1 + level).expand(1, len(tokens))
+        states = head.next_states(states[parents][None], head.tokens(tokens, view)[None], positions, attend)[0]
+        return tempered(head.next_log_probs(states), head.config.tree_temperature)
+
+    first = log_probs(0, base[None], torch.zeros_like(base)[None])[0]
+    return grow_tree(first, log_probs, max_nodes, head.config.passes, head.draft_vocab)
+
+
+class Eagle3Drafter(HeadDrafter):
+    """Keeps the block's keys and values of pass 0; those of drafted tokens lie behind and are overwritten."""
+
+    kind = "eagle3"
+
+    def __init__(self, head: Eagle3Head, target: Target, max_nodes: int = 32) -> None:
+        self._cache = BlockCache(head)
+        levels = head.config.passes
+        super().__init__(head, target, max_nodes, levels, [self._cache], behind=(max_nodes + 1) * levels + 1)
+        self.view = target.view()
+        self._state: Tensor  # g_n, [H]
+        self._base: Tensor
+
+    @staticmethod
+    def propose_from(head: Eagle3Head, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
+        """Level by level, over the keys and values up to the anchor."""
+        text, states, context = rows.input_ids[0], head.row_states(rows)[0], head.context(rows, view)
+        room = (max_nodes + 1) * head.config.passes + 1
+
+        def at_anchor(anchor: int) -> DraftTree:
+            length = torch.tensor(anchor + 1, device=text.device)
+            memory = GivenMemory.first(context, anchor + 1, room)
+            return draft_tree(head, view, memory, length, states[anchor], text[anchor + 1], max_nodes)
+
+        return at_anchor
+
+    def observe(self, step: VerifiedStep) -> None:
+        head = self.head
+        states = head.target_states(step.hidden, step.aux_hidden)
+        slots = self._new_slots(states)
+        tokens = head.tokens(step.next_tokens, self.view)
+        self._cache.write(
+            slots, *head.block.context_keys_values(states[None], head.block.rotation(slots[None]), tokens[None])
+        )
+        self.length += step.count
+        self._state, self._base = states[-1], step.base
+
+    def propose(self) -> DraftTree:
+        return draft_tree(self.head, self.view, self._cache, self.length, self._state, self._base, self.max_nodes)
