@@ -17,7 +17,9 @@ Paper: "Speculative Decoding with CTC-based Draft Model for LLM Inference Accele
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -30,6 +32,7 @@ from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_m
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
 from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import cut_before_outside
+from draft_heads.heads.label_context import ctc_loss_with_context
 from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy
 from draft_heads.heads.prefix_scores import teacher_forced_hits
 from draft_heads.heads.windows import Windows, at
@@ -49,6 +52,11 @@ class CTCConfig(HeadConfig):
     )
     labels_cut: str = option(
         "agree", "agree: a window ends where text and labels part; none: the paper", choices=("agree", "none")
+    )
+    label_context: int = option(
+        0,
+        "rank of the bias that the label before adds to the logits; 0: frames are independent (paper)",
+        least=0,
     )
     open_windows: bool = option(False, "score full windows too by what the collapse starts with")
     frames_from: str = option(
@@ -79,6 +87,11 @@ class CTCConfig(HeadConfig):
                     "--frames_from chain needs --blocks 1 and --context hidden+token: a frame is fed as the next "
                     f"state; got --blocks {self.blocks} --context {self.context}"
                 )
+            if self.label_context:
+                raise ValueError(
+                    "--label_context is for frames made in one pass, a chain's read the label before already; got "
+                    f"--frames_from chain with --label_context {self.label_context}; leave one out"
+                )
         elif self.regression_weight or self.soft_weight:
             raise ValueError(
                 "--regression_weight and --soft_weight need --frames_from chain: parallel frames are aligned by the "
@@ -103,7 +116,7 @@ class CTCHead(DraftHead):
     """T frames in, T distributions over V+1 classes out; see the module's head."""
 
     config: CTCConfig
-    tables = ("frame_queries",)
+    tables = ("frame_queries", "class_context")
 
     def __init__(self, config: CTCConfig) -> None:
         super().__init__(config)
@@ -119,6 +132,10 @@ class CTCHead(DraftHead):
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
         self.blank_bias = nn.Parameter(torch.zeros(1))  # DeepSpeed broadcasts no 0-dimensional parameters
+        if rank := config.label_context:  # A and B of `heads.label_context`; A starts at zero
+            self.label_proj = nn.Linear(hidden, rank, bias=False)
+            nn.init.zeros_(self.label_proj.weight)
+            self.class_context = nn.Parameter(torch.randn(config.classes + 1, rank) * rank**-0.5)
 
     @property
     def decoder_blocks(self) -> list[DecoderBlock]:
@@ -150,6 +167,10 @@ class CTCHead(DraftHead):
             if root_mean_square(alone - sample) > 2 * root_mean_square(sample):
                 block.start_as_identity()
         self.norm.weight.fill_(root_mean_square(sample))
+        if rank := self.config.label_context:  # B starts as a random projection of the LM head: alike tokens stay alike
+            lm_head = target.lm_head_weight.to(self.dtype)
+            projected = lm_head @ torch.randn(lm_head.shape[1], rank, dtype=self.dtype).to(lm_head.device)
+            self.class_context[:-1] = projected / root_mean_square(projected) * rank**-0.5
         if self.config.chained:
             frames = self.norm(sample)
         else:
@@ -195,11 +216,33 @@ class CTCHead(DraftHead):
                 state = self.context_states(frames[-1], self.draft_tokens(logits.argmax(-1)), target)
         return torch.stack(frames, dim=2)
 
-    def frame_log_probs(self, frames: Tensor, target: TargetView) -> Tensor:
-        """[..., H] → [..., V+1] log-probabilities in float32, the blank last."""
+    def frame_logits(self, frames: Tensor, target: TargetView) -> Tensor:
+        """[..., H] → [..., V+1] in float32, the blank last."""
         logits = target.head_logits(frames.to(target.lm_head_weight.dtype)).float()
         blank = target.rule.scaled(frames @ self.blank_weight).float() + self.blank_bias.float()
-        return F.log_softmax(torch.cat([logits, blank[..., None]], dim=-1), dim=-1)
+        return torch.cat([logits, blank[..., None]], dim=-1)
+
+    def frame_log_probs(self, frames: Tensor, target: TargetView) -> Tensor:
+        """[..., H] → [..., V+1] log-probabilities in float32, the blank last, of a head without `label_context`."""
+        return self.frame_logits(frames, target).log_softmax(-1)
+
+    def label_contexts(self, tokens: Tensor, target: TargetView) -> Tensor:
+        """A(l) [..., r] of the tokens [...] that are the label before."""
+        states = target.embed(tokens).to(self.dtype)
+        contexts: Tensor = self.label_proj(F.rms_norm(states, states.shape[-1:], eps=1e-6))
+        return contexts
+
+    def label_bias(self, tokens: Tensor, target: TargetView) -> Tensor:
+        """[..., V+1] in float32, what each of `tokens [...]` as the label before adds to the logits."""
+        return F.linear(self.label_contexts(tokens, target), self.class_context).float()
+
+    def emissions(self, frames: Tensor, target: TargetView) -> Callable[[Tensor], Tensor]:
+        """A function from the label before, a token [n], to probabilities [n, T, V+1]; of frames [n, T, H]."""
+        logits = self.frame_logits(frames, target)
+        if not self.config.label_context:
+            probs = logits.softmax(-1)
+            return lambda before: probs
+        return lambda before: (logits + self.label_bias(before, target)[:, None]).softmax(-1)
 
     def row_context(self, rows: Rows, target: TargetView) -> Tensor:
         """[B, L, H], the context state of every index of whole rows."""
@@ -249,14 +292,20 @@ class CTCHead(DraftHead):
         if config.open_windows:
             last = labels.gather(1, lengths[:, None] - 1)[:, 0]
             closed = closed & sum((last == end for end in config.end_token_ids), torch.zeros_like(closed))
+        before = torch.cat([windows.gather(rows.input_ids[..., None], ahead=1), labels], dim=1)  # tokens, base first
         counted = lengths
         if self.draft_vocab is not None:
             labels, lengths, closed = cut_before_outside(self.draft_classes(labels), lengths, closed)
         blank = self.blank_weight, self.blank_bias
         scaled = target.rule.scaled(kept)  # a scale of the states is a scale of the logits
-        ctc, infeasible = ctc_loss_fused(
-            scaled, *blank, target.lm_head_weight, labels, lengths, closed, lm_bias=target.scaled_bias
-        )
+        vocabulary, bias = target.lm_head_weight, target.scaled_bias
+        if config.label_context:
+            contexts = self.label_contexts(before, target)
+            ctc, infeasible = ctc_loss_with_context(
+                scaled, *blank, contexts, self.class_context, vocabulary, labels, lengths, closed, bias
+            )
+        else:
+            ctc, infeasible = ctc_loss_fused(scaled, *blank, vocabulary, labels, lengths, closed, bias)
         loss = HeadLoss.zero(len(kept), kept.device)
         loss.add("ctc", ctc, config.ctc_weight)
         loss.parts["infeasible_count"] = infeasible.sum()
@@ -268,6 +317,6 @@ class CTCHead(DraftHead):
             loss.add("soft", soft, config.soft_weight)
         if not self.training:
             drafted = self.drafted_frames(rows, windows.anchors, target)[windows.valid] if config.chained else kept
-            hits = teacher_forced_hits(drafted, labels, lengths, lambda some: self.frame_log_probs(some, target))
+            hits = teacher_forced_hits(drafted, before, labels, lengths, partial(self.emissions, target=target))
             loss.score(list(hits), counted)  # what lies behind a token that cannot be drafted is missed
         return loss

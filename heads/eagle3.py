@@ -28,7 +28,7 @@ from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import before_anchor, chain_attention
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
-from draft_heads.heads.block import Attend, DecoderBlock
+from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import soft_cross_entropy
@@ -113,10 +113,6 @@ class Eagle3Head(DraftHead):
         following = self.tokens(F.pad(rows.input_ids[:, 1:], (0, 1)), target)
         return self.block.context_keys_values(self.row_states(rows), self.block.rotation(rows.position_ids), following)
 
-    def next_states(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """s [B, Q, H] from what was read before, states [B, Q, H], and token embeddings [B, Q, H]."""
-        return self.block(states, self.block.rotation(positions), attend, tokens)
-
     def next_log_probs(self, states: Tensor) -> Tensor:
         """s [..., H] → log-probabilities [..., V] in float32."""
         return self.lm_head(self.norm(states)).float().log_softmax(-1)
@@ -128,9 +124,8 @@ class Eagle3Head(DraftHead):
         passes = []
         for k in range(self.config.passes):
             index = (anchors + 1 + k).clamp(max=rows.input_ids.shape[1] - 1)
-            states = self.next_states(
-                states, self.tokens(rows.input_ids.gather(1, index), target), positions + k, attend
-            )
+            tokens = self.tokens(rows.input_ids.gather(1, index), target)
+            states = self.block(states, self.block.rotation(positions + k), attend, tokens)
             passes.append(states)
         return torch.stack(passes, dim=2)
 

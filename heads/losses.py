@@ -26,11 +26,14 @@ from draft_heads.heads.base import TargetView
 IMPOSSIBLE = -1e30  # finite: −inf would turn the gradient of logaddexp into NaN
 
 
-def lattice_log_prob(emissions: Tensor, labels: Tensor, lengths: Tensor, closed: Tensor) -> Tensor:
+def lattice_log_prob(
+    emissions: Tensor, labels: Tensor, lengths: Tensor, closed: Tensor, entering: Tensor | None = None
+) -> Tensor:
     """[N] log-probability of each window under its lattice; about -1e30 where no alignment fits the frames.
 
     emissions  [N, T, S] log p of every lattice state's class at every frame
     labels     [N, U] int64; lengths [N] int64; closed [N] bool
+    entering   [N, T, S] the same where the frame before was in another state; None: the same numbers
     Differentiable: minus its gradient with respect to `emissions` is minus the occupancy of each state.
     """
     count, frames, states = emissions.shape
@@ -40,12 +43,13 @@ def lattice_log_prob(emissions: Tensor, labels: Tensor, lengths: Tensor, closed:
     last = 2 * lengths - 1  # state of the last label; −1 in an empty window
     absorbing = (state == last[:, None]) & ~closed[:, None]
 
+    entering = emissions if entering is None else entering
     alpha = torch.full_like(emissions[:, 0], IMPOSSIBLE)
-    alpha = torch.where(state < 2, emissions[:, 0], alpha)
+    alpha = torch.where(state < 2, entering[:, 0], alpha)
     for t in range(1, frames):
         step = F.pad(alpha[:, :-1], (1, 0), value=IMPOSSIBLE)
         skip = torch.where(may_skip, F.pad(alpha[:, :-2], (2, 0), value=IMPOSSIBLE), IMPOSSIBLE)
-        enter = torch.logaddexp(step, skip) + emissions[:, t]
+        enter = torch.logaddexp(step, skip) + entering[:, t]
         stay = torch.where(absorbing, alpha, alpha + emissions[:, t])
         alpha = torch.logaddexp(enter, stay)
 

@@ -73,16 +73,17 @@ def runs(probs: Tensor) -> Tensor:
     return torch.nn.functional.pad(products[..., :-1], (1, 0), value=1.0).triu()
 
 
-def from_entry(probs: Tensor, blank_runs: Tensor) -> Tensor:
-    """[..., T, 2T + 1], the `sums` of a prefix per unit of probability that enters its last label c at frame s.
+def from_entry(entering: Tensor, stays: Tensor, blank_runs: Tensor) -> Tensor:
+    """[..., T, 2T + 1], the `sums` of a prefix per unit of probability φ_s that may enter its last label c at frame s.
 
-    probs [..., T], p_t(c); blank_runs: the `runs` of the blank, `[T, T]` or of each label's own frames. Before frame j
-    c was emitted since s: p_s … p_{j−1}; or for some frames, then blank, once or more.
+    entering [..., T], p_s(c) behind the label before; stays [..., T], p_t(c) behind c itself, the same numbers unless
+    emissions depend on the label before them (`heads.label_context`); blank_runs: the `runs` of the blank behind c,
+    `[T, T]` or of each label. Before frame j c was emitted since s; or for some frames, then blank, once or more.
     """
-    in_label = torch.nn.functional.pad(runs(probs)[..., 1:, :], (0, 0, 0, 1))
+    in_label = torch.nn.functional.pad(runs(stays)[..., 1:, :], (0, 0, 0, 1))
     in_blank = in_label @ blank_runs.triu(1)
-    repeated = in_blank @ probs[..., None]
-    return torch.cat([in_label + in_blank, in_blank, repeated], dim=-1) * probs[..., None]
+    repeated = in_blank @ stays[..., None]
+    return torch.cat([in_label + in_blank, in_blank, repeated], dim=-1) * entering[..., None]
 
 
 def extend(state: PrefixState, parent: Tensor, label: Tensor, entered: Tensor) -> PrefixState:
@@ -103,34 +104,37 @@ def extend(state: PrefixState, parent: Tensor, label: Tensor, entered: Tensor) -
 
 def teacher_forced_hits(
     frames: Tensor,
+    before: Tensor,
     labels: Tensor,
     lengths: Tensor,
-    log_probs: Callable[[Tensor], Tensor],
+    emissions: Callable[[Tensor], Callable[[Tensor], Tensor]],
     chunk_bytes: int = 64 * 2**20,
 ) -> Tensor:
     """[U, 5], how often the true next label is among the 1, 2, … 5 best children of the *true* prefix.
 
-    frames [N, T, H]; labels [N, U]; lengths [N]; `log_probs` maps [n, T, H] to [n, T, V+1], the blank last.
+    frames [N, T, H]; labels [N, U]; lengths [N]; before [N, U + 1], the tokens that are the label before: the base
+    token, then each label's; `emissions` makes of frames [n, T, H] a function from such tokens [n] to the probabilities
+    [n, T, V+1] behind them, the blank last.
     """
     hits = torch.zeros(labels.shape[1], TOP, device=frames.device)
-    _, per_window, classes = log_probs(frames[:0]).shape
+    _, per_window, classes = emissions(frames[:0])(before[:0, 0]).shape
     chunk = max(1, chunk_bytes // (4 * per_window * classes))
-    for some, their_labels, their_lengths in zip(frames.split(chunk), labels.split(chunk), lengths.split(chunk)):
-        hits += _hits(log_probs(some).exp(), their_labels, their_lengths)
+    for some, *their in zip(*(x.split(chunk) for x in (frames, before, labels, lengths))):
+        hits += _hits(emissions(some), *their)
     return hits
 
 
-def _hits(probs: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-    """[U, 5] hits of windows with their own frames: probs [n, T, V+1], blank last; labels [n, U]; lengths [n]."""
-    count, frames, _ = probs.shape
-    blank = probs[:, :, -1]
-    everyone = torch.arange(count, device=probs.device)
-    blank_runs = runs(blank)
-    state = empty_prefix(blank_runs)
+def _hits(behind: Callable[[Tensor], Tensor], before: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
+    """[U, 5] hits of windows with their own frames; before [n, U + 1]; labels [n, U]; lengths [n]."""
+    everyone = torch.arange(len(labels), device=labels.device)
+    probs = behind(before[:, 0])
+    state = empty_prefix(runs(probs[:, :, -1]))
     hits = []
     for offset in range(labels.shape[1]):
         label = labels[:, offset]
         hits.append(top_hits(child_scores(state, probs[:, :, :-1]), label, lengths > offset))
-        own = probs.gather(2, label[:, None, None].expand(-1, frames, 1))[:, :, 0]
-        state = extend(state, everyone, label, from_entry(own, blank_runs))
+        index = label[:, None, None].expand(-1, probs.shape[1], 1)
+        entering, probs = probs.gather(2, index)[:, :, 0], behind(before[:, offset + 1])
+        following = from_entry(entering, probs.gather(2, index)[:, :, 0], runs(probs[:, :, -1]))
+        state = extend(state, everyone, label, following)
     return torch.stack(hits)

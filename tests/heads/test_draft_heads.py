@@ -14,6 +14,8 @@ from tests.heads.small import FINGERPRINT, SIZES, disturbed, lent_target, text
 
 VARIANTS = {
     "ctc": (CTCHead, CTCConfig, {"labels": 3, "frames": 5}),
+    "ctc context": (CTCHead, CTCConfig, {"labels": 3, "frames": 5, "label_context": 4}),
+    "ctc context cut": (CTCHead, CTCConfig, {"labels": 3, "frames": 5, "label_context": 4, "draft_vocab_size": 40}),
     "ctc chain": (CTCHead, CTCConfig, {"labels": 2, "frames": 3, "frames_from": "chain", "soft_weight": 0.1}),
     "medusa": (MedusaHead, MedusaConfig, {"heads": 3, "layers": 2}),
     "hydra": (HydraHead, HydraConfig, {"heads": 3}),

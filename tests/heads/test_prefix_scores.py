@@ -16,7 +16,7 @@ def test_the_worked_example_of_the_prefix_scores():
     empty = empty_prefix(runs(blank))
     assert child_scores(empty, probs).tolist()[0] == pytest.approx([0.8, 0.2])
     own = probs[None, :, 0]
-    state = extend(empty, torch.tensor([0]), torch.tensor([0]), from_entry(own, runs(blank)))
+    state = extend(empty, torch.tensor([0]), torch.tensor([0]), from_entry(own, own, runs(blank)))
     assert child_scores(state, probs).tolist()[0] == pytest.approx([0.0, 0.3])
 
 
@@ -36,7 +36,8 @@ def test_extending_equals_the_recursion_frame_by_frame(zeros):
             enter = before[1][t] + (0.0 if label == last else before[0][t])
             in_blank.append((in_blank[-1] + in_label[-1]) * blank[t])
             in_label.append((in_label[-1] + enter) * probs[t, label])
-        state = extend(state, torch.tensor([0]), torch.tensor([label]), from_entry(probs[None, :, label], runs(blank)))
+        own = probs[None, :, label]
+        state = extend(state, torch.tensor([0]), torch.tensor([label]), from_entry(own, own, runs(blank)))
         last, before = label, [torch.stack(in_label), torch.stack(in_blank)]
         assert torch.allclose(state.sums[0, :-1], torch.cat([before[0] + before[1], before[1]]))
         assert torch.allclose(state.repeated[0], before[1] @ probs[:, label])

@@ -36,6 +36,7 @@ HEADS = [
     ("chimera", {"encoder": "target_layer0_finetuned"}),
     ("ctc", {}),
     ("ctc", {"frames_from": "chain"}),
+    ("ctc", {"label_context": 4}),
     ("eagle3", {"target_layers": [1], "passes": 4}),
 ]
 ASKS_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}

@@ -15,12 +15,16 @@ from draft_heads.inference.drafters.heads.ctc_search import (
 from tests.inference.trees import check_tree
 
 
-def every_prefix(log_probs):
-    """{prefix: Ψ(prefix)} by enumerating every alignment."""
+def every_prefix(log_probs, bias=None):
+    """{prefix: Ψ(prefix)} by enumerating every alignment; bias [V+1, V+1]: of each label before, the base's last."""
     frames, classes = log_probs.shape
     scores = {}
     for alignment in itertools.product(range(classes), repeat=frames):
-        probability = float(sum(log_probs[t, c] for t, c in enumerate(alignment)).exp())
+        probability = 1.0
+        for t, emitted in enumerate(alignment):
+            before = collapsed(list(alignment[:t]), classes - 1)
+            own = log_probs[t] if bias is None else (log_probs[t] + bias[before[-1] if before else -1]).log_softmax(-1)
+            probability *= float(own[emitted].exp())
         text = tuple(collapsed(list(alignment), classes - 1))
         for length in range(1, len(text) + 1):
             scores[text[:length]] = scores.get(text[:length], 0.0) + probability
@@ -46,13 +50,32 @@ def test_the_worked_example_of_the_prefix_scores():
     assert scores == pytest.approx({(0,): 0.8, (1,): 0.2, (0, 1): 0.3})
 
 
+def test_a_bias_of_zero_changes_no_tree():
+    for seed in range(5):
+        log_probs = random_frames(6, 30, seed)
+        plain = prefix_tree(log_probs, 16)
+        none = torch.zeros(31, 31, dtype=torch.float64)
+        same = prefix_tree(
+            log_probs, 16, bias_of=lambda classes, none=none: none[:1] if classes is None else none[classes]
+        )
+        assert torch.equal(plain.tokens, same.tokens) and torch.equal(plain.parents, same.parents)
+        assert torch.allclose(plain.log_probs, same.log_probs, rtol=1e-12)
+
+
+@pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("max_nodes", [1, 3, 8, 20])
 @pytest.mark.parametrize("frames,vocabulary", itertools.product([1, 2, 3, 4], [1, 2, 4]))
-def test_prefix_nodes_are_the_best_of_all_prefixes(frames, vocabulary, max_nodes):
-    for seed in range(5):
-        log_probs = random_frames(frames, vocabulary, seed)
-        scores = every_prefix(log_probs)
-        tree = prefix_tree(log_probs, max_nodes)
+def test_prefix_nodes_are_the_best_of_all_prefixes(frames, vocabulary, max_nodes, context):
+    for seed in range(2 if context else 5):
+        log_probs, bias, bias_of = random_frames(frames, vocabulary, seed), None, None
+        if context:
+            bias = torch.randn(vocabulary + 1, vocabulary + 1, dtype=torch.float64)
+
+            def bias_of(classes, bias=bias):
+                return bias[-1:] if classes is None else bias[classes]
+
+        scores = every_prefix(log_probs, bias)
+        tree = prefix_tree(log_probs, max_nodes, bias_of=bias_of)
         check_tree(tree)
         got = dict(zip(paths(tree), tree.log_probs.exp().tolist()))
         got = {path: score for path, score in got.items() if score > 1e-30}  # the rest is impossible text

@@ -26,9 +26,10 @@ def target():
     return Target.from_pretrained("tests/tiny_target", torch.float64, "cpu")
 
 
-@pytest.fixture(scope="module", params=sorted(HEADS))
+@pytest.fixture(scope="module", params=[*sorted(HEADS), "ctc, label_context"])
 def head(target, request):
-    return make_head(target, request.param, target_layers=LAYERS)
+    kind, _, option = request.param.partition(", ")
+    return make_head(target, kind, target_layers=LAYERS, **({option: 4} if option else {}))
 
 
 def hf_states(target, ids):

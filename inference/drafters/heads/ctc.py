@@ -23,10 +23,21 @@ from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
-def draft_tree(head: CTCHead, view: TargetView, frames: Tensor, max_nodes: int, tree: str = "prefix") -> DraftTree:
-    """The tree of collapsed candidates of one anchor's frames [T, H]."""
-    log_probs = tempered(head.frame_log_probs(frames, view), head.config.tree_temperature)
-    return build_tree(log_probs, max_nodes, tree, vocabulary=head.draft_vocab)
+def draft_tree(
+    head: CTCHead, view: TargetView, frames: Tensor, base: Tensor, max_nodes: int, tree: str = "prefix"
+) -> DraftTree:
+    """The tree of collapsed candidates of one anchor's frames [T, H] behind base token `base []`."""
+    temperature, bias_of = head.config.tree_temperature, None
+    if head.config.label_context:
+        log_probs = head.frame_logits(frames, view) / temperature
+
+        def bias_of(classes: Tensor | None) -> Tensor:
+            tokens = base[None] if classes is None else head.draft_tokens(classes)
+            return head.label_bias(tokens, view) / temperature
+
+    else:
+        log_probs = tempered(head.frame_log_probs(frames, view), temperature)
+    return build_tree(log_probs, max_nodes, tree, vocabulary=head.draft_vocab, bias_of=bias_of)
 
 
 class CTCDrafter(HeadDrafter):
@@ -42,6 +53,10 @@ class CTCDrafter(HeadDrafter):
         """tree: one of `TREE_MODES`."""
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
+        if tree != "prefix" and head.config.label_context:
+            raise ValueError(
+                f"tree={tree} takes frames for independent, which those of a head with label_context are not; drop it"
+            )
         caches = [BlockCache(head) for _ in head.blocks]
         super().__init__(head, target, max_nodes, head.config.frames, caches, behind=2 * head.config.frames + 1)
         self.view = target.drafting_view(head)
@@ -50,14 +65,15 @@ class CTCDrafter(HeadDrafter):
         self.tree = tree
         self.on_device = tree == "prefix"  # the trees of the published code are built on the host
         self._state: Tensor  # c_n, [H]
+        self._base: Tensor
 
     @staticmethod
     def propose_from(head: CTCHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
         """The head's frames at every anchor at once, then a tree for each."""
         anchors = torch.arange(rows.input_ids.shape[1], device=rows.hidden.device)[None]
         view = head.draft_view(view)
-        frames = head.drafted_frames(rows, anchors, view)[0]
-        return lambda anchor: draft_tree(head, view, frames[anchor], max_nodes)
+        frames, text = head.drafted_frames(rows, anchors, view)[0], rows.input_ids[0]
+        return lambda anchor: draft_tree(head, view, frames[anchor], text[anchor + 1], max_nodes)
 
     def observe(self, step: VerifiedStep) -> None:
         head = self.head
@@ -68,7 +84,7 @@ class CTCDrafter(HeadDrafter):
         for block, cache in zip(head.decoder_blocks, self._caches):
             cache.write(slots, *block.context_keys_values(states, rotation))
         self.length += step.count
-        self._state = states[0, -1]
+        self._state, self._base = states[0, -1], step.base
 
     def frames(self) -> Tensor:
         """[T, H], what the LM head reads for each frame at the present anchor."""
@@ -86,4 +102,4 @@ class CTCDrafter(HeadDrafter):
         return head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
 
     def propose(self) -> DraftTree:
-        return draft_tree(self.head, self.view, self.frames(), self.max_nodes, self.tree)
+        return draft_tree(self.head, self.view, self.frames(), self._base, self.max_nodes, self.tree)

@@ -13,12 +13,13 @@ exactly its ancestors. Alignments, blanks and repeats leave no trace in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from draft_heads.heads.prefix_scores import child_scores, empty_prefix, extend, from_entry, runs
+from draft_heads.heads.prefix_scores import PrefixState, child_scores, empty_prefix, extend, from_entry, runs
 from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.native import library
@@ -34,20 +35,21 @@ def build_tree(
     mode: str = "prefix",
     max_depth: int | None = None,
     vocabulary: Tensor | None = None,
+    bias_of: Callable[[Tensor | None], Tensor] | None = None,
 ) -> DraftTree:
     """The draft tree of one anchor's frames `[T, V+1]` (blank last): at most `max_nodes` nodes.
 
-    vocabulary [V]: the token of each class but the blank; None: the class is the token.
+    vocabulary [V]: the token of each class but the blank; None: the class is the token. bias_of: see `prefix_tree`.
     Raises ValueError for an unknown mode or a budget below one node.
     """
     if mode not in TREE_MODES:
         raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {mode!r}")
     check_max_nodes(max_nodes)
-    if mode == "prefix" and _native(log_probs):
+    if mode == "prefix" and bias_of is None and _native(log_probs):
         deepest = min(max_depth or len(log_probs), max_nodes)
         tree = DraftTree.build(*library.ctc_prefix_tree(log_probs.exp(), max_nodes, deepest))
     elif mode == "prefix":
-        tree = prefix_tree(log_probs, max_nodes, max_depth)
+        tree = prefix_tree(log_probs, max_nodes, max_depth, bias_of=bias_of)
     else:
         tree = alignment_tree(log_probs, max_nodes, collapse=mode == "raw")
     return tree if vocabulary is None else replace(tree, tokens=vocabulary[tree.tokens])
@@ -60,36 +62,104 @@ def _native(log_probs: Tensor) -> bool:
     return library.is_loaded() if torch.compiler.is_compiling() else library.load_library()
 
 
+class PlainEmissions:
+    """Prefix scores of frames that are independent of each other, for the labels that may matter.
+
+    No prefix has a Ψ above the sum of a label's frame probabilities: the C labels of the largest sums (default 4M + 32)
+    do if the next sum is below the M-th best Ψ.
+    """
+
+    def __init__(self, log_probs: Tensor, considered: int) -> None:
+        """log_probs [T, V+1], blank last."""
+        probs, blank = log_probs.exp().split([log_probs.shape[1] - 1, 1], dim=1)
+        self._blank_runs, self.labels = runs(blank[:, 0]), torch.arange(probs.shape[1], device=probs.device)
+        if considered < probs.shape[1]:
+            self.labels = probs.sum(0).topk(considered, sorted=False).indices
+            probs = probs[:, self.labels]
+        self._probs, self._entered = probs, from_entry(probs.T, probs.T, self._blank_runs)
+
+    def start(self) -> PrefixState:
+        """The empty prefix."""
+        return empty_prefix(self._blank_runs)
+
+    def child_scores(self, state: PrefixState) -> Tensor:
+        """Ψ [M, C] of every child."""
+        return child_scores(state, self._probs)
+
+    def extend(self, state: PrefixState, parent: Tensor, column: Tensor) -> PrefixState:
+        """The states of the chosen children, whose `column` among the C labels is given."""
+        return extend(state, parent, column, self._entered[column])
+
+
+class ContextEmissions:
+    """The same where each label adds a bias to the logits behind it (`heads.label_context`), for all labels.
+
+    p_t(c | l) = E_tc·F_lc / Z_tl with E = exp z, F = exp bias, Z = E·F: products of small matrices.
+    """
+
+    def __init__(self, logits: Tensor, bias_of: Callable[[Tensor | None], Tensor]) -> None:
+        """logits [T, V+1], blank last; bias_of: of classes [M] as the label before, `[M, V+1]`; None: of the base."""
+        self.labels = torch.arange(logits.shape[1] - 1, device=logits.device)
+        self._frames, self._bias_of = (logits - logits.amax(-1, keepdim=True)).exp(), bias_of
+        self._behind = self._weights(None)  # F [M, V+1] and 1 / Z [M, T] of the last level's prefixes
+
+    def _weights(self, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+        bias = self._bias_of(classes)
+        factor = (bias - bias.amax(-1, keepdim=True)).exp()
+        return factor, (factor @ self._frames.T).clamp(min=1e-37).reciprocal()
+
+    def _blank_runs(self) -> Tensor:
+        factor, inverse = self._behind
+        return runs(self._frames[:, -1] * factor[:, -1:] * inverse)  # [M, T, T]
+
+    def start(self) -> PrefixState:
+        """The empty prefix."""
+        return empty_prefix(self._blank_runs())
+
+    def child_scores(self, state: PrefixState) -> Tensor:
+        """Ψ [M, V] of every child."""
+        factor, inverse = self._behind
+        scores = ((state.either * inverse) @ self._frames[:, :-1]) * factor[:, :-1]
+        return scores if state.last is None else scores.scatter(1, state.last[:, None], state.repeated)
+
+    def extend(self, state: PrefixState, parent: Tensor, column: Tensor) -> PrefixState:
+        """The states of the chosen children."""
+        factor, inverse = self._behind
+        own = self._frames[:, column].T  # [M, T]
+        entering = own * factor[parent, column][:, None] * inverse[parent]
+        self._behind = factor, inverse = self._weights(column)
+        stays = own * factor.gather(1, column[:, None]) * inverse
+        return extend(state, parent, column, from_entry(entering, stays, self._blank_runs()))
+
+
 def prefix_tree(
-    log_probs: Tensor, max_nodes: int, max_depth: int | None = None, labels_considered: int | None = None
+    log_probs: Tensor,
+    max_nodes: int,
+    max_depth: int | None = None,
+    labels_considered: int | None = None,
+    bias_of: Callable[[Tensor | None], Tensor] | None = None,
 ) -> DraftTree:
     """The `max_nodes` prefixes of highest Ψ over all depths; equal scores: the shorter prefix first.
 
     In torch operations: the reference for `native/ctc_prefix_tree.cpp`, and the search on GPUs and in other types.
+    bias_of: see `ContextEmissions`, which then reads `log_probs` as logits.
 
     The children of a level's nodes are one [M, T]×[T, C] product, whose M best are the next level; ancestors score at
-    least as high, so no node of the answer is lost. No prefix has a Ψ above the sum of a label's
-    frame probabilities: the C labels of the largest sums (default 4M + 32) do if the next sum is below the M-th best Ψ.
+    least as high, so no node of the answer is lost.
     """
-    frames, classes = log_probs.shape
-    vocabulary = classes - 1
-    probs, blank = log_probs.exp().split([vocabulary, 1], dim=1)
-    considered = min(vocabulary, labels_considered or 4 * max_nodes + 32)
-    if considered < vocabulary:
-        labels = probs.sum(0).topk(considered, sorted=False).indices
-        probs = probs[:, labels]
+    emissions: PlainEmissions | ContextEmissions
+    if bias_of is None:
+        emissions = PlainEmissions(log_probs, labels_considered or 4 * max_nodes + 32)
     else:
-        labels = torch.arange(vocabulary, device=probs.device)
-
-    blank_runs = runs(blank[:, 0])
-    state, entered = empty_prefix(blank_runs), from_entry(probs.T, blank_runs)
+        emissions = ContextEmissions(log_probs, bias_of)
+    state, considered = emissions.start(), len(emissions.labels)
     beam = -1  # the tree's index of the level's first prefix
     scores: list[Tensor] = []
     columns: list[Tensor] = []
     parents: list[Tensor] = []
-    deepest = min(max_depth or frames, max_nodes)
+    deepest = min(max_depth or len(log_probs), max_nodes)
     for depth in range(deepest):
-        level = child_scores(state, probs)
+        level = emissions.child_scores(state)
         width = min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
         best, flat = level.flatten().topk(width)
         parent, column = flat // considered, flat % considered
@@ -104,11 +174,11 @@ def prefix_tree(
         columns.append(column)
         parents.append(parent + beam)
         if depth + 1 < deepest:
-            state = extend(state, parent, column, entered[column])
+            state = emissions.extend(state, parent, column)
             beam = found
 
     all_scores = torch.cat(scores)
-    tree = DraftTree.build(labels[torch.cat(columns)], torch.cat(parents), all_scores.clamp(min=1e-37).log())
+    tree = DraftTree.build(emissions.labels[torch.cat(columns)], torch.cat(parents), all_scores.clamp(min=1e-37).log())
     return tree.take(best_indices(all_scores, max_nodes))  # of equals the shorter prefix; parents before children
 
 

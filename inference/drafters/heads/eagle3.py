@@ -30,12 +30,14 @@ def draft_tree(
     """
     attend = TreeAttention(memory, length - 1)  # the first node is the anchor itself
     states = state[None]  # [W, H], what the nodes of a level leave to their children
+    levels = torch.arange(head.config.passes, device=length.device)
+    cos, sin = head.block.rotation((length - 1 + levels)[None])  # of every level
 
     def log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         nonlocal states
         attend.enter(parents)
-        positions = (length - 1 + level).expand(1, len(tokens))
-        states = head.next_states(states[parents][None], head.tokens(tokens, view)[None], positions, attend)[0]
+        rotation = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
+        states = head.block(states[parents][None], rotation, attend, head.tokens(tokens, view)[None])[0]
         return tempered(head.next_log_probs(states), head.config.tree_temperature)
 
     first = log_probs(0, base[None], torch.zeros_like(base)[None])[0]

@@ -1,0 +1,116 @@
+"""Emissions that depend on the last collapsed label, against a sum over every alignment and against dense tensors."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from draft_heads.heads.label_context import ctc_loss_with_context
+from draft_heads.heads.losses import ctc_loss_fused, lattice_log_prob
+from tests.heads.test_losses import problem
+
+RANK = 3
+
+
+def with_contexts(seed=0, scale=1.0, **settings):
+    values = {name: x.double() if x.is_floating_point() else x for name, x in problem(seed=seed, **settings).items()}
+    torch.manual_seed(seed + 1)
+    count, size = values["labels"].shape
+    values["contexts"] = scale * torch.randn(count, size + 1, RANK, dtype=torch.float64)
+    values["classes"] = torch.randn(len(values["lm_head"]) + 1, RANK, dtype=torch.float64)
+    return values
+
+
+TRAINED = ("frames", "blank_weight", "blank_bias", "contexts", "classes")
+GIVEN = ("lm_head", "labels", "lengths", "closed")
+
+
+def loss_and_gradients(function, values, **options):
+    leaves = [values[name].clone().requires_grad_() for name in TRAINED]
+    loss, infeasible = function(*leaves, *(values[name] for name in GIVEN), **options)
+    loss.backward()
+    return loss.detach(), infeasible, [leaf.grad for leaf in leaves]
+
+
+def dense(frames, blank_weight, blank_bias, contexts, classes, lm_head, labels, lengths, closed, lm_bias=None):
+    """The loss on log-probabilities [N, K, T, C] of every context."""
+    logits = torch.nn.functional.linear(frames, lm_head, lm_bias)
+    logits = torch.cat([logits, (frames @ blank_weight + blank_bias)[..., None]], dim=-1)
+    log_probs = (logits[:, None] + (contexts @ classes.T)[:, :, None]).log_softmax(-1)
+    count, size = labels.shape
+    shape = (count, frames.shape[1], 2 * size + 1)
+    stay, enter = torch.empty(shape).double(), torch.empty(shape).double()
+    window = torch.arange(count)
+    for k in range(size + 1):
+        stay[:, :, 2 * k] = enter[:, :, 2 * k] = log_probs[:, k, :, -1]
+        if k < size:
+            enter[:, :, 2 * k + 1] = log_probs[window, k, :, labels[:, k]]
+            stay[:, :, 2 * k + 1] = log_probs[window, k + 1, :, labels[:, k]]
+    value = lattice_log_prob(stay, labels, lengths, closed, enter)
+    possible = value > -1e29
+    return -value[possible].sum(), ~possible
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("windows", [1, 5, 100])
+def test_loss_and_gradients_equal_those_of_dense_log_probabilities(seed, windows):
+    values = with_contexts(seed)
+    values["labels"][:4, 1] = values["labels"][:4, 0]  # repeats
+    bytes_a_window = 8 * (values["frames"].shape[1] + values["labels"].shape[1] + 1) * len(values["classes"])
+    options = {"lm_bias": torch.randn(60).double()} if seed == 2 else {}
+    loss, infeasible, grads = loss_and_gradients(
+        ctc_loss_with_context, values, chunk_bytes=windows * bytes_a_window, **options
+    )
+    expected, expected_infeasible, expected_grads = loss_and_gradients(dense, values, **options)
+    assert torch.allclose(loss, expected, rtol=1e-12) and torch.equal(infeasible, expected_infeasible)
+    for got, want in zip(grads, expected_grads):
+        assert torch.allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_without_a_bias_it_is_the_plain_loss():
+    values = with_contexts(scale=0.0)
+    loss, infeasible, grads = loss_and_gradients(ctc_loss_with_context, values)
+    leaves = [values[name].clone().requires_grad_() for name in TRAINED[:3]]
+    plain, plain_infeasible = ctc_loss_fused(*leaves, *(values[name] for name in GIVEN))
+    plain.backward()
+    assert torch.equal(infeasible, plain_infeasible) and abs(float(loss) / float(plain) - 1) < 1e-6  # float32 inside
+    for got, leaf in zip(grads, leaves):
+        assert torch.allclose(got, leaf.grad, rtol=1e-4, atol=1e-5)
+    assert grads[3].abs().max() > 0 and grads[4].abs().max() == 0
+
+
+def enumerated(logits, bias, base, wanted, prefix):
+    """Σ over every alignment whose collapse is (or starts with) `wanted`; bias [V + 1, C] by label, `base`'s last."""
+    frames, classes = logits.shape
+    total = 0.0
+    for alignment in itertools.product(range(classes), repeat=frames):
+        score, text, before = 0.0, [], None
+        for t, emitted in enumerate(alignment):
+            score += float((logits[t] + bias[text[-1] if text else base]).log_softmax(-1)[emitted])
+            if emitted not in (before, classes - 1):
+                text.append(emitted)
+            before = emitted
+        if text[: len(wanted)] == wanted if prefix else text == wanted:
+            total += math.exp(score)
+    return total
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 4])
+@pytest.mark.parametrize("prefix", [False, True], ids=["closed", "open"])
+def test_the_loss_is_that_of_a_sum_over_every_alignment(frames, prefix):
+    torch.manual_seed(frames)
+    vocabulary = 2
+    lm_head, states = torch.randn(vocabulary, 4).double(), torch.randn(1, frames, 4).double()
+    blank_weight, blank_bias = torch.randn(4).double(), torch.randn(1).double()
+    logits = torch.cat([states[0] @ lm_head.T, (states[0] @ blank_weight + blank_bias)[:, None]], dim=-1)
+    table, classes = torch.randn(vocabulary + 1, RANK).double(), torch.randn(vocabulary + 1, RANK).double()
+    for wanted in itertools.chain.from_iterable(itertools.product(range(vocabulary), repeat=n) for n in range(1, 4)):
+        labels = torch.tensor([wanted])
+        contexts = table[torch.cat([torch.tensor([[vocabulary]]), labels], dim=1)]
+        loss, infeasible = ctc_loss_with_context(
+            *(states, blank_weight, blank_bias, contexts, classes, lm_head, labels),
+            *(torch.tensor([len(wanted)]), torch.tensor([not prefix])),
+        )
+        expected = enumerated(logits, table @ classes.T, vocabulary, list(wanted), prefix)
+        assert float(torch.exp(-loss)) * float(~infeasible) == pytest.approx(expected, abs=1e-12)
