@@ -1,0 +1,135 @@
+"""The form of the published EAGLE-3 heads, which vLLM, SGLang and llama.cpp's converter read.
+
+Layers are named twice: `eagle_aux_hidden_state_layer_ids` as here (k is transformers' `hidden_states[k]`), and one less
+in `eagle_config`, to which SGLang adds one. A mistake by one changes no answer, only how many drafts are accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
+
+BLOCK = {
+    "input_layernorm": "token_norm",
+    "hidden_norm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    **{f"self_attn.{name}_proj": f"{name}_proj" for name in "qkvo"},
+    **{f"mlp.{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")},
+}
+"""Their names of a layer's parts → this block's."""
+OUTSIDE = {"fc": "layer_projection", "norm": "norm", "lm_head": "lm_head"}
+
+
+def write(head: Eagle3Head, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """See `formats.Format`."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **sizes(head, target),
+        "draft_vocab_size": head.config.classes,
+        **layer_ids(head),
+        "base_model_name_or_path": target_name,
+    }, tensors_of(head, "midlayer")
+
+
+def sizes(head: Eagle3Head, target: Any) -> dict[str, Any]:
+    """The block as a Llama of one layer; `target` is the target's transformers config."""
+    config = head.config
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return {
+        "model_type": "llama",
+        **{name: getattr(config, name) for name in (*same, "vocab_size", "rms_norm_eps")},
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "max_position_embeddings": target.max_position_embeddings,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "dtype": "float32",
+    }
+
+
+def layer_ids(head: Eagle3Head) -> dict[str, Any]:
+    """Which layers of the target are read, in both countings; ValueError unless there are three, as engines have it."""
+    layers = head.config.target_layers
+    if len(layers) != 3:
+        raise ValueError(
+            "engines read EAGLE-3 heads of three layers; this one reads "
+            f"{' '.join(map(str, layers)) or 'the last hidden state'}; train it with --target_layers LOW MIDDLE HIGH"
+        )
+    return {
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
+        },
+    }
+
+
+def tensors_of(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
+    """All tensors, those of the block below `layer`; no embedding: engines take the target's."""
+    state = head.state_dict()
+    classes, vocabulary = head.config.classes, head.config.vocab_size
+    tokens = torch.arange(classes) if head.draft_vocab is None else head.draft_vocab
+    drafted = torch.zeros(vocabulary, dtype=torch.bool)
+    drafted[tokens] = True
+    return {
+        **{f"{layer}.{theirs}.weight": state[f"block.{ours}.weight"] for theirs, ours in BLOCK.items()},
+        **{f"{theirs}.weight": state[f"{ours}.weight"] for theirs, ours in OUTSIDE.items()},
+        "d2t": tokens - torch.arange(classes),
+        "t2d": drafted,
+    }
+
+
+def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
+    """See `formats.Format`; published heads name no layers where they read the usual ones of their target."""
+    layers = config.get("eagle_aux_hidden_state_layer_ids")
+    if layers is None:
+        inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        layers = None if inner is None else [layer + 1 for layer in inner]
+    return assembled(config, tensors, "midlayer", layers)
+
+
+def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, layers: list[int] | None) -> Eagle3Head:
+    """A head from the sizes of its block and its tensors."""
+    if layers is None:
+        raise ValueError(
+            "config.json names no layers of the target (eagle_aux_hidden_state_layer_ids), and a guess wrong by "
+            "one is silent; give them as --target_layers LOW MIDDLE HIGH (published heads: 2, n/2 and n-3 of n)"
+        )
+    rope = config.get("rope_parameters") or {}
+    scaling = (rope or config.get("rope_scaling") or {}).get("rope_type", "default")
+    if scaling != "default":
+        raise ValueError(f"the head's block has rotary positions of type {scaling}; only the default type can be read")
+    d2t, classes = tensors.get("d2t"), len(tensors["lm_head.weight"])
+    vocabulary = config["vocab_size"]
+    head = Eagle3Head(
+        Eagle3Config(
+            hidden_size=config["hidden_size"],
+            vocab_size=vocabulary,
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            intermediate_size=config["intermediate_size"],
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            target_layers=list(layers),
+            draft_vocab_size=0 if classes == vocabulary else classes,
+        )
+    )
+    names = {f"{layer}.{theirs}.weight": f"block.{ours}.weight" for theirs, ours in BLOCK.items()}
+    names |= {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in OUTSIDE.items()}
+    unknown = set(tensors) - set(names) - {"d2t", "t2d", "embed_tokens.weight"}
+    if missing := sorted(set(names) - set(tensors)) or sorted(unknown):
+        raise ValueError(f"this is no EAGLE-3 head of one layer: {', '.join(missing)} missing or unexpected")
+    state = {ours: tensors[theirs] for theirs, ours in names.items()}
+    if head.draft_vocab is not None:
+        if d2t is None:
+            raise ValueError(f"a head with {classes} of {vocabulary} tokens needs d2t, which its tensors lack")
+        head.set_draft_vocab(torch.arange(classes) + d2t.long())
+        state["draft_vocab"] = head.draft_vocab
+    head.load_state_dict(state)
+    return head.eval()

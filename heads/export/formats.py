@@ -1,0 +1,127 @@
+"""The formats by name; writing a folder, reading one, and comparing what comes back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draft_heads.data.files import write_text
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format.
+
+    kind     of the heads it can hold
+    engines  which read it
+    weights  the name of its file of tensors
+    write    (head, the target's transformers config, its name) → config.json and tensors; ValueError says what it
+             cannot hold
+    read     the reverse: (config.json, tensors) → head
+    """
+
+    kind: str
+    engines: str
+    weights: str
+    write: Callable[[Any, Any, str], tuple[dict[str, Any], dict[str, Tensor]]]
+    read: Callable[[dict[str, Any], dict[str, Tensor]], DraftHead]
+
+
+FORMATS = {
+    "vllm-medusa": Format("medusa", "vLLM", "model.safetensors", vllm_medusa.write, vllm_medusa.read),
+    "tgi-medusa": Format(
+        "medusa", "TGI, FasterDecoding's Medusa", "medusa_lm_head.safetensors", tgi_medusa.write, tgi_medusa.read
+    ),
+    "eagle3": Format("eagle3", "vLLM, SGLang, llama.cpp's converter", "model.safetensors", eagle3.write, eagle3.read),
+    "speculators": Format("eagle3", "vLLM", "model.safetensors", speculators.write, speculators.read),
+}
+
+
+def check_kind(head: DraftHead, name: str) -> None:
+    """ValueError for a head that the format cannot hold, with what to do instead."""
+    kind, wanted = head.config.kind, FORMATS[name].kind
+    if kind == wanted:
+        return
+    fitting = [other for other, found in FORMATS.items() if found.kind == kind]
+    instead = (
+        f"--format {' or '.join(fitting)}"
+        if fitting
+        else (
+            "this project's engine: scripts/evaluate.py, `draft_heads.inference.engine`, or "
+            "`model.generate(custom_generate=…)` of transformers; no other engine knows its kind"
+        )
+    )
+    raise ValueError(f"--format {name} holds {wanted} heads; got a {kind} head; use {instead}")
+
+
+def write_folder(head: DraftHead, name: str, folder: Path, target: Any, target_name: str) -> None:
+    """Write the head to a folder; `config.json` last, so that with it all is there."""
+    check_kind(head, name)
+    config, tensors = FORMATS[name].write(head, target, target_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+    save_file(whole, folder / FORMATS[name].weights, metadata={"format": "pt"})
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def read_folder(folder: Path, name: str = "", target_layers: Sequence[int] = ()) -> DraftHead:
+    """The head of a folder in one of the formats; name: which, "" finds out. ValueError says what is missing.
+
+    target_layers: of an EAGLE-3 head whose folder names none.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"an exported head has a {CONFIG}; {folder} has none; give the folder that holds it")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    name = name or format_of(config, folder)
+    if target_layers:
+        config["eagle_aux_hidden_state_layer_ids"] = list(target_layers)
+    return FORMATS[name].read(config, read_tensors(folder, FORMATS[name].weights))
+
+
+def format_of(config: dict[str, Any], folder: Path) -> str:
+    """Which format a config.json is in."""
+    if config.get("speculators_model_type") == "eagle3":
+        return "speculators"
+    if "medusa_num_heads" in config:
+        return "tgi-medusa"
+    if config.get("model_type") == "medusa":
+        return "vllm-medusa"
+    if any("Eagle3" in name for name in config.get("architectures") or ()):
+        return "eagle3"
+    raise ValueError(f"{folder / CONFIG} is in none of the formats {', '.join(FORMATS)}; give a head of one of them")
+
+
+def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
+    """The tensors of a folder: the expected file, the only safetensors file, or the only file of pickled tensors."""
+    found = [folder / expected] if (folder / expected).is_file() else sorted(folder.glob("*.safetensors"))
+    if len(found) == 1:
+        return load_file(found[0])
+    found = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
+    if len(found) != 1:
+        raise ValueError(f"an exported head has its tensors in {expected}; {folder} has no such file; copy it again")
+    loaded: dict[str, Tensor] = torch.load(found[0], map_location="cpu", weights_only=True)
+    return loaded
+
+
+def differences(head: DraftHead, back: DraftHead) -> list[str]:
+    """Parameters and settings in which a head that was read back is not the one that was written."""
+    ours, theirs = head.state_dict(), back.state_dict()
+    found = sorted(ours.keys() ^ theirs.keys())
+    found += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name].to(ours[name]))]
+    same = ("target_layers", "classes", "offsets", "hidden_size", "num_attention_heads", "rope_theta")
+    only_eagle3 = () if head.config.kind == "eagle3" else ("num_attention_heads", "rope_theta", "offsets")
+    return found + [
+        key for key in same if key not in only_eagle3 and getattr(head.config, key) != getattr(back.config, key)
+    ]

@@ -1,0 +1,48 @@
+"""The form of FasterDecoding's Medusa, which TGI reads; with the sizes that vLLM asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from draft_heads.heads.export import vllm_medusa
+from draft_heads.heads.medusa import MedusaHead
+
+
+def _names(heads: int, layers: int) -> dict[str, str]:
+    """This head's names of tensors → theirs."""
+    return {f"heads.{k}.vocabulary.weight": f"{k}.{layers}.weight" for k in range(heads)} | {
+        f"heads.{k}.layers.{index}.linear.{part}": f"{k}.{index}.linear.{part}"
+        for k in range(heads)
+        for index in range(layers)
+        for part in ("weight", "bias")
+    }
+
+
+def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """See `formats.Format`. No `architectures`: TGI takes a folder that has them for a whole model."""
+    vllm_medusa.check(head)
+    if head.draft_vocab is not None:
+        raise ValueError(
+            f"--format tgi-medusa has no draft vocabulary; this head drafts from {head.config.classes} tokens; use "
+            "--format vllm-medusa, or train without --draft_vocab_size"
+        )
+    config = {
+        "medusa_num_heads": head.config.heads,
+        "medusa_num_layers": head.config.layers,
+        "base_model_name_or_path": target_name,
+        "hidden_size": head.config.hidden_size,
+        "vocab_size": head.config.vocab_size,
+        "medusa_fc_bias": True,
+    }
+    state = head.state_dict()
+    return config, {theirs: state[ours] for ours, theirs in _names(head.config.heads, head.config.layers).items()}
+
+
+def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
+    """See `formats.Format`; names may begin with `medusa_head.`, as in the published checkpoints."""
+    tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
+    layers, heads = config["medusa_num_layers"], 1 + max(int(name.split(".")[0]) for name in tensors)
+    vocab_size = len(tensors[f"0.{layers}.weight"])
+    return vllm_medusa.assembled(_names(heads, layers), tensors, layers, vocab_size)

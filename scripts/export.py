@@ -1,0 +1,52 @@
+"""Write a trained head in a format that another engine loads.
+
+    python scripts/export.py --head runs/eagle3/head --format eagle3 --output runs/eagle3/vllm [--check]
+
+| format | heads | read by |
+| --- | --- | --- |
+| vllm-medusa | Medusa | vLLM |
+| tgi-medusa | Medusa | TGI, FasterDecoding's Medusa |
+| eagle3 | EAGLE-3 | vLLM, SGLang, llama.cpp's converter |
+| speculators | EAGLE-3 | vLLM |
+
+No engine but this project's knows CTC, Chimera or Hydra heads. --check reads the folder back and compares every tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from draft_heads.data.config_file import exit_status
+
+from draft_heads.data.pretrained import load_config
+from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.export.formats import FORMATS, check_kind, differences, read_folder, write_folder
+from draft_heads.scripts.decoding_options import script_parser
+
+
+def run() -> bool:
+    parser = script_parser(__doc__, config=False)
+    parser.add_argument("--head", required=True, help="RUN/head, or a hub id")
+    parser.add_argument("--format", required=True, choices=list(FORMATS))
+    parser.add_argument("--output", type=Path, required=True, help="a new folder")
+    parser.add_argument("--target", default="", help="the target's folder or hub id, if it is not where it was trained")
+    parser.add_argument("--check", action="store_true", help="read the folder back and compare")
+    args = parser.parse_args()
+    if args.output.exists() and any(args.output.iterdir()):
+        raise ValueError(f"--output must be a new or empty folder; {args.output} has files; pick another, or empty it")
+    head = load_head(args.head)
+    check_kind(head, args.format)
+    name = args.target or head.config.target
+    target = load_config(name).get_text_config(decoder=True)
+    write_folder(head, args.format, args.output, target, name)
+    print(f"{args.output}: written for {FORMATS[args.format].engines}")
+    if not args.check:
+        return True
+    found = differences(head, read_folder(args.output, args.format))
+    print(f"read back: {', '.join(found) + ' differ' if found else 'every tensor and setting is the same'}")
+    return not found
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(run))

@@ -1,0 +1,57 @@
+"""Read a head that was trained elsewhere, so that it can be measured here: Medusa and EAGLE-3.
+
+    python scripts/import_head.py --head FOLDER --target meta-llama/Llama-3.1-8B-Instruct --output runs/public/head
+
+FOLDER is a local folder in one of the formats of scripts/export.py, or in the form in which FasterDecoding's Medusa and
+the published EAGLE-3 heads are. The target is the one the head was trained for: the checkpoint takes its sizes and
+fingerprint, and a head whose sizes differ is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from draft_heads.data.config_file import exit_status
+
+from draft_heads.heads.checkpoint import save_head
+from draft_heads.heads.config import target_sizes
+from draft_heads.heads.export.formats import FORMATS, read_folder
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import script_parser
+
+
+def run() -> None:
+    parser = script_parser(__doc__, config=False)
+    parser.add_argument("--head", type=Path, required=True, help="the folder to read")
+    parser.add_argument("--format", default="", choices=["", *FORMATS], help="default: read from its config.json")
+    parser.add_argument("--target", required=True, help="folder or hub id of the target that it drafts for")
+    parser.add_argument("--target_layers", type=int, nargs="*", default=[], help="EAGLE-3: where the folder names none")
+    parser.add_argument("--output", type=Path, required=True, help="a new folder")
+    args = parser.parse_args()
+    if args.output.exists() and any(args.output.iterdir()):
+        raise ValueError(f"--output must be a new or empty folder; {args.output} has files; pick another, or empty it")
+    read = read_folder(args.head, args.format, args.target_layers)
+    target = Target.from_pretrained(args.target, device="cpu")
+    sizes = target_sizes(target.config)
+    for name in ("hidden_size", "vocab_size"):
+        if getattr(read.config, name) != sizes[name]:
+            raise ValueError(
+                f"a head fits one target; {args.head} has {name} {getattr(read.config, name)} and {args.target} "
+                f"{sizes[name]}; give the target it was trained for"
+            )
+    target.check_layers(read.config.target_layers)
+    own = {} if read.config.kind == "eagle3" else sizes  # Medusa has no block, so its folder has no other sizes
+    made_for = {"target": args.target, "target_fingerprint": target.fingerprint()}
+    head = type(read)(dataclasses.replace(read.config, **own, **made_for))
+    head.load_state_dict(read.state_dict())
+    provenance = {"imported_from": str(args.head), "format": args.format or "read from config.json"}
+    save_head(
+        head, args.output, provenance, f"# A {head.config.kind} head for {args.target}\n\nRead from {args.head}.\n"
+    )
+    print(f"{args.output}: {head.config.kind}, for {args.target}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(run))

@@ -1,0 +1,236 @@
+"""Exports against a second reading of each format, by the rules of the engines' loaders; and back again."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from draft_heads.heads.base import Rows
+from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
+from draft_heads.heads.ctc import CTCConfig, CTCHead
+from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
+from draft_heads.heads.export.formats import FORMATS, differences, read_folder, write_folder
+from draft_heads.heads.hydra import HydraConfig, HydraHead
+from draft_heads.heads.medusa import MedusaConfig, MedusaHead
+from tests.heads.small import disturbed, lent_target
+
+TARGET = SimpleNamespace(max_position_embeddings=128, architectures=["LlamaForCausalLM"])
+
+
+def eagle3(**settings):
+    head = disturbed(Eagle3Head, Eagle3Config, target_layers=[2, 5, 9], **settings)
+    if head.draft_vocab is not None:
+        head.set_draft_vocab(torch.arange(40) * 3 // 2)
+    return head.eval()
+
+
+def medusa(**settings):
+    return disturbed(MedusaHead, MedusaConfig, heads=3, layers=2, **settings).eval()
+
+
+WRITTEN = {
+    "vllm-medusa": medusa,
+    "vllm-medusa cut": lambda: medusa(draft_vocab_size=40),
+    "tgi-medusa": medusa,
+    "eagle3": eagle3,
+    "eagle3 cut": lambda: eagle3(draft_vocab_size=40),
+    "speculators": eagle3,
+    "speculators cut": lambda: eagle3(draft_vocab_size=40),
+}
+
+
+@pytest.fixture(params=WRITTEN)
+def written(request, tmp_path):
+    name, head = request.param.split()[0], WRITTEN[request.param]()
+    write_folder(head, name, tmp_path / "out", TARGET, "some/target")
+    return name, head, tmp_path / "out"
+
+
+def test_what_is_read_back_is_the_head(written):
+    name, head, folder = written
+    back = read_folder(folder)
+    assert differences(head, back) == [] and FORMATS[name].kind == back.config.kind
+    with torch.no_grad():
+        next(iter(back.parameters()))[0] += 1
+    assert len(differences(head, back)) == 1
+
+
+def vllm_medusa_logits(folder, hidden):
+    """As vLLM's loader and forward have it: sizes from config.json, defaults where it names none."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
+    logits = []
+    for k in range(config["num_heads"]):
+        state = hidden
+        for layer in range(config["num_hidden_layers"]):
+            bias = tensors[f"blocks.{k}.layers.{layer}.bias"] if config.get("medusa_fc_bias", False) else None
+            state = state + F.silu(F.linear(state, tensors[f"blocks.{k}.layers.{layer}.weight"], bias))
+        found = state @ tensors[f"lm_heads.{k}.weight"][: config["truncated_vocab_size"]].T
+        if "token_map" in tensors:
+            found = torch.full((*hidden.shape[:-1], config["vocab_size"]), -torch.inf).index_copy(
+                -1, tensors["token_map"], found
+            )
+        logits.append(found)
+    return torch.stack(logits, dim=-2)
+
+
+@pytest.mark.parametrize("cut", [0, 40])
+def test_vllms_medusa_computes_the_heads_logits(tmp_path, cut):
+    head, hidden = medusa(draft_vocab_size=cut), torch.randn(5, 32)
+    write_folder(head, "vllm-medusa", tmp_path / "out", TARGET, "t")
+    logits = vllm_medusa_logits(tmp_path / "out", hidden)
+    tokens = torch.arange(61) if head.draft_vocab is None else head.draft_vocab
+    assert torch.allclose(logits.log_softmax(-1)[..., tokens], head.draft_log_probs(hidden), atol=1e-5)
+
+
+def test_tgis_medusa_computes_the_heads_logits(tmp_path):
+    head, hidden = medusa(), torch.randn(5, 32)
+    write_folder(head, "tgi-medusa", tmp_path / "out", TARGET, "t")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    tensors = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
+    assert "architectures" not in config and config["base_model_name_or_path"] == "t"
+    for k in range(config["medusa_num_heads"]):
+        state = hidden
+        for layer in range(config["medusa_num_layers"]):
+            name = f"{k}.{layer}.linear"
+            state = state + F.silu(F.linear(state, tensors[f"{name}.weight"], tensors[f"{name}.bias"]))
+        logits = F.linear(state, tensors[f"{k}.{config['medusa_num_layers']}.weight"])
+        assert torch.allclose(logits.log_softmax(-1), head.draft_log_probs(hidden)[:, k], atol=1e-5)
+
+
+def engine_chain(folder, prefix, embed, aux_hidden, ids, passes):
+    """Logits [passes, DV] of a top-1 engine at the last position: by its names of tensors, with nothing of ours."""
+    config, t = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config = config.get("transformer_layer_config", config)
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    theta, eps = config["rope_parameters"]["rope_theta"], config["rms_norm_eps"]
+
+    def norm(x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * t[f"{name}.weight"]
+
+    def rotated(x, position):
+        angles = position * theta ** (-torch.arange(0, size, 2) / size)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat(
+            [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], dim=-1
+        )
+
+    keys, values, out = [], [], []
+
+    def step(token, state, position):
+        read = torch.cat([norm(embed(token), f"{prefix}.input_layernorm"), norm(state, f"{prefix}.hidden_norm")])
+        query, key, value = (
+            (t[f"{prefix}.self_attn.{name}_proj.weight"] @ read).view(-1, size) for name in ("q", "k", "v")
+        )
+        keys.append(rotated(key, position))
+        values.append(value)
+        grouped = (torch.stack(x).repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values))
+        all_keys, all_values = grouped
+        weights = torch.einsum("hd,chd->hc", rotated(query, position), all_keys).div(size**0.5).softmax(-1)
+        attended = torch.einsum("hc,chd->hd", weights, all_values).flatten()
+        state = state + t[f"{prefix}.self_attn.o_proj.weight"] @ attended
+        inner = norm(state, f"{prefix}.post_attention_layernorm")
+        gate, up = (t[f"{prefix}.mlp.{name}_proj.weight"] @ inner for name in ("gate", "up"))
+        return state + t[f"{prefix}.mlp.down_proj.weight"] @ (F.silu(gate) * up)
+
+    fused = aux_hidden @ t["fc.weight"].T
+    for position in range(len(ids) - 1):
+        state = step(ids[position + 1], fused[position], position)
+    for k in range(passes):
+        logits = t["lm_head.weight"] @ norm(state, "norm")
+        out.append(logits)
+        drafted = int(logits.argmax())
+        state = step(torch.tensor(drafted + int(t["d2t"][drafted])), state, len(ids) - 1 + k)
+    return torch.stack(out), t
+
+
+@pytest.mark.parametrize("cut", [0, 40])
+@pytest.mark.parametrize(("name", "prefix"), [("eagle3", "midlayer"), ("speculators", "layers.0")])
+@torch.no_grad()
+def test_engines_eagle3_computes_the_heads_chain(tmp_path, name, prefix, cut):
+    head, view = eagle3(draft_vocab_size=cut), lent_target()
+    write_folder(head, name, tmp_path / "out", TARGET, "t")
+    torch.manual_seed(2)
+    ids, aux_hidden = torch.randint(1, 61, (9,)), torch.randn(9, 96)
+    logits, tensors = engine_chain(tmp_path / "out", prefix, view.embed, aux_hidden, ids, passes=4)
+    text = ids
+    for k in range(4):
+        rows = Rows(
+            *(torch.zeros(1, len(text), 32), text[None], torch.ones(1, len(text), dtype=torch.long)),
+            torch.arange(len(text))[None],
+            torch.cat([aux_hidden, torch.zeros(len(text) - 9, 96)])[None],
+        )
+        states = head.train_states(rows, torch.tensor([[7]]), view)[0, 0, k]
+        ours = head.next_log_probs(states)
+        assert torch.allclose(logits[k].log_softmax(-1), ours, atol=1e-4)
+        text = torch.cat([text, head.draft_tokens(ours.argmax())[None]])
+    assert int(tensors["t2d"].sum()) == head.config.classes
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 5, 9]
+    if name == "eagle3":
+        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 8]
+    else:
+        assert config["norm_before_residual"] is False and config["target_hidden_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("head", "name", "told"),
+    [
+        (lambda: disturbed(CTCHead, CTCConfig), "eagle3", "no other engine knows its kind"),
+        (lambda: disturbed(ChimeraHead, ChimeraConfig), "vllm-medusa", "no other engine knows its kind"),
+        (lambda: disturbed(HydraHead, HydraConfig), "tgi-medusa", "no other engine knows its kind"),
+        (medusa, "eagle3", "use --format vllm-medusa or tgi-medusa"),
+        (lambda: medusa(target_layers=[1]), "vllm-medusa", "--target_layers 1; train one without"),
+        (lambda: medusa(draft_vocab_size=40), "tgi-medusa", "40 tokens; use --format vllm-medusa"),
+        (lambda: disturbed(Eagle3Head, Eagle3Config), "eagle3", "the last hidden state; train it with"),
+    ],
+)
+def test_what_an_engine_would_misread_is_refused(tmp_path, head, name, told):
+    with pytest.raises(ValueError, match=told):
+        write_folder(head(), name, tmp_path / "out", TARGET, "t")
+    assert not (tmp_path / "out").exists()
+
+
+def test_public_heads_in_other_forms_are_read(tmp_path):
+    head = medusa()
+    write_folder(head, "tgi-medusa", tmp_path / "a", TARGET, "t")
+    tensors = load_file(tmp_path / "a" / "medusa_lm_head.safetensors")
+    (tmp_path / "a" / "medusa_lm_head.safetensors").unlink()
+    torch.save({f"medusa_head.{name}": x for name, x in tensors.items()}, tmp_path / "a" / "medusa_lm_head.pt")
+    assert differences(head, read_folder(tmp_path / "a")) == []
+
+    head = eagle3(draft_vocab_size=40)
+    write_folder(head, "eagle3", tmp_path / "b", TARGET, "t")
+    path = tmp_path / "b" / "config.json"
+    config = json.loads(path.read_text())
+    del config["eagle_aux_hidden_state_layer_ids"]
+    path.write_text(json.dumps(config))
+    assert read_folder(tmp_path / "b").config.target_layers == [2, 5, 9]  # SGLang's counting
+    del config["eagle_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="a guess wrong by one is silent; give them as --target_layers"):
+        read_folder(tmp_path / "b")
+    assert read_folder(tmp_path / "b", target_layers=[2, 5, 9]).config.target_layers == [2, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda config, tensors: config.update(model_type="bert", architectures=[]), "none of the formats"),
+        (lambda config, tensors: tensors.pop("fc.weight"), "fc.weight missing or unexpected"),
+        (lambda config, tensors: tensors.pop("d2t"), "needs d2t"),
+        (lambda config, tensors: tensors["d2t"].add_(1000), "draft vocabulary"),
+        (lambda config, tensors: config["rope_parameters"].update(rope_type="llama3"), "type llama3"),
+    ],
+)
+def test_folders_that_cannot_be_read_are_refused(tmp_path, change, told):
+    write_folder(eagle3(draft_vocab_size=40), "eagle3", tmp_path, TARGET, "t")
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    change(config, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=told):
+        read_folder(tmp_path)
