@@ -70,18 +70,18 @@ def layer_ids(head: Eagle3Head) -> dict[str, Any]:
 
 
 def tensors_of(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
-    """All tensors, those of the block below `layer`; no embedding: engines take the target's."""
+    """All tensors, those of the block below `layer`; no embedding: engines take the target's.
+
+    `d2t` and `t2d` only with a draft vocabulary: vLLM refuses them where all tokens can be drafted.
+    """
     state = head.state_dict()
-    classes, vocabulary = head.config.classes, head.config.vocab_size
-    tokens = torch.arange(classes) if head.draft_vocab is None else head.draft_vocab
-    drafted = torch.zeros(vocabulary, dtype=torch.bool)
-    drafted[tokens] = True
-    return {
-        **{f"{layer}.{theirs}.weight": state[f"block.{ours}.weight"] for theirs, ours in BLOCK.items()},
-        **{f"{theirs}.weight": state[f"{ours}.weight"] for theirs, ours in OUTSIDE.items()},
-        "d2t": tokens - torch.arange(classes),
-        "t2d": drafted,
-    }
+    tensors = {f"{layer}.{theirs}.weight": state[f"block.{ours}.weight"] for theirs, ours in BLOCK.items()}
+    tensors |= {f"{theirs}.weight": state[f"{ours}.weight"] for theirs, ours in OUTSIDE.items()}
+    if head.draft_vocab is None:
+        return tensors
+    drafted = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+    drafted[head.draft_vocab] = True
+    return {**tensors, "d2t": head.draft_vocab - torch.arange(len(head.draft_vocab)), "t2d": drafted}
 
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:

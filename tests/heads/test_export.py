@@ -143,7 +143,8 @@ def engine_chain(folder, prefix, embed, aux_hidden, ids, passes):
         logits = t["lm_head.weight"] @ norm(state, "norm")
         out.append(logits)
         drafted = int(logits.argmax())
-        state = step(torch.tensor(drafted + int(t["d2t"][drafted])), state, len(ids) - 1 + k)
+        token = drafted + int(t["d2t"][drafted]) if "d2t" in t else drafted
+        state = step(torch.tensor(token), state, len(ids) - 1 + k)
     return torch.stack(out), t
 
 
@@ -167,7 +168,8 @@ def test_engines_eagle3_computes_the_heads_chain(tmp_path, name, prefix, cut):
         ours = head.next_log_probs(states)
         assert torch.allclose(logits[k].log_softmax(-1), ours, atol=1e-4)
         text = torch.cat([text, head.draft_tokens(ours.argmax())[None]])
-    assert int(tensors["t2d"].sum()) == head.config.classes
+    assert ("d2t" in tensors) == ("t2d" in tensors) == bool(cut)  # vLLM refuses them without a draft vocabulary
+    assert not cut or tensors["t2d"].nonzero()[:, 0].tolist() == (torch.arange(40) + tensors["d2t"]).tolist()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 5, 9]
     if name == "eagle3":

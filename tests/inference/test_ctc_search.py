@@ -50,6 +50,18 @@ def test_the_worked_example_of_the_prefix_scores():
     assert scores == pytest.approx({(0,): 0.8, (1,): 0.2, (0, 1): 0.3})
 
 
+def test_a_chain_is_the_best_child_of_the_best_child():
+    for seed in range(5):
+        log_probs = random_frames(4, 4, seed)
+        scores, path = every_prefix(log_probs), ()
+        tree = build_tree(log_probs.float(), 3, "chain")
+        assert tree.parents.tolist() == [-1, 0, 1]
+        for token, score in zip(tree.tokens.tolist(), tree.log_probs.exp().tolist()):
+            best = max((child for child in scores if child[:-1] == path), key=scores.get)
+            path = (*path, token)
+            assert path == best and score == pytest.approx(scores[path], rel=1e-4)
+
+
 def test_a_bias_of_zero_changes_no_tree():
     for seed in range(5):
         log_probs = random_frames(6, 30, seed)
@@ -141,7 +153,7 @@ def test_the_node_budget_is_kept(mode):
 
 def test_unknown_modes_and_empty_budgets_are_refused():
     log_probs = random_frames(2, 2, 0)
-    with pytest.raises(ValueError, match="prefix, raw, plain"):
+    with pytest.raises(ValueError, match="prefix, chain, raw, plain"):
         build_tree(log_probs, 4, "beam")
     with pytest.raises(ValueError, match="max_nodes"):
         build_tree(log_probs, 0)

@@ -33,6 +33,22 @@ def grow(table, max_nodes):
     return grow_tree(table[()], expand, max_nodes, K)
 
 
+def test_a_chain_takes_the_most_probable_token_each_time():
+    for seed in range(8):
+        table, path = tables(seed), ()
+
+        def expand(level, tokens, parents, table=table):
+            nonlocal path
+            path = (*path, int(tokens[0]))
+            return table[path][None]
+
+        tree = grow_tree(table[()], expand, 8, K, chain=True)
+        assert tree.tokens.tolist() == [*path, int(table[path].argmax())] and tree.parents.tolist() == [-1, 0, 1]
+        assert all(int(table[path[:k]].argmax()) == path[k] for k in range(2))
+        path = ()
+        assert len(grow_tree(table[()], expand, 2, K, chain=True)) == 2
+
+
 def paths_of(tree):
     out = []
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):

@@ -68,7 +68,7 @@ def test_malformed_words_are_refused(text, told):
 
 @pytest.mark.parametrize(
     "options,told",
-    [("tree=beam", "prefix, raw, plain"), ("size=3", "unknown option size"), ("max_nodes=many", "whole number")],
+    [("tree=beam", "prefix, chain, raw, plain"), ("size=3", "unknown option size"), ("max_nodes=many", "whole number")],
 )
 def test_options_that_make_no_sense_are_refused(target, checkpoint, options, told):
     with pytest.raises(ValueError, match=told):

@@ -22,7 +22,7 @@ from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import grow_tree
+from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -53,6 +53,7 @@ def draft_tree(
     base: Tensor,
     max_nodes: int,
     cache: KGramCache | None = None,
+    chain: bool = False,
 ) -> DraftTree:
     """The best tree behind base token `base []`."""
     length = context.length
@@ -79,7 +80,7 @@ def draft_tree(
 
     root = torch.zeros(1, dtype=torch.long, device=base.device)
     first = level_log_probs(0, base[None], root)[0]
-    return grow_tree(first, level_log_probs, max_nodes, head.config.heads, head.draft_vocab)
+    return grow_tree(first, level_log_probs, max_nodes, head.config.heads, head.draft_vocab, chain)
 
 
 def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGramCache | None = None) -> Tensor:
@@ -162,10 +163,12 @@ class ChimeraDrafter(HeadDrafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
     kind = "chimera"
-    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0}
+    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0, "tree": "best"}
 
-    def __init__(self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0) -> None:
-        """kgram_cache: k-grams whose encodings stay on the device; 0 encodes every one anew."""
+    def __init__(
+        self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0, tree: str = "best"
+    ) -> None:
+        """kgram_cache: k-grams whose encodings stay on the device, 0 encodes every one anew; tree: see `grow_tree`."""
         if kgram_cache and not isinstance(head.encoder, KGramEncoder):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
@@ -175,6 +178,7 @@ class ChimeraDrafter(HeadDrafter):
         caches = [self._fusion] if self._encoder is None else [self._fusion, self._encoder]
         behind = (max_nodes + 1) * head.config.heads + 1
         super().__init__(head, target, max_nodes, head.config.heads, caches, behind)
+        self.chain = check_tree(tree)
         self.view = target.drafting_view(head)
         self.cache = KGramCache(kgram_cache) if kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
@@ -228,4 +232,4 @@ class ChimeraDrafter(HeadDrafter):
         return {} if cache is None else {"hits": cache.hits, "reloads": cache.reloads, "misses": cache.misses}
 
     def propose(self) -> DraftTree:
-        return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache)
+        return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache, chain=self.chain)

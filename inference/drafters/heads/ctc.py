@@ -53,7 +53,7 @@ class CTCDrafter(HeadDrafter):
         """tree: one of `TREE_MODES`."""
         if tree not in TREE_MODES:
             raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
-        if tree != "prefix" and head.config.label_context:
+        if tree in ("raw", "plain") and head.config.label_context:
             raise ValueError(
                 f"tree={tree} takes frames for independent, which those of a head with label_context are not; drop it"
             )
@@ -63,7 +63,7 @@ class CTCDrafter(HeadDrafter):
         if tree == "prefix" and target.device.type == "cpu":
             library.load_library()  # compile now, not during the first answer
         self.tree = tree
-        self.on_device = tree == "prefix"  # the trees of the published code are built on the host
+        self.on_device = tree in ("prefix", "chain")  # the trees of the published code are built on the host
         self._state: Tensor  # c_n, [H]
         self._base: Tensor
 

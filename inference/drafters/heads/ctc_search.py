@@ -7,6 +7,7 @@ exactly its ancestors. Alignments, blanks and repeats leave no trace in it.
 
 `prefix`  the M prefixes of highest Ψ. E[accepted length] of a prefix-closed tree S is Σ_{p∈S} Ψ(p) and a child's Ψ is
           never above its parent's, so these are the best M nodes under the head's own distribution.
+`chain`   at each depth the label of highest Ψ behind the one before, as most servers draft.
 `raw`     the paper's: the most probable alignments, each collapsed (merge repeats, drop blanks), duplicates dropped.
 `plain`   no collapse; an alignment counts up to its first blank (Table 2's "Medusa verify").
 """
@@ -26,7 +27,7 @@ from draft_heads.inference.native import library
 from draft_heads.inference.target.compiled import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, TokenTrie
 
-TREE_MODES = ("prefix", "raw", "plain")
+TREE_MODES = ("prefix", "chain", "raw", "plain")
 
 
 def build_tree(
@@ -48,8 +49,8 @@ def build_tree(
     if mode == "prefix" and bias_of is None and _native(log_probs):
         deepest = min(max_depth or len(log_probs), max_nodes)
         tree = DraftTree.build(*library.ctc_prefix_tree(log_probs.exp(), max_nodes, deepest))
-    elif mode == "prefix":
-        tree = prefix_tree(log_probs, max_nodes, max_depth, bias_of=bias_of)
+    elif mode in ("prefix", "chain"):
+        tree = prefix_tree(log_probs, max_nodes, max_depth, bias_of=bias_of, chain=mode == "chain")
     else:
         tree = alignment_tree(log_probs, max_nodes, collapse=mode == "raw")
     return tree if vocabulary is None else replace(tree, tokens=vocabulary[tree.tokens])
@@ -138,11 +139,12 @@ def prefix_tree(
     max_depth: int | None = None,
     labels_considered: int | None = None,
     bias_of: Callable[[Tensor | None], Tensor] | None = None,
+    chain: bool = False,
 ) -> DraftTree:
     """The `max_nodes` prefixes of highest Ψ over all depths; equal scores: the shorter prefix first.
 
     In torch operations: the reference for `native/ctc_prefix_tree.cpp`, and the search on GPUs and in other types.
-    bias_of: see `ContextEmissions`, which then reads `log_probs` as logits.
+    bias_of: see `ContextEmissions`, which then reads `log_probs` as logits. chain: one prefix a depth.
 
     The children of a level's nodes are one [M, T]×[T, C] product, whose M best are the next level; ancestors score at
     least as high, so no node of the answer is lost.
@@ -160,7 +162,7 @@ def prefix_tree(
     deepest = min(max_depth or len(log_probs), max_nodes)
     for depth in range(deepest):
         level = emissions.child_scores(state)
-        width = min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
+        width = 1 if chain else min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
         best, flat = level.flatten().topk(width)
         parent, column = flat // considered, flat % considered
         found = sum(map(len, scores))

@@ -6,6 +6,7 @@ Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,14 +16,21 @@ from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.eagle3 import Eagle3Head
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import grow_tree
+from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
 def draft_tree(
-    head: Eagle3Head, view: TargetView, memory: Memory, length: Tensor, state: Tensor, base: Tensor, max_nodes: int
+    head: Eagle3Head,
+    view: TargetView,
+    memory: Memory,
+    length: Tensor,
+    state: Tensor,
+    base: Tensor,
+    max_nodes: int,
+    chain: bool = False,
 ) -> DraftTree:
     """The best tree behind base token `base []`.
 
@@ -41,18 +49,20 @@ def draft_tree(
         return tempered(head.next_log_probs(states), head.config.tree_temperature)
 
     first = log_probs(0, base[None], torch.zeros_like(base)[None])[0]
-    return grow_tree(first, log_probs, max_nodes, head.config.passes, head.draft_vocab)
+    return grow_tree(first, log_probs, max_nodes, head.config.passes, head.draft_vocab, chain)
 
 
 class Eagle3Drafter(HeadDrafter):
     """Keeps the block's keys and values of pass 0; those of drafted tokens lie behind and are overwritten."""
 
     kind = "eagle3"
+    options: ClassVar[dict[str, Any]] = {"tree": "best"}
 
-    def __init__(self, head: Eagle3Head, target: Target, max_nodes: int = 32) -> None:
+    def __init__(self, head: Eagle3Head, target: Target, max_nodes: int = 32, tree: str = "best") -> None:
         self._cache = BlockCache(head)
         levels = head.config.passes
         super().__init__(head, target, max_nodes, levels, [self._cache], behind=(max_nodes + 1) * levels + 1)
+        self.chain = check_tree(tree)
         self.view = target.view()
         self._state: Tensor  # g_n, [H]
         self._base: Tensor
@@ -82,4 +92,6 @@ class Eagle3Drafter(HeadDrafter):
         self._state, self._base = states[-1], step.base
 
     def propose(self) -> DraftTree:
-        return draft_tree(self.head, self.view, self._cache, self.length, self._state, self._base, self.max_nodes)
+        return draft_tree(
+            self.head, self.view, self._cache, self.length, self._state, self._base, self.max_nodes, chain=self.chain
+        )

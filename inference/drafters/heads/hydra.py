@@ -6,6 +6,7 @@ Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.hydra import HydraHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import grow_tree
+from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
-def draft_tree(head: HydraHead, view: TargetView, state: Tensor, base: Tensor, max_nodes: int) -> DraftTree:
+def draft_tree(
+    head: HydraHead, view: TargetView, state: Tensor, base: Tensor, max_nodes: int, chain: bool = False
+) -> DraftTree:
     """The best tree behind base token `base []`, from s_n [H]."""
     paths = head.token_states(base, view)[None, None]  # [W, tokens known, H]
 
@@ -33,17 +36,19 @@ def draft_tree(head: HydraHead, view: TargetView, state: Tensor, base: Tensor, m
         states = state.expand(len(paths), -1)
         return tempered(head.next_log_probs(level, states, paths), head.config.tree_temperature)
 
-    return grow_tree(log_probs(0)[0], expand, max_nodes, head.config.heads, head.draft_vocab)
+    return grow_tree(log_probs(0)[0], expand, max_nodes, head.config.heads, head.draft_vocab, chain)
 
 
 class HydraDrafter(HeadDrafter):
     """Keeps s_n and the base token; with prefix attention also the keys and values of h_1 … h_n in the head's block."""
 
     kind = "hydra"
+    options: ClassVar[dict[str, Any]] = {"tree": "best"}
 
-    def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32) -> None:
+    def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32, tree: str = "best") -> None:
         caches = [BlockCache(head)] if head.config.prefix_attention else []
         super().__init__(head, target, max_nodes, head.config.heads, caches, behind=head.config.heads + 1)
+        self.chain = check_tree(tree)
         self.view = target.view()
         self._state: Tensor  # s_n, [H]
         self._base: Tensor
@@ -67,4 +72,4 @@ class HydraDrafter(HeadDrafter):
         self.length += step.count
 
     def propose(self) -> DraftTree:
-        return draft_tree(self.head, self.view, self._state, self._base, self.max_nodes)
+        return draft_tree(self.head, self.view, self._state, self._base, self.max_nodes, chain=self.chain)

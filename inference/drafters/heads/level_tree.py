@@ -22,8 +22,18 @@ Expand = Callable[[int, Tensor, Tensor], Tensor]
 `level` counts from 1; `parents` are indices into the nodes expanded at the level before (level 0: the base token)."""
 
 
+TREES = ("best", "chain")
+
+
+def check_tree(tree: str) -> bool:
+    """Whether `tree` is the chain; ValueError for what is none of `TREES`."""
+    if tree not in TREES:
+        raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
+    return tree == "chain"
+
+
 def grow_tree(
-    first: Tensor, expand: Expand, max_nodes: int, levels: int, vocabulary: Tensor | None = None
+    first: Tensor, expand: Expand, max_nodes: int, levels: int, vocabulary: Tensor | None = None, chain: bool = False
 ) -> DraftTree:
     """The best `max_nodes` drafts behind the base token.
 
@@ -31,6 +41,7 @@ def grow_tree(
     time with the best nodes of one level; where host reads are allowed, only those still among the best of all.
     A node of depth d brings d − 1 ancestors along, so of that depth no more than `max_nodes − d + 1` can be in.
     vocabulary [V]: the token of each column of the log-probabilities; None: the column is the token.
+    chain: the most probable token behind each other instead, as most servers draft.
     """
     device = first.device
     tokens, parents, scores = [], [], []
@@ -38,17 +49,19 @@ def grow_tree(
     rows = torch.full((1,), -1, dtype=torch.long, device=device)  # index in the tree of every expanded node
     count = 0
     for level in range(1, min(levels, max_nodes) + 1):
-        width = max_nodes - level + 1
+        width = 1 if chain else max_nodes - level + 1
         best, parent, token = best_children(reached, log_probs, width)
         if vocabulary is not None:
             token = vocabulary[token]
         scores.append(best)
         tokens.append(token)
         parents.append(rows[parent])
-        if level == levels or width == 1:
+        if level in (levels, max_nodes):
             break
         rows = torch.arange(count, count + len(token), device=device)
-        if host_sync_allowed(device):
+        if chain:
+            pass
+        elif host_sync_allowed(device):
             kept = (best_indices(torch.cat(scores), max_nodes) >= count).sum()  # the level is sorted: its first ones
             if not kept:
                 break

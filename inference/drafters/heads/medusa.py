@@ -21,7 +21,7 @@ from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
-TREES = ("best", "raw", "prefix")
+TREES = ("best", "chain", "raw", "prefix")
 
 
 class RankPaths:
@@ -96,8 +96,9 @@ class MedusaDrafter(HeadDrafter):
     def __init__(
         self, head: MedusaHead, target: Target, max_nodes: int = 32, tree: str = "best", heads: int = 0
     ) -> None:
-        """tree: `best`, or `raw` and `prefix`, which put the distributions through the CTC collapse as if each offset
-        were a frame that is never blank (the CTC-drafter paper's Table 2: linear heads with CTC verification);
+        """tree: `best`; `chain`, the most probable token of each head; or `raw` and `prefix`, which put the
+        distributions through the CTC collapse as if each offset were a frame that is never blank (the CTC-drafter
+        paper's Table 2: linear heads with CTC verification).
         heads: of the K heads, use the first so many; 0: all. Beside n-grams, which lengthen paths, few may do."""
         if tree not in TREES:
             raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
@@ -126,6 +127,10 @@ class MedusaDrafter(HeadDrafter):
         log_probs, vocabulary = self._log_probs(), self.head.draft_vocab
         if self.tree == "best":
             return self._paths.best_tree(log_probs, vocabulary)
+        if self.tree == "chain":
+            best, tokens = log_probs[: self.max_depth].max(-1)
+            tokens = tokens if vocabulary is None else vocabulary[tokens]
+            return DraftTree.build(tokens, torch.arange(len(tokens), device=tokens.device) - 1, best.cumsum(0))
         never_blank = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
         return build_tree(never_blank, self.max_nodes, self.tree, vocabulary=vocabulary)
 
