@@ -40,13 +40,14 @@ VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "medusa", {}),
     ("hydra", "hydra", {}),
     ("hydra++", "hydra", {"layers": 4, "prefix_attention": True}),
-    ("eagle3", "eagle3", {"target_layers": [1, 2, 3]}),
+    ("eagle3", "eagle3", {}),
 ]
 
 
 def make_head(config: Any, kind: str, settings: dict[str, Any]) -> DraftHead:
     """A head without memory for a decoder configuration."""
     head_type, config_type = head_classes(kind)
+    settings = {"target_layers": config_type.usual_layers(config.num_hidden_layers), **settings}
     with torch.device("meta"):
         return head_type(config_type(**target_sizes(config), **settings))
 
