@@ -1,0 +1,108 @@
+"""What a head is, for which target, what it was trained on and what was measured; no target is loaded.
+
+    python scripts/inspect_head.py RUN/head [RUN/head …] [--target DIR]
+
+With --target, also whether it fits: every size and hash in which its target and this one differ.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from draft_heads.data.config_file import exit_status
+
+from rich.console import Console
+from rich.table import Table
+
+from draft_heads.data.chat_template import load_tokenizer
+from draft_heads.data.fingerprint import FIELDS, target_fingerprint
+from draft_heads.data.pretrained import load_config
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.checkpoint import PROVENANCE, load_head, locate
+from draft_heads.heads.export.formats import FORMATS
+from draft_heads.scripts.decoding_options import script_parser
+
+SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+OF_THE_TARGET = {"kind", "target", "target_fingerprint", "end_token_ids", "rms_norm_eps", "rope_theta", "token_scale"}
+
+
+def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """(what, value) of everything that is shown of one head."""
+    head, folder = load_head(path), locate(path)
+    config = head.config.to_dict()
+    own_weights, read = sum(p.numel() for p in head.parameters()), head.weights_read()
+    rows = [("head", f"{config['kind']}, {own_weights:,} parameters")]
+    rows.append(("read per draft", f"{read:,} weights, {2 * read / 2**20:,.1f} MiB in 16 bits"))
+    rows.append(("target", config["target"] or "unknown"))
+    rows.append(("its sizes", ", ".join(f"{name} {config[name]}" for name in SIZES)))
+    own = {key: value for key, value in config.items() if key not in {*SIZES, *OF_THE_TARGET}}
+    rows.append(("settings", ", ".join(f"{key} {value}" for key, value in own.items())))
+    rows.append(("exports", exports(head)))
+    if target is not None:
+        rows.append(("fits the target", fits(config["target_fingerprint"], target)))
+    return rows + trained(folder / PROVENANCE)
+
+
+def exports(head: DraftHead) -> str:
+    """The formats of scripts/export.py that hold such heads."""
+    found = [f"{name} ({one.engines})" for name, one in FORMATS.items() if one.kind == head.config.kind]
+    return ", ".join(found) or "none: only this project's engine knows its kind"
+
+
+def fits(made_for: dict[str, Any], target: dict[str, Any]) -> str:
+    """Whether the sizes, tokenizer and chat template of two fingerprints agree."""
+    if not made_for:
+        return "unknown: the head names no fingerprint"
+    different = [
+        f"{name} {made_for[name]!r} against {target[name]!r}"
+        for name in FIELDS
+        if name in made_for and name in target and made_for[name] != target[name]
+    ]
+    return "no: " + "; ".join(different) if different else "yes"
+
+
+def trained(path: Path) -> list[tuple[str, str]]:
+    """What its provenance says of the training."""
+    if not path.is_file():
+        return [("training", f"unknown: there is no {PROVENANCE}")]
+    known = json.loads(path.read_text(encoding="utf-8"))
+    if "imported_from" in known:
+        return [("training", f"unknown: read from {known['imported_from']}")]
+    counts = [
+        (part["counts"].get("rows", 0), part["counts"].get("trained_tokens", 0)) for part in known.get("data", [])
+    ]
+    data = [f"{rows:,} conversations with {tokens:,} trained tokens" for rows, tokens in counts]
+    steps, minutes, commit = (known.get(name, 0) for name in ("steps", "minutes", "git_commit"))
+    measured = [f"{name.removeprefix('eval_')} {value:g}" for name, value in known.get("metrics", {}).items()]
+    return [
+        ("command", known.get("command", "unknown")),
+        ("trained", f"{steps:,} steps in {minutes:g} minutes, commit {commit}"),
+        ("data", "; ".join(data) or "unknown"),
+        ("measured", ", ".join(measured) or "nothing"),
+    ]
+
+
+def run() -> None:
+    parser = script_parser(__doc__, config=False)
+    parser.add_argument("heads", nargs="+", metavar="RUN/head", help="folders or hub ids")
+    parser.add_argument("--target", help="a target's folder or hub id, of which only config and tokenizer are read")
+    parser.add_argument("--chat_template", help="a bundled name or a .jinja file, instead of the tokenizer's own")
+    args = parser.parse_args()
+    target = None
+    if args.target:
+        config = load_config(args.target).get_text_config(decoder=True)
+        target = target_fingerprint(config, load_tokenizer(args.target, args.chat_template))
+    for path in args.heads:
+        table = Table(title=path, show_header=False, title_justify="left")
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for row in described(path, target):
+            table.add_row(*row)
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(run))

@@ -1,0 +1,63 @@
+"""What is told of a head, and of one that fits a target or does not."""
+
+import json
+import sys
+
+from draft_heads.data.config_file import exit_status
+
+import pytest
+
+from draft_heads.heads.checkpoint import save_head
+from draft_heads.heads.ctc import CTCConfig, CTCHead
+from draft_heads.heads.medusa import MedusaConfig, MedusaHead
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts import inspect_head
+from tests.heads.small import disturbed
+
+PROVENANCE = {
+    "command": "python train/ctc.py --target t",
+    "steps": 1200,
+    "minutes": 9.5,
+    "git_commit": "abc",
+    "data": [{"fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
+    "metrics": {"eval_simulated_beta": 2.5},
+}
+
+
+def told(monkeypatch, capsys, *words):
+    monkeypatch.setattr(sys, "argv", ["inspect_head.py", *map(str, words)])
+    monkeypatch.setenv("COLUMNS", "200")
+    status = exit_status(inspect_head.run)
+    captured = capsys.readouterr()
+    return status, " ".join((captured.out + captured.err).split())
+
+
+def test_everything_of_a_trained_head_is_told(tmp_path, monkeypatch, capsys):
+    save_head(disturbed(CTCHead, CTCConfig, target="some/target", label_context=4), tmp_path, PROVENANCE)
+    status, text = told(monkeypatch, capsys, tmp_path)
+    assert status == 0
+    for words in (
+        *("ctc, ", "some/target", "hidden_size 32", "label_context 4", "only this project's engine", "1,200 steps"),
+        *("python train/ctc.py --target t", "2,997 conversations with 283,609 trained tokens", "simulated_beta 2.5"),
+    ):
+        assert words in text, words
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_whether_it_fits_a_target_is_told(tmp_path, monkeypatch, capsys, changed):
+    target = Target.from_pretrained("tests/tiny_target", device="cpu")
+    fingerprint = {**target.fingerprint(), **({"hidden_size": 7} if changed else {})}
+    save_head(disturbed(MedusaHead, MedusaConfig, target_fingerprint=fingerprint), tmp_path, {})
+    _, text = told(monkeypatch, capsys, tmp_path, "--target", "tests/tiny_target")
+    assert ("no: hidden_size 7 against" in text) == changed and "vllm-medusa (vLLM), tgi-medusa" in text
+
+
+def test_heads_without_a_history_are_told_of_too(tmp_path, monkeypatch, capsys):
+    save_head(disturbed(MedusaHead, MedusaConfig), tmp_path, {"imported_from": "elsewhere"})
+    assert "read from elsewhere" in told(monkeypatch, capsys, tmp_path)[1]
+    (tmp_path / "provenance.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "target_fingerprint": {}}))
+    assert "there is no provenance.json" in told(monkeypatch, capsys, tmp_path, "--target", "tests/tiny_target")[1]
+    status, text = told(monkeypatch, capsys, tmp_path / "missing")
+    assert status != 0 and "does not exist" in text
