@@ -20,7 +20,7 @@ def test_every_part_runs_and_what_fails_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, *SMALL.split()])
     assert gpu.run()
     found = json.loads(output.read_text())
-    assert not found["failed"] and len(found["correctness"]) == 18
+    assert not found["failed"] and len(found["correctness"]) == 20
     steps = found["decoding 1b"]["over_plain_step"]
     assert {"8 nodes", "64 nodes", "chimera", "ctc+ngram", "hf generate", "vanilla eager"} <= steps.keys()
     assert found["training 1b"]["tokens_per_second"] > 0

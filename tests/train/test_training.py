@@ -12,6 +12,7 @@ import runpy
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -95,9 +96,22 @@ def run(*arguments, **options):
     return run_script(*command(*arguments, **options))
 
 
-def launch(port, *arguments, **options):
+def free_port():
+    """A port nobody listens on: two tests may launch at the same moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def launch(*arguments, **options):
     """As `run`, on two processes."""
-    deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", "2", "--master_port", str(port)]
+    deepspeed = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        free_port(),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*deepspeed, *command(*arguments, **options)],
@@ -106,11 +120,11 @@ def launch(port, *arguments, **options):
     return done.returncode, done.stdout + done.stderr
 
 
-def launch_two_nodes(port, hostfile, *arguments, **options):
+def launch_two_nodes(hostfile, *arguments, **options):
     """As `launch`, by two launchers that pose as two nodes: (status, all that was printed) of each."""
     hostfile.write_text("node-a slots=1\nnode-b slots=1\n")
     deepspeed = [str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(hostfile), "--no_ssh"]
-    deepspeed += ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+    deepspeed += ["--master_addr", "127.0.0.1", "--master_port", free_port()]
     nodes = [
         subprocess.Popen(
             [*deepspeed, "--node_rank", str(rank), *command(*arguments, **options)],
@@ -243,9 +257,8 @@ def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, un
 def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, tmp_path, kind, stage, split):
     status, told = run(dataset, tmp_path / "one", "--head_optimizer", "adamw", kind=kind)
     assert status == 0, told
-    port, extra = 29500 + list(HEADS).index(kind), ["--deepspeed", f"configs/deepspeed/zero{stage}.json"]
-    extra += ["--shard_target"] * split
-    status, told = launch(port, dataset, tmp_path / "two", *extra, batch=2, kind=kind)
+    extra = ["--deepspeed", f"configs/deepspeed/zero{stage}.json", *["--shard_target"] * split]
+    status, told = launch(dataset, tmp_path / "two", *extra, batch=2, kind=kind)
     assert status == 0, told
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
     one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "two"))
@@ -253,7 +266,7 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, 
     if stage == 3 and split:
         for later in ("checkpoint-6", "head"):
             shutil.rmtree(tmp_path / "two" / later)
-        status, told = launch(port, dataset, tmp_path / "two", *extra, batch=2, kind=kind)
+        status, told = launch(dataset, tmp_path / "two", *extra, batch=2, kind=kind)
         assert status == 0 and "resuming" in told, told
         resumed = load_file(tmp_path / "two" / "head" / "model.safetensors")
         assert all(torch.equal(two[name], resumed[name]) for name in two)
@@ -269,7 +282,7 @@ def test_two_nodes_train_and_resume_as_one_process(dataset, uninterrupted, tmp_p
         if again:
             shutil.rmtree(nodes / "head")
             shutil.rmtree(nodes / "checkpoint-6")
-        for status, told in launch_two_nodes(29520, tmp_path / "hostfile", dataset, nodes, *extra, batch=2):
+        for status, told in launch_two_nodes(tmp_path / "hostfile", dataset, nodes, *extra, batch=2):
             assert status == 0, told
         assert losses(nodes) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
     whole, resumed = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "nodes"))
