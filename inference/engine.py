@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -80,9 +80,11 @@ class DecodingEngine:
             pass
         return result
 
-    def stream(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[list[int]]:
-        """As `generate`, step by step: the new tokens of each target step as they are verified."""
-        yield from self._run(prompt, settings or GenerationSettings(), Generation())
+    def stream(
+        self, prompt: Prompt, settings: GenerationSettings | None = None, result: Generation | None = None
+    ) -> Generator[list[int], None, None]:
+        """As `generate`, step by step: the new tokens of each target step as they are verified, added to `result`."""
+        yield from self._run(prompt, settings or GenerationSettings(), result or Generation())
 
     def stream_text(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[str]:
         """As `stream`, in pieces of text of whole characters; special tokens are left out."""

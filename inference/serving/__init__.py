@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server around a decoding engine."""

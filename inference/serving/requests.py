@@ -1,0 +1,176 @@
+"""The requests of the OpenAI API as this server reads them: what it cannot do is refused, never ignored."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
+from draft_heads.inference.target.target import Target
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+"""Parameters whose other values would change an answer in ways this server cannot."""
+
+OF_THE_ACCOUNT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+OF_THE_ACCOUNT |= {"parallel_tool_calls"}
+"""Parameters that do not change an answer."""
+
+Choices = Annotated[int, Field(ge=1, le=16)]
+Tokens = Annotated[int, Field(ge=1)]
+
+
+class StreamOptions(BaseModel):
+    """`include_usage`: a last event with the tokens counted."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class DecodingRequest(BaseModel):
+    """What both endpoints read.
+
+    temperature  0 is greedy; the server's default when left out
+    top_p        and top_k are read only when the temperature is above 0
+    seed         the same seed gives the same answers; left out, each request has its own
+    n            answers to each prompt; answer i takes seed + i
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: Choices | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_would_be_ignored(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name, neutral in NEUTRAL.items():
+            if (value := given.get(name)) is not None and value not in neutral:
+                raise ValueError(f"{name} is not supported; got {value!r}; leave it out")
+        return {name: value for name, value in given.items() if name not in NEUTRAL and name not in OF_THE_ACCOUNT}
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_have_text(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > 16 or not all(stops):
+            raise ValueError(f"stop takes up to 16 texts, none of them empty; got {stop!r}")
+        return stop
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def settings(self, target: Target, prompt: list[int], server: ServerLimits) -> list[GenerationSettings]:
+        """How each of the `n` answers to a prompt is decoded; ValueError if it does not fit."""
+        room(target, len(prompt), 1)
+        tokens = self.new_tokens(server)
+        if tokens > server.max_new_tokens:
+            raise ValueError(f"max_tokens must be at most {server.max_new_tokens}, the server's limit; got {tokens}")
+        temperature = server.temperature if self.temperature is None else self.temperature
+        if not temperature:
+            return [GenerationSettings(tokens)] * (self.n or 1)
+        seed = secrets.randbits(62) if self.seed is None else self.seed
+        return [
+            GenerationSettings(
+                tokens, temperature=temperature, top_k=self.top_k or 0, top_p=self.top_p or 1.0, seed=seed + index
+            )
+            for index in range(self.n or 1)
+        ]
+
+    def new_tokens(self, server: ServerLimits) -> int:
+        """The longest answer that is asked for."""
+        return self.max_tokens or server.max_new_tokens
+
+    def prompts(self, target: Target) -> list[list[int]]:
+        """The token ids of each prompt; ValueError for what cannot be rendered."""
+        raise NotImplementedError
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates read it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(DecodingRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+
+    def new_tokens(self, server: ServerLimits) -> int:
+        return self.max_completion_tokens or self.max_tokens or server.max_new_tokens
+
+    def prompts(self, target: Target) -> list[list[int]]:
+        return [prompt_ids(target, [message.plain() for message in self.messages])]
+
+
+class CompletionRequest(DecodingRequest):
+    """`POST /v1/completions`: up to 16 texts, or texts already split into token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+    def new_tokens(self, server: ServerLimits) -> int:
+        return self.max_tokens or min(16, server.max_new_tokens)  # the API's default
+
+    def prompts(self, target: Target) -> list[list[int]]:
+        given: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
+        if not given or isinstance(given[0], int):
+            given = [given]
+        if len(given) > 16:
+            raise ValueError(f"prompt takes up to 16 texts; got {len(given)}; send several requests")
+        prompts = [target.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in given]
+        vocabulary = target.vocab_size
+        for prompt in prompts:
+            if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
+                raise ValueError(f"token ids must lie in 0…{vocabulary - 1}; got {unknown[0]}")
+        return prompts
+
+
+class ServerLimits(BaseModel):
+    """What the server's options decide."""
+
+    max_new_tokens: int = 2048
+    temperature: float = 0.0

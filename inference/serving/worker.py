@@ -1,0 +1,185 @@
+"""One engine serves many clients: a thread decodes their requests one after another, so each answer is the one its
+request would get alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
+from draft_heads.inference.serving.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+class QueueFullError(RuntimeError):
+    """As many requests wait as are allowed to."""
+
+
+class ClosedError(RuntimeError):
+    """The server is shutting down."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a target step, or the end of an answer, adds to a text.
+
+    tokens         new tokens so far, EOS included
+    finish_reason  of the last piece: "stop" or "length"
+    """
+
+    text: str
+    tokens: int
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer that a client waits for.
+
+    prompt   token ids
+    stops    texts that end the answer; they are not part of it
+    deliver  receives every piece, or the exception that ended the work; called in the engine's thread
+    """
+
+    prompt: list[int]
+    settings: GenerationSettings
+    stops: tuple[str, ...]
+    deliver: Callable[[Piece | Exception], None]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    submitted: float = field(default_factory=time.perf_counter)
+
+
+class AnswerText:
+    """The text of an answer as it grows, up to the first of its stop texts.
+
+    The end of a text is held back while it may be the beginning of a stop text.
+    """
+
+    def __init__(self, tokenizer: object, stops: tuple[str, ...]) -> None:
+        self._pieces, self._stops = TextPieces(tokenizer), stops
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that this token completes."""
+        return self._released(self._pieces.add([token]))
+
+    def end(self) -> str:
+        """What was held back."""
+        text = self._released(self._pieces.end())
+        return text if self.stopped else text + self._held
+
+    def _released(self, text: str) -> str:
+        self._held += text
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        lengths = range(1, 1 + min(len(self._held), max(map(len, self._stops), default=0)))
+        held = max((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stops)), default=0)
+        text, self._held = self._held[: len(self._held) - held], self._held[len(self._held) - held :]
+        return text
+
+
+class Worker:
+    """The thread that owns an engine, and the queue in front of it."""
+
+    def __init__(self, engine: DecodingEngine, metrics: ServerMetrics, max_waiting: int = 64) -> None:
+        self.engine = engine
+        self.metrics, self._max_waiting = metrics, max_waiting
+        self._waiting: deque[Job] = deque()
+        self._running: Job | None = None
+        self._changed, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes work."""
+        return self._thread.is_alive() and not self._closed
+
+    def submit(self, jobs: list[Job]) -> None:
+        """Queue all of a request's jobs or none; QueueFullError, ClosedError."""
+        with self._changed:
+            if not self.alive:
+                raise ClosedError("the server is shutting down")
+            busy = len(self._waiting) + (self._running is not None)
+            if busy and len(self._waiting) + len(jobs) > self._max_waiting:
+                raise QueueFullError(f"{len(self._waiting)} answers wait already; at most {self._max_waiting} may")
+            self._waiting += jobs
+            self._changed.notify()
+            self._count()
+
+    def cancel(self, jobs: list[Job]) -> None:
+        """Forget jobs that wait; a running one ends with its current step."""
+        with self._changed:
+            for job in jobs:
+                job.cancelled.set()
+                if job in self._waiting:
+                    self._waiting.remove(job)
+            self._count()
+
+    def close(self) -> None:
+        """End the running answer and forget the waiting ones; returns when the thread has ended."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            if self._running is not None:
+                self._running.cancelled.set()
+            self._changed.notify()
+        self._thread.join()
+
+    def _count(self) -> None:
+        self.metrics.waiting.set(len(self._waiting))
+        self.metrics.running.set(self._running is not None)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._running = None
+                self._count()
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                job = self._running = self._waiting.popleft()
+                self._count()
+            try:
+                self._answer(job)
+            except Exception as error:
+                logger.exception("a request failed")
+                job.deliver(error)
+
+    def _answer(self, job: Job) -> None:
+        result, text, tokens = Generation(), AnswerText(self.engine.target.tokenizer, job.stops), 0
+        steps = self.engine.stream(job.prompt, job.settings, result)
+        try:
+            for step in steps:
+                if not tokens:
+                    self.metrics.first_token.observe(time.perf_counter() - job.submitted)
+                pieces = ""
+                for token in step:
+                    pieces, tokens = pieces + text.add(token), tokens + 1
+                    if text.stopped:
+                        break
+                if job.cancelled.is_set() or text.stopped:
+                    break
+                if not result.finish_reason:
+                    job.deliver(Piece(pieces, tokens))
+        finally:
+            steps.close()
+            self.metrics.add(len(job.prompt), result.accept_lengths)
+        if job.cancelled.is_set():
+            self.metrics.abandoned.inc()
+            return
+        if not text.stopped:
+            pieces += text.end()
+        reason = "stop" if text.stopped else FINISH_REASONS[result.finish_reason]
+        job.deliver(Piece(pieces, tokens, reason))

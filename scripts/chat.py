@@ -1,0 +1,200 @@
+"""Talk to a target in the terminal; each accepted run of drafted tokens is shown in colour, β and tokens/s below it.
+
+    python scripts/chat.py --target Qwen/Qwen3-8B --drafters ctc=RUN/head ngram
+
+Between messages:
+
+    /drafter [NAME]   the drafters; go on with NAME (also any new one, as in --drafters)
+    /system TEXT      begin again with this system message
+    /reset            begin again
+    /help, /quit      (or Ctrl-D); Ctrl-C ends an answer
+
+Without a terminal, messages are read from standard input line by line and accepted runs are written in [brackets].
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from draft_heads.data.config_file import exit_status, parse_with_config
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from draft_heads.data.rendering import ConversationError
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import check_positive, distinct_specs, load_target, target_parser
+
+ACCEPTED = ("bold cyan", "bold green")  # of neighbouring runs
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags, checked."""
+    parser = target_parser(__doc__)
+    add = parser.add_argument
+    add("--drafters", nargs="+", default=["ngram"], metavar="NAME[=[KIND:]PATH[,key=value…]]",
+        help="the first one begins; vanilla always stands ready (default: ngram)")  # fmt: skip
+    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens (default 1024)")
+    add("--system", help="a system message")
+    add("--temperature", type=float, default=0.0, help="above 0: sample, losslessly; 0: greedy (default)")
+    add("--top_p", type=float, default=1.0, help="sample from the top tokens that make up this share; 1: all")
+    add("--seed", type=int, default=0, help="of sampling; each answer adds one (default 0)")
+    options = parse_with_config(parser, arguments, ("target",))
+    check_positive(options, "max_nodes", "max_new_tokens")
+    settings(options, 0)
+    return options
+
+
+def settings(options: argparse.Namespace, turn: int) -> GenerationSettings:
+    """How answer number `turn` is decoded."""
+    return GenerationSettings(
+        options.max_new_tokens, temperature=options.temperature, top_p=options.top_p, seed=options.seed + turn
+    )
+
+
+class Chat:
+    """A conversation, and the drafters it may use."""
+
+    def __init__(self, target: Target, options: argparse.Namespace) -> None:
+        self.target, self.options = target, options
+        self.specs = {spec.name: spec for spec in distinct_specs(options.drafters)}
+        self.specs.setdefault("vanilla", DrafterSpec.parse("vanilla"))
+        self.engines: dict[str, DecodingEngine] = {}
+        self.drafter = next(iter(self.specs))
+        self.engine()  # a drafter that cannot be built is told now
+        self.turns = 0
+        self.reset(options.system)
+
+    def reset(self, system: str | None) -> None:
+        """Begin again."""
+        self.system = system
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def engine(self) -> DecodingEngine:
+        """The engine of the drafter in use, built when first needed."""
+        if self.drafter not in self.engines:
+            drafter = build_drafter(self.specs[self.drafter], self.target, self.options.max_nodes)
+            self.engines[self.drafter] = DecodingEngine(self.target, drafter)
+        return self.engines[self.drafter]
+
+    def switch(self, text: str) -> str:
+        """Go on with another drafter; what there is to say."""
+        if text and text not in self.specs:
+            spec = DrafterSpec.parse(text)
+            self.specs[spec.name], text = spec, spec.name
+        before, self.drafter = self.drafter, text or self.drafter
+        try:
+            self.engine()
+        except Exception:
+            del self.specs[self.drafter]
+            self.drafter = before
+            raise
+        return ", ".join(f"({name})" if name == self.drafter else name for name in self.specs)
+
+    def command(self, line: str) -> str | None:
+        """Obey a line that begins with a slash; what there is to say, or None to end."""
+        name, _, rest = line.partition(" ")
+        if name in ("/quit", "/exit"):
+            return None
+        if name == "/drafter":
+            return self.switch(rest.strip())
+        if name in ("/reset", "/system"):
+            self.reset(rest.strip() if name == "/system" else self.system)
+            return "a new conversation"
+        return (__doc__ or "").split("\n\n")[3] if name == "/help" else f"there is no {name}; /help lists the commands"
+
+    def answer(self, message: str) -> Iterator[tuple[list[tuple[str, bool]], Generation]]:
+        """Of every target step: its text in parts (text, whether it was drafted), and the answer so far.
+
+        The conversation keeps the message and its answer, also one that was interrupted.
+        """
+        asked = [*self.messages, {"role": "user", "content": message}]
+        result, pieces, text = Generation(), TextPieces(self.target.tokenizer), ""
+        steps = self.engine().stream(asked, settings(self.options, self.turns), result)
+        try:
+            for tokens in steps:
+                drafted = [source >= 0 for source in result.sources[len(result.sources) - len(tokens) :]]
+                parts = [(pieces.add([token]), own) for token, own in zip(tokens, drafted)]
+                if result.finish_reason:
+                    parts.append((pieces.end(), False))
+                text += "".join(part for part, _ in parts)
+                yield parts, result
+        finally:
+            steps.close()
+            if result.tokens:
+                self.messages = [*asked, {"role": "assistant", "content": text}]
+                self.turns += 1
+
+
+def status(drafter: str, result: Generation, seconds: float) -> str:
+    """β, speed and length of an answer so far."""
+    tokens, steps = len(result.tokens), result.target_steps
+    return f"{drafter}: β {tokens / max(1, steps):.2f}, {tokens / max(seconds, 1e-9):.0f} tokens/s, {tokens} tokens"
+
+
+def show(chat: Chat, message: str, console: Console) -> None:
+    """Print an answer while it grows: whole lines for good, the last line and the status live."""
+    start, line, run = time.perf_counter(), Text(), 0
+    result = Generation()
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        try:
+            for parts, result in chat.answer(message):
+                run += 1
+                for text, drafted in parts:
+                    line.append(text, ACCEPTED[run % 2] if drafted else "")
+                *whole, line = line.split("\n", allow_blank=True)
+                for one in whole:
+                    live.console.print(one)
+                told = Text(status(chat.drafter, result, time.perf_counter() - start), "dim")
+                live.update(Text("\n").join([line, told]), refresh=True)
+        except KeyboardInterrupt:
+            line.append(" (interrupted)", "dim")
+    console.print(line)
+    console.print(Text(status(chat.drafter, result, time.perf_counter() - start), "dim"))
+
+
+def write(chat: Chat, message: str) -> None:
+    """The same without a terminal: accepted runs in brackets."""
+    start, told = time.perf_counter(), ""
+    for parts, result in chat.answer(message):
+        for drafted, run in groupby(parts, key=lambda part: part[1]):
+            text = "".join(text for text, _ in run)
+            print(f"[{text}]" if drafted and text else text, end="", flush=True)
+        told = status(chat.drafter, result, time.perf_counter() - start)
+    print(f"\n{told}", flush=True)
+
+
+def run() -> None:
+    options = parse()
+    chat = Chat(load_target(options), options)
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(f"{chat.target.name}; drafter {chat.drafter}; /help lists the commands", style="dim")
+    while True:
+        try:
+            line = console.input("[bold]> [/]") if console.is_terminal else input()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            if line.startswith("/"):
+                told = chat.command(line.strip())
+                if told is None:
+                    return
+                print(told)
+            elif line.strip():
+                show(chat, line, console) if console.is_terminal else write(chat, line)
+        except (ValueError, ConversationError, FileNotFoundError) as error:
+            print(error, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(run))

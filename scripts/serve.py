@@ -1,0 +1,92 @@
+"""Serve a target with a drafter under the OpenAI API: `http://127.0.0.1:8000/v1`.
+
+    python scripts/serve.py --target Qwen/Qwen3-8B --drafter ctc=RUN/head
+
+Paths: /v1/chat/completions, /v1/completions (both also as server-sent events), /v1/models, /health, /metrics
+(Prometheus, with β and accepted lengths). Answers are the target's own, whatever drafts; requests are decoded one after
+another, in the order in which they come. The server ends on Ctrl-C or SIGTERM when the running requests have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from draft_heads.data.config_file import exit_status, parse_with_config
+
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser
+
+API_KEY = "DRAFT_HEADS_API_KEY"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags, checked."""
+    parser = target_parser(__doc__)
+    add = parser.add_argument
+    add("--drafter", default="vanilla", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
+    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="0: any free port (default 8000)")
+    add("--api_key", help=f"clients must send it; default: the environment's {API_KEY}, or none")
+    add("--served_model_name", help="the model's name in the API (default: the target's folder or hub id)")
+    add("--max_new_tokens", type=int, default=2048, help="longest answer that may be asked for (default 2048)")
+    add("--temperature", type=float, default=0.0, help="of requests that name none (default 0: greedy)")
+    add("--max_waiting", type=int, default=64, help="answers that may wait; more are refused with 429 (default 64)")
+    add("--max_body_kib", type=int, default=1024, help="largest request, in KiB (default 1024)")
+    add("--shutdown_seconds", type=int, default=30, help="time that running requests have to end (default 30)")
+    options = parse_with_config(parser, arguments, ("target",))
+    check_positive(options, "max_nodes", "max_new_tokens", "max_waiting", "max_body_kib", "shutdown_seconds")
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port must lie in 0…65535; got {options.port}")
+    GenerationSettings(temperature=options.temperature)
+    return options
+
+
+def run() -> None:
+    options = parse()
+    try:
+        import uvicorn
+
+        from draft_heads.inference.serving.app import create_app
+        from draft_heads.inference.serving.metrics import ServerMetrics
+        from draft_heads.inference.serving.requests import ServerLimits
+        from draft_heads.inference.serving.worker import Worker
+    except ImportError as error:
+        raise ValueError(
+            f"the server needs further packages ({error}); run `pip install 'draft-heads[serve]'`"
+        ) from error
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    target = load_target(options)
+    drafter = build_drafter(DrafterSpec.parse(options.drafter), target, options.max_nodes)
+    engine = DecodingEngine(target, drafter)
+    engine.generate([target.end_token_ids[0] if target.end_token_ids else 0], GenerationSettings(8))
+    name = options.served_model_name or default_name(options.target)
+    key = options.api_key or os.environ.get(API_KEY)
+    if not key and options.host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"anyone who reaches {options.host} can use this server; --api_key asks for a key", file=sys.stderr)
+    limits = ServerLimits(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    worker = Worker(engine, ServerMetrics(drafter.max_depth), options.max_waiting)
+    app = create_app(worker, name, limits, key, options.max_body_kib * 1024)
+    print(f"model {name!r}, drafter {options.drafter}", flush=True)
+    uvicorn.run(
+        app, host=options.host, port=options.port, access_log=False,
+        timeout_graceful_shutdown=options.shutdown_seconds,
+    )  # fmt: skip
+
+
+def default_name(target: str) -> str:
+    """A folder's own name, or the hub id."""
+    return Path(target).resolve().name if Path(target).is_dir() else target
+
+
+if __name__ == "__main__":
+    sys.exit(exit_status(run))

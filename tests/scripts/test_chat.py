@@ -1,0 +1,92 @@
+"""The terminal chat: the engine's answers, drafters changed on the way, lines that are told apart."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts import chat
+
+FIRST, SECOND = "Name a fruit.", "Tell me a story about a cat."
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.from_pretrained("tests/tiny_target", device="cpu")
+
+
+def told(monkeypatch, capsys, lines, *arguments):
+    """What the program prints to standard output and to standard error for these lines."""
+    monkeypatch.setattr(sys, "argv", ["chat.py", "--target", "tests/tiny_target", "--max_new_tokens", "24", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    chat.run()
+    return capsys.readouterr()
+
+
+def answers(printed):
+    """The texts of the answers, without their brackets."""
+    return [re.sub(r"[\[\]]", "", text) for text in re.split(r"\n\w+: β .*\n", printed)[:-1]]
+
+
+def alone(target, *conversation):
+    """The engine's answers to a conversation without drafts."""
+    engine, messages, texts = DecodingEngine(target, VanillaDrafter()), [], []
+    for question in conversation:
+        messages.append({"role": "user", "content": question})
+        texts.append("".join(engine.stream_text(messages, GenerationSettings(24))))
+        messages.append({"role": "assistant", "content": texts[-1]})
+    return texts
+
+
+def test_a_conversation_goes_on_whatever_drafts(target, monkeypatch, capsys):
+    expected = alone(target, FIRST, SECOND)
+    lines = [FIRST, "/drafter vanilla", SECOND, "/reset", SECOND, "/quit", "never read"]
+    printed = told(monkeypatch, capsys, lines).out
+    printed = printed.replace("ngram, (vanilla)\n", "").replace("a new conversation\n", "")
+    assert answers(printed) == [*expected, *alone(target, SECOND)]
+    shown = re.findall(r"^(\w+): β ([\d.]+), \d+ tokens/s, (\d+) tokens$", printed, re.M)
+    assert [name for name, _, _ in shown] == ["ngram", "vanilla", "vanilla"]
+    assert [beta for _, beta, _ in shown[1:]] == ["1.00", "1.00"]
+
+
+def test_accepted_runs_stand_in_brackets(target, monkeypatch, capsys):
+    printed = told(monkeypatch, capsys, [SECOND], "--drafters", "itself=draft_model:tests/tiny_target").out
+    betas = [float(beta) for beta in re.findall(r"β ([\d.]+)", printed)]
+    assert max(betas) > 1 and "[" in printed and printed.count("[") == printed.count("]")
+
+
+def test_commands(monkeypatch, capsys):
+    lines = [
+        "/drafter",
+        "/drafter mine=ngram,keep=1",
+        "/drafter nonsense",
+        "/drafter",
+        "/help",
+        "/what",
+        "/system Be brief.",
+        "",
+    ]
+    printed = told(monkeypatch, capsys, lines)
+    first, second, third, *_ = printed.out.splitlines()
+    assert first == "(ngram), vanilla" and second == third == "ngram, vanilla, (mine)"
+    assert "got 'nonsense'" in printed.err
+    assert "/drafter [NAME]" in printed.out and "there is no /what; /help lists the commands" in printed.out
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(target):
+    talk = chat.Chat(target, chat.parse(["--target", "tests/tiny_target", "--max_new_tokens", "24"]))
+    steps = talk.answer(SECOND)
+    shown = "".join(text for parts, _ in (next(steps), next(steps)) for text, _ in parts)
+    steps.close()
+    assert talk.messages == [{"role": "user", "content": SECOND}, {"role": "assistant", "content": shown}]
+
+
+def test_bad_options_get_sentences():
+    for wrong in (["--max_new_tokens", "0"], ["--temperature", "-1"], ["--top_p", "0.5"]):
+        with pytest.raises(ValueError, match=wrong[0]):
+            chat.parse(["--target", "tests/tiny_target", *wrong])
