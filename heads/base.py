@@ -5,14 +5,21 @@ Shapes: B batch, L length, H hidden, V vocabulary, N windows, U label offsets.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import HfApi
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from draft_heads.heads.config import HeadConfig
+from draft_heads.data.files import write_text
+from draft_heads.heads.card import model_card
+from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of
 from draft_heads.heads.windows import Windows, select_windows
 
@@ -160,12 +167,41 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config = config
+        self.provenance: dict[str, Any] = {}  # where the weights come from, as `provenance.json` has it
         self.draft_vocab: Tensor | None  # [D] int64, ascending: the token of each class; None: the whole vocabulary
         size = config.draft_vocab_size
         self.register_buffer("draft_vocab", torch.arange(size) if size else None)
         if layers := len(config.target_layers):
             self.layer_projection = nn.Linear(layers * config.hidden_size, config.hidden_size, bias=False)
             nn.init.zeros_(self.layer_projection.weight)  # starts as the head without them
+
+    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint folder, `config.json` last; each file appears complete or not at all.
+
+        The provenance is by default the one the head was loaded with; the model card is written from it.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        partial = folder / f".{WEIGHTS}.partial"
+        save_file(state, partial, metadata={"format": "pt"})
+        partial.replace(folder / WEIGHTS)
+        provenance = self.provenance if provenance is None else provenance
+        write_text(folder / PROVENANCE, json.dumps(provenance, indent=2, sort_keys=True) + "\n")
+        write_text(folder / CARD, model_card(self.config, sum(p.numel() for p in self.parameters()), provenance))
+        config = {**self.config.to_dict(), "format_version": FORMAT_VERSION}
+        write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    def push_to_hub(self, repo_id: str, private: bool = True) -> str:
+        """Upload the checkpoint into a new repository or as a new commit; returns its address.
+
+        Needs `hf auth login` or HF_TOKEN; errors are those of huggingface_hub.
+        """
+        api = HfApi()
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
 
     def target_states(self, hidden: Tensor, aux_hidden: Tensor | None) -> Tensor:
         """[..., H], what the head reads of the target: h, with `target_layers` h + W [low; middle; high]."""

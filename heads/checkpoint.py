@@ -1,23 +1,24 @@
-"""Saving and loading heads: `config.json`, `model.safetensors`, `provenance.json` and a model card in one folder."""
+"""Loading heads: `config.json`, `model.safetensors` and `provenance.json` of a folder that `save_pretrained` wrote."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.data.pretrained import check_folder_or_hub_id
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.config import HeadConfig
+from draft_heads.heads.config import CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
 
-WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
+MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [lambda values: values]
+"""Item v makes the settings of version v those of version v + 1. Version 0 differs by the missing number only."""
 
 
 HEADS = {
@@ -39,20 +40,6 @@ def head_classes(kind: str) -> tuple[type[DraftHead], type[HeadConfig]]:
     return getattr(found, head), getattr(found, config)
 
 
-def save_head(head: DraftHead, folder: str | Path, provenance: dict[str, Any] | None = None, card: str = "") -> None:
-    """Write the checkpoint; each file appears complete or not at all, `config.json` last: with it, all are there."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    partial = folder / f".{WEIGHTS}.partial"
-    save_file(state, partial, metadata={"format": "pt"})
-    partial.replace(folder / WEIGHTS)
-    write_text(folder / PROVENANCE, json.dumps(provenance or {}, indent=2, sort_keys=True) + "\n")
-    if card:
-        write_text(folder / CARD, card)
-    write_text(folder / CONFIG, head.config.to_json_string())
-
-
 def locate(source: str | Path) -> Path:
     """The local folder of a checkpoint; a name that is no folder is fetched as a hub id."""
     folder = Path(source)
@@ -69,7 +56,10 @@ def locate(source: str | Path) -> Path:
 
 
 def read_config(source: str | Path) -> dict[str, Any]:
-    """The parsed `config.json` of a head checkpoint; ValueError says what is missing or malformed."""
+    """The settings in `config.json` of a head checkpoint, in their present form whatever version wrote the file.
+
+    ValueError says what is missing or malformed, or that the file is from a newer version of this library.
+    """
     path = locate(source) / CONFIG
     if not path.is_file():
         raise ValueError(f"a head checkpoint needs {CONFIG}; {path.parent} has none; give RUN/head of a finished run")
@@ -79,6 +69,13 @@ def read_config(source: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} must be JSON; {error}; copy the checkpoint again") from error
     if not isinstance(config, dict) or "kind" not in config:
         raise ValueError(f"{path} must name the head's kind; it has none; is this a draft head's folder?")
+    version = config.pop("format_version", 0)
+    if version not in range(FORMAT_VERSION + 1):
+        raise ValueError(
+            f"{path} must have a format_version of at most {FORMAT_VERSION}; it has {version!r}; update draft-heads"
+        )
+    for migrate in MIGRATIONS[version:]:
+        config = migrate(config)
     return config
 
 
@@ -120,11 +117,13 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
         except ValueError as error:
             raise ValueError(f"{weights}: {error}") from error
     head.load_state_dict(state)
+    head.provenance = _provenance(folder / PROVENANCE)
     return head.float().eval()
 
 
-def push_head(folder: str | Path, repo_id: str, private: bool = True) -> str:
-    """Upload a saved checkpoint to the hub; returns its address."""
-    api = HfApi()
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    return str(api.upload_folder(repo_id=repo_id, folder_path=str(folder)))
+def _provenance(path: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # says where a head comes from; it decodes without
+        return {}
+    return known if isinstance(known, dict) else {}

@@ -9,6 +9,12 @@ from typing import Any, ClassVar, Self
 
 from draft_heads.data.options import check_options, option
 
+WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
+"""The files of a head's folder."""
+
+FORMAT_VERSION = 1
+"""Of `config.json`; files without one are version 0."""
+
 
 @dataclass
 class HeadConfig(ABC):

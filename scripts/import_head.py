@@ -15,7 +15,7 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status
 
-from draft_heads.heads.checkpoint import save_head
+from draft_heads.heads.card import target_licence
 from draft_heads.heads.config import target_sizes
 from draft_heads.heads.export.formats import FORMATS, read_folder
 from draft_heads.inference.target.target import Target
@@ -47,9 +47,7 @@ def run() -> None:
     head = type(read)(dataclasses.replace(read.config, **own, **made_for))
     head.load_state_dict(read.state_dict())
     provenance = {"imported_from": str(args.head), "format": args.format or "read from config.json"}
-    save_head(
-        head, args.output, provenance, f"# A {head.config.kind} head for {args.target}\n\nRead from {args.head}.\n"
-    )
+    head.save_pretrained(args.output, {**provenance, "target_licence": target_licence(args.target)})
     print(f"{args.output}: {head.config.kind}, for {args.target}")
 
 

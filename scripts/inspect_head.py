@@ -7,9 +7,7 @@ With --target, also whether it fits: every size and hash in which its target and
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from draft_heads.data.config_file import exit_status
@@ -21,7 +19,7 @@ from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import FIELDS, target_fingerprint
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import PROVENANCE, load_head, locate
+from draft_heads.heads.checkpoint import PROVENANCE, load_head
 from draft_heads.heads.export.formats import FORMATS
 from draft_heads.scripts.decoding_options import script_parser
 
@@ -31,7 +29,7 @@ OF_THE_TARGET = {"kind", "target", "target_fingerprint", "end_token_ids", "rms_n
 
 def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]:
     """(what, value) of everything that is shown of one head."""
-    head, folder = load_head(path), locate(path)
+    head = load_head(path)
     config = head.config.to_dict()
     own_weights, read = sum(p.numel() for p in head.parameters()), head.weights_read()
     rows = [("head", f"{config['kind']}, {own_weights:,} parameters")]
@@ -43,7 +41,7 @@ def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]
     rows.append(("exports", exports(head)))
     if target is not None:
         rows.append(("fits the target", fits(config["target_fingerprint"], target)))
-    return rows + trained(folder / PROVENANCE)
+    return rows + trained(head.provenance)
 
 
 def exports(head: DraftHead) -> str:
@@ -64,11 +62,10 @@ def fits(made_for: dict[str, Any], target: dict[str, Any]) -> str:
     return "no: " + "; ".join(different) if different else "yes"
 
 
-def trained(path: Path) -> list[tuple[str, str]]:
+def trained(known: dict[str, Any]) -> list[tuple[str, str]]:
     """What its provenance says of the training."""
-    if not path.is_file():
+    if not known:
         return [("training", f"unknown: there is no {PROVENANCE}")]
-    known = json.loads(path.read_text(encoding="utf-8"))
     if "imported_from" in known:
         return [("training", f"unknown: read from {known['imported_from']}")]
     counts = [

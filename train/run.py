@@ -23,7 +23,8 @@ from draft_heads.data.collate import label_counts
 from draft_heads.data.options import use_threads
 from draft_heads.data.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import head_classes, save_head
+from draft_heads.heads.card import target_licence
+from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
@@ -179,29 +180,10 @@ def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any],
         "steps": trainer.state.global_step,
         "minutes": round(trainer.clock.elapsed, 2),
         "metrics": metrics,
+        "target_licence": target_licence(run.target),
     }
-    save_head(head, folder, provenance, model_card(head, provenance))
+    head.save_pretrained(folder, provenance)
     return folder
-
-
-def model_card(head: DraftHead, provenance: dict[str, Any]) -> str:
-    """README.md of a head: what it is for, how it was trained, what was measured at the end."""
-    rows = "\n".join(f"| {name} | {value} |" for name, value in sorted(provenance["metrics"].items()))
-    return f"""# A {head.config.kind} draft head for {head.config.target}
-
-{sum(p.numel() for p in head.parameters()):,} parameters, for lossless speculative decoding with the target named
-above; another target is refused when the head is loaded.
-
-Trained with
-
-    {provenance["command"]}
-
-for {provenance["steps"]} steps. Measured on held-out rows at the end:
-
-| metric | value |
-| --- | --- |
-{rows}
-"""
 
 
 def _command() -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from draft_heads.heads.attention import dense_anchor_attention, dense_mask, flex_anchor_attention, frame_mask
 from draft_heads.heads.base import Rows
 from draft_heads.heads.block import grouped_attention
-from draft_heads.heads.checkpoint import load_head, save_head
+from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.ctc import CTCConfig, CTCHead
 from tests.heads.small import FINGERPRINT, SIZES, disturbed, lent_target
 
@@ -156,13 +156,13 @@ def test_settings_that_cannot_work_are_refused(settings, told):
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "tokenizer_hash", "chat_template_hash"])
 def test_a_head_of_another_target_is_refused_with_the_difference_named(tmp_path, field):
-    save_head(make_head(), tmp_path)
+    make_head().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=field):
         load_head(tmp_path, {**FINGERPRINT, field: "other"})
 
 
 def test_broken_checkpoints_say_what_is_wrong(tmp_path):
-    save_head(make_head(), tmp_path)
+    make_head().save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draft_heads.heads.base import Rows
-from draft_heads.heads.checkpoint import HEADS, head_classes, load_head, save_head
+from draft_heads.heads.checkpoint import HEADS, head_classes, load_head
 from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
 from draft_heads.heads.ctc import CTCConfig, CTCHead
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -157,7 +157,7 @@ def test_more_offsets_than_the_text_is_long_still_train(head, view):
 
 def test_a_saved_head_comes_back_equal(head, view, tmp_path):
     head.eval()
-    save_head(head, tmp_path)
+    head.save_pretrained(tmp_path)
     loaded = load_head(tmp_path, FINGERPRINT).eval()
     assert type(loaded) is type(head) and loaded.config == head.config
     assert torch.equal(loss_of(loaded, text(rows=2), view).total, loss_of(head, text(rows=2), view).total)

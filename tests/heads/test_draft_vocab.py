@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from draft_heads.data.collate import label_counts
 from draft_heads.heads.base import TargetView
-from draft_heads.heads.checkpoint import HEADS, load_head, save_head
+from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, cut_before_outside, frequent_tokens
 from draft_heads.heads.losses import ctc_loss_reference
 from tests.heads.small import FINGERPRINT, disturbed, lent_target, text
@@ -84,12 +84,12 @@ def test_what_is_no_draft_vocabulary_is_refused(ids, told):
 
 def test_a_head_comes_back_with_its_vocabulary_and_a_damaged_one_is_refused(tmp_path):
     head, view = cut("medusa"), lent_target()
-    save_head(head, tmp_path)
+    head.save_pretrained(tmp_path)
     loaded = load_head(tmp_path, FINGERPRINT)
     assert torch.equal(loaded.draft_vocab, ODD) and loaded.draft_vocab.dtype == torch.int64
     assert torch.equal(loss_of(loaded, text(), view).total, loss_of(head, text(), view).total)
     head.draft_vocab[3] = 60
-    save_head(head, tmp_path)
+    head.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model\.safetensors: a draft vocabulary must be 31 ascending"):
         load_head(tmp_path)
 

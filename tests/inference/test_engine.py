@@ -8,7 +8,6 @@ import torch
 
 from draft_heads.data.rendering import render_prompt
 from draft_heads.heads.base import Rows
-from draft_heads.heads.checkpoint import save_head
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
@@ -340,7 +339,7 @@ def test_the_lines_of_the_guide_run(tiny_target, tmp_path, capsys):
     guide = Path("docs/decoding.md").read_text(encoding="utf-8").split("## From Python")[1]
     lines = guide.split("```python\n")[1].split("```")[0]
     assert len(lines.splitlines()) == 12
-    save_head(make_head(tiny_target, target_fingerprint=tiny_target.fingerprint()), tmp_path)
+    make_head(tiny_target, target_fingerprint=tiny_target.fingerprint()).save_pretrained(tmp_path)
     exec(lines.replace("runs/quickstart/ctc/head", str(tmp_path)).replace("data/tiny", "tests/tiny"), {})
     question = lines.split('engine.generate("')[1].split('"')[0]
     plain = DecodingEngine(tiny_target, VanillaDrafter()).generate(question, GenerationSettings(64))

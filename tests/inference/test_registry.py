@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from draft_heads.heads.checkpoint import save_head
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter
@@ -23,7 +22,7 @@ def checkpoint(target, tmp_path_factory):
     head = make_head(target)
     head.config.target_fingerprint = target.fingerprint()
     folder = tmp_path_factory.mktemp("run") / "head"
-    save_head(head, folder)
+    head.save_pretrained(folder)
     return folder
 
 

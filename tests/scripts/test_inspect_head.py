@@ -7,7 +7,6 @@ from draft_heads.data.config_file import exit_status
 
 import pytest
 
-from draft_heads.heads.checkpoint import save_head
 from draft_heads.heads.ctc import CTCConfig, CTCHead
 from draft_heads.heads.medusa import MedusaConfig, MedusaHead
 from draft_heads.inference.target.target import Target
@@ -33,7 +32,7 @@ def told(monkeypatch, capsys, *words):
 
 
 def test_everything_of_a_trained_head_is_told(tmp_path, monkeypatch, capsys):
-    save_head(disturbed(CTCHead, CTCConfig, target="some/target", label_context=4), tmp_path, PROVENANCE)
+    disturbed(CTCHead, CTCConfig, target="some/target", label_context=4).save_pretrained(tmp_path, PROVENANCE)
     status, text = told(monkeypatch, capsys, tmp_path)
     assert status == 0
     for words in (
@@ -47,13 +46,13 @@ def test_everything_of_a_trained_head_is_told(tmp_path, monkeypatch, capsys):
 def test_whether_it_fits_a_target_is_told(tmp_path, monkeypatch, capsys, changed):
     target = Target.from_pretrained("tests/tiny_target", device="cpu")
     fingerprint = {**target.fingerprint(), **({"hidden_size": 7} if changed else {})}
-    save_head(disturbed(MedusaHead, MedusaConfig, target_fingerprint=fingerprint), tmp_path, {})
+    disturbed(MedusaHead, MedusaConfig, target_fingerprint=fingerprint).save_pretrained(tmp_path, {})
     _, text = told(monkeypatch, capsys, tmp_path, "--target", "tests/tiny_target")
     assert ("no: hidden_size 7 against" in text) == changed and "vllm-medusa (vLLM), tgi-medusa" in text
 
 
 def test_heads_without_a_history_are_told_of_too(tmp_path, monkeypatch, capsys):
-    save_head(disturbed(MedusaHead, MedusaConfig), tmp_path, {"imported_from": "elsewhere"})
+    disturbed(MedusaHead, MedusaConfig).save_pretrained(tmp_path, {"imported_from": "elsewhere"})
     assert "read from elsewhere" in told(monkeypatch, capsys, tmp_path)[1]
     (tmp_path / "provenance.json").unlink()
     config = json.loads((tmp_path / "config.json").read_text())

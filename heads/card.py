@@ -1,0 +1,88 @@
+"""The model card of a head: README.md with the metadata that hubs read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData, hf_hub_download, metadata_load
+
+from draft_heads.heads.config import HeadConfig
+
+LIBRARY = "draft-heads"
+MEASURED = {"simulated_beta": "simulated β", "loss": "loss", "windows": "windows measured"}
+USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+    from draft_heads.inference.engine import DecodingEngine
+    from draft_heads.inference.target.target import Target
+
+    target = Target.from_pretrained("{target}")
+    engine = DecodingEngine(target, build_drafter(DrafterSpec.parse("head=FOLDER"), target))
+    for text in engine.stream_text("Name a fruit."):
+        print(text, end="")"""
+
+
+def target_licence(target: str) -> str:
+    """The licence that the target's own card names; "" if it names none or cannot be read."""
+    try:
+        card = Path(target) / "README.md" if Path(target).is_dir() else Path(hf_hub_download(target, "README.md"))
+        return str((metadata_load(card) or {}).get("license") or "")
+    except Exception:  # a card is no reason to lose a trained head
+        return ""
+
+
+def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) -> str:
+    """README.md of a head: what it is for, how it was trained, what was measured at the end, under which licence."""
+    licence = provenance.get("target_licence", "")
+    on_hub = config.target.count("/") == 1 and not Path(config.target).exists()
+    metadata = ModelCardData(
+        base_model=config.target if on_hub else None,
+        license=licence or None,
+        library_name=LIBRARY,
+        tags=["speculative-decoding", "draft-head", config.kind],
+    )
+    under = f"under the licence {licence}" if licence else "under a licence that its card does not name; look it up"
+    return f"""---
+{metadata.to_yaml()}
+---
+
+# A {config.kind} draft head for {config.target}
+
+{parameters:,} parameters, for lossless speculative decoding with the target named
+above; another target is refused when the head is loaded. The target is {under}.
+
+{USAGE.format(target=config.target)}
+
+{trained(provenance)}"""
+
+
+def trained(provenance: dict[str, Any]) -> str:
+    """The part of a card that says where the weights come from."""
+    if source := provenance.get("imported_from"):
+        return f"Read from {source}.\n"
+    if "command" not in provenance:
+        return "Nothing is known of its training.\n"
+    rows = [
+        f"| {_measured(name.removeprefix('eval_'))} | {value:g} |"
+        for name, value in sorted(provenance.get("metrics", {}).items())
+        if not name.endswith("_seconds")
+    ]
+    steps, minutes = provenance.get("steps", 0), provenance.get("minutes", 0)
+    counts = [part["counts"] for part in provenance.get("data", [])]
+    data = " and ".join(
+        f"{part.get('rows', 0):,} conversations with {part.get('trained_tokens', 0):,} answer tokens" for part in counts
+    )
+    return "\n".join(
+        [
+            f"Trained with\n\n    {provenance['command']}\n",
+            f"for {steps:,} steps ({minutes:g} minutes) on {data}. Measured on held-out rows",
+            "at the end:\n",
+            "| metric | value |\n| --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _measured(name: str) -> str:
+    offset = name.removeprefix("accuracy_")
+    return f"top-1 accuracy at offset {offset}" if offset != name else MEASURED.get(name, name)

@@ -1,0 +1,140 @@
+"""A head's folder: what is written, read back, carried on and sent to a hub."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import metadata_load
+
+from draft_heads.heads import base, checkpoint, load_head
+from draft_heads.heads.card import target_licence
+from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.config import FORMAT_VERSION
+from tests.heads.small import disturbed
+
+PROVENANCE = {
+    "command": "deepspeed train/ctc.py --target some/target",
+    "steps": 1200,
+    "minutes": 9.5,
+    "data": [{"fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
+    "metrics": {"eval_simulated_beta": 2.5, "eval_accuracy_1": 0.75, "eval_seconds": 3.0},
+    "target_licence": "apache-2.0",
+}
+
+
+def make_head(kind="ctc", **settings):
+    settings = {"target": "some/target", **({"target_layers": [1, 2, 3]} if kind == "eagle3" else {}), **settings}
+    return disturbed(*head_classes(kind), **settings)
+
+
+def same(one, other):
+    other = other.state_dict()
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_and_its_history_survive_two_folders(tmp_path, kind):
+    head = make_head(kind)
+    head.save_pretrained(tmp_path / "one", PROVENANCE)
+    read = load_head(tmp_path / "one")
+    read.save_pretrained(tmp_path / "two")
+    again = load_head(tmp_path / "two")
+    assert type(again) is type(head) and same(head, again) and again.config == head.config
+    assert again.provenance == PROVENANCE
+    for name in ("config.json", "provenance.json", "README.md", "model.safetensors"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_the_card_says_what_hubs_and_people_read(tmp_path):
+    make_head().save_pretrained(tmp_path, PROVENANCE)
+    card = (tmp_path / "README.md").read_text()
+    assert metadata_load(tmp_path / "README.md") == {
+        "base_model": "some/target",
+        "library_name": "draft-heads",
+        "license": "apache-2.0",
+        "tags": ["speculative-decoding", "draft-head", "ctc"],
+    }
+    for words in (
+        *("deepspeed train/ctc.py --target some/target", "1,200 steps", "2,997 conversations", "apache-2.0"),
+        *("| simulated β | 2.5 |", "| top-1 accuracy at offset 1 | 0.75 |", 'Target.from_pretrained("some/target")'),
+    ):
+        assert words in card, words
+    assert "seconds" not in card
+
+
+def test_the_card_of_a_local_target_names_no_base_model(tmp_path):
+    make_head(target="tests/tiny_target").save_pretrained(tmp_path, {"imported_from": "elsewhere"})
+    metadata = metadata_load(tmp_path / "README.md")
+    assert "base_model" not in metadata and "license" not in metadata
+    card = (tmp_path / "README.md").read_text()
+    assert "Read from elsewhere." in card and "look it up" in card
+
+
+def test_the_licence_is_the_one_of_the_targets_card(tmp_path):
+    assert target_licence(str(tmp_path)) == target_licence("no/such-target") == ""
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    assert target_licence(str(tmp_path)) == "mit"
+    (tmp_path / "README.md").write_text("# A model\n")
+    assert target_licence(str(tmp_path)) == ""
+
+
+def test_files_of_every_version_are_read_and_of_a_newer_one_refused(tmp_path, monkeypatch):
+    head = make_head()
+    head.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("format_version") == FORMAT_VERSION
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert same(head, load_head(tmp_path))
+    for newer in (FORMAT_VERSION + 1, "two"):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": newer}))
+        with pytest.raises(ValueError, match=rf"of at most {FORMAT_VERSION}; it has '?{newer}'?; update draft-heads"):
+            load_head(tmp_path)
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 2)
+    config["slots"] = config.pop("frames")
+    migrations = [*checkpoint.MIGRATIONS, lambda values: {"frames": values.pop("slots"), **values}]
+    monkeypatch.setattr(checkpoint, "MIGRATIONS", migrations)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": 1}))
+    assert load_head(tmp_path).config == head.config
+
+
+class FakeHub:
+    """What a hub keeps of what is sent to it."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def create_repo(self, repo_id, private, exist_ok):
+        assert exist_ok
+        (self.folder / repo_id).mkdir(parents=True, exist_ok=True)
+        (self.folder / repo_id / "private").write_text(str(private))
+
+    def upload_folder(self, repo_id, folder_path):
+        shutil.copytree(folder_path, self.folder / repo_id / "main", dirs_exist_ok=True)
+        return f"https://hub/{repo_id}"
+
+    def snapshot_download(self, repo_id):
+        if not (self.folder / repo_id).is_dir():
+            raise OSError(f"404: {repo_id}")
+        return str(self.folder / repo_id / "main")
+
+
+def test_a_head_goes_to_the_hub_and_back(tmp_path, monkeypatch):
+    hub = FakeHub(tmp_path / "hub")
+    monkeypatch.setattr(base, "HfApi", lambda: hub)
+    monkeypatch.setattr(checkpoint, "snapshot_download", hub.snapshot_download)
+    head = make_head("medusa")
+    head.save_pretrained(tmp_path / "head", PROVENANCE)
+    assert load_head(tmp_path / "head").push_to_hub("me/medusa") == "https://hub/me/medusa"
+    assert (hub.folder / "me/medusa/private").read_text() == "True"
+    back = load_head("me/medusa")
+    assert same(head, back) and back.provenance == PROVENANCE
+    card = (hub.folder / "me/medusa/main/README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "some/target"
+    assert sorted(path.name for path in Path(hub.folder / "me/medusa/main").iterdir()) == sorted(
+        ["README.md", "config.json", "model.safetensors", "provenance.json"]
+    )
+    with pytest.raises(ValueError, match="the hub says: 404: me/nothing"):
+        load_head("me/nothing")
