@@ -101,7 +101,7 @@ def create_app(
         yield
         await asyncio.to_thread(worker.close)
 
-    def authorised(request: Request) -> None:
+    async def authorised(request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         if api_key and not hmac.compare_digest(given.encode(), api_key.encode()):
             raise APIError(401, "the API key is missing or wrong; send `Authorization: Bearer KEY`", "invalid_api_key")
@@ -113,19 +113,19 @@ def create_app(
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "draft-heads"}
 
     @app.get("/health")
-    def health() -> Response:
+    async def health() -> Response:
         return JSONResponse({"status": "ok"}) if worker.alive else JSONResponse({"status": "closed"}, 503)
 
     @app.get("/metrics")
-    def prometheus() -> Response:
+    async def prometheus() -> Response:
         return PlainTextResponse(worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @api.get("/models")
-    def models() -> dict[str, Any]:
+    async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model]}
 
     @api.get("/models/{model_id:path}")
-    def one_model(model_id: str) -> dict[str, Any]:
+    async def one_model(model_id: str) -> dict[str, Any]:
         check_model(model_id)
         return model
 

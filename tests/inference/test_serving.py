@@ -284,7 +284,7 @@ def idle(address, seconds=5):
 def test_clients_that_leave_at_any_moment_leave_nothing(target, engine, slow):
     generator = random.Random(1)
     with serve(slow, max_waiting=100) as (client, worker, address, _):
-        key = {"Authorization": f"Bearer {KEY}"}
+        key, before = {"Authorization": f"Bearer {KEY}"}, threading.active_count()
 
         def leave(_):
             body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTIONS[3]}], "n": 2}
@@ -303,7 +303,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing(target, engine, slow):
             list(pool.map(leave, range(100)))
         now = idle(address)
         assert not worker._waiting and now["draft_heads_abandoned_total"] > 5
-        assert threading.active_count() < 30
+        assert threading.active_count() < before + 10  # the loop's own pool
         alone = text_of(target, engine.generate("Name a fruit.", GenerationSettings(32)).tokens)
         assert chat(client, "Name a fruit.").choices[0].message.content == alone
 
