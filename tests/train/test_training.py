@@ -3,12 +3,9 @@
 Scripts run inside the test's process, but where the process is killed or a launcher starts several.
 """
 
-import contextlib
-import io
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -21,7 +18,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from draft_heads.data.collate import DraftCollator, label_counts
@@ -34,8 +30,8 @@ from draft_heads.train.options import RunOptions
 from draft_heads.train.run import explained
 from draft_heads.train.run_folder import check_folder
 from draft_heads.train.training_data import load_data
+from tests.running import ROOT, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "tests" / "tiny_target")
 SMALL = shlex.split(
     "--anchors 6 --max_steps 6 --max_minutes 0 --logging_steps 1 --save_steps 2 "
@@ -67,22 +63,6 @@ def distil(tmp_path_factory):
 @pytest.fixture(scope="module")
 def dataset(distil, tmp_path_factory):
     return distil(tmp_path_factory.mktemp("distilled") / "out")
-
-
-def run_script(script, *flags):
-    """A script of the project in this process: its exit status and all that it printed."""
-    told = io.StringIO()
-    AcceleratorState._reset_state(reset_partial_state=True)  # what an earlier training left in this process
-    GradientState._reset_state()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-        patch.setattr(sys, "argv", [script, *flags])
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as stopped:
-            if isinstance(stopped.code, str):
-                print(stopped.code)
-            return int(bool(stopped.code)), told.getvalue()
-    return 0, told.getvalue()
 
 
 def command(dataset, output, *extra, batch=4, kind="ctc"):
