@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.rule import Rule
 
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
+from draft_heads.heads.checkpoint import head_classes
 from draft_heads.scripts.decoding_options import script_parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,11 +72,13 @@ def main() -> None:
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
     steps = len(args.heads) + 2
+    layers = usual_layers(args.heads)
 
     run(
         console, f"1/{steps} distil: the target answers, its tokens are the labels",
         "scripts/distill.py", "--target", target, "--dataset", str(files["conversations"]), "--output", distilled,
         "--labels", "generate", "--max_new_tokens", "128", "--batch_size", "128", "--hidden_states",
+        *(["--target_layers", *map(str, layers)] if layers else []),
     )  # fmt: skip
     drafters = ["transformers", "ngram"]  # the other plain loop, and what needs no training
     for number, kind in enumerate(args.heads, 2):
@@ -101,11 +104,18 @@ def main() -> None:
         console.print(f"  {command}", highlight=False, soft_wrap=True)
 
 
+def usual_layers(kinds: list[str]) -> list[int]:
+    """The layers of the target that heads of these kinds read beside its last hidden state."""
+    depth = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    return max((head_classes(kind)[1].usual_layers(depth) for kind in kinds), key=len)
+
+
 NEXT = (
     "python scripts/distill.py --target NAME --dataset sharegpt.json --labels generate --output runs/distilled",
     "deepspeed train/ctc.py --target NAME --dataset runs/distilled --output_dir runs/ctc",
     "python scripts/evaluate.py --target NAME --drafters ctc=runs/ctc/head hybrid=ctc:runs/ctc/head+ngram "
     "--benchmarks mt_bench=question.jsonl --output runs/report",
+    "python scripts/chat.py --target NAME --drafters ctc=runs/ctc/head",
 )
 """What to type next."""
 

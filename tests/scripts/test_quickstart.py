@@ -1,0 +1,25 @@
+"""The quickstart with every head, in small."""
+
+import json
+import sys
+
+import pytest
+
+from draft_heads.heads.checkpoint import HEADS
+from draft_heads.scripts import quickstart
+
+
+@pytest.mark.slow
+def test_every_head_goes_the_whole_way(tmp_path, monkeypatch, capfd):
+    small = "--conversations 90 --steps 3 --questions 1 --problems 1"
+    words = ["quickstart.py", "--output", str(tmp_path / "out"), "--heads", *HEADS, *small.split()]
+    monkeypatch.setattr(sys, "argv", words)
+    quickstart.main()
+    rows = json.loads((tmp_path / "out/report/report.json").read_text())["results"]
+    assert {row["drafter"] for row in rows} == {*HEADS, "vanilla", "transformers", "ngram", f"{min(HEADS)}_ngram"}
+    assert all(row["lossless"]["unexplained"] == 0 and row["new_tokens"] > 0 for row in rows)
+    assert "scripts/chat.py" in capfd.readouterr().out
+
+
+def test_the_heads_of_the_quickstart_are_all_there_are():
+    assert set(quickstart.HEADS) == set(HEADS)
