@@ -51,10 +51,12 @@ def serve(engine, **options):
     while not server.started:
         time.sleep(0.01)
     address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
-        yield client, worker, address, server
-    server.should_exit = True
-    thread.join()
+    try:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+            yield client, worker, address, server
+    finally:
+        server.should_exit = True
+        thread.join()
     assert not worker.alive and not worker._thread.is_alive()
 
 
