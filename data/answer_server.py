@@ -1,13 +1,15 @@
 """Greedy answers from an OpenAI-compatible server; prompts and answers are sent as token ids.
 
 The server must serve the same target. Encoding its text again need not give the tokens that it generated, so a server
-that cannot return token ids (`return_token_ids` in vLLM) is refused.
+that cannot return token ids (`return_token_ids` of vLLM and scripts/serve.py) is refused. OPENAI_API_KEY is sent if it
+is set.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -68,7 +70,8 @@ class AnswerServer:
         if not isinstance(tokens, list):
             raise ValueError(
                 f"--base_url {self.url} returns text but no token ids (asked with return_token_ids); re-encoded text "
-                "need not be what the target generated: use a server that returns them, as vLLM does, or --engine local"
+                "need not be what the target generated: use a server that returns them, as vLLM and scripts/serve.py "
+                "do, or --engine local"
             )
         if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
             raise ValueError(
@@ -90,7 +93,9 @@ class AnswerServer:
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """What the server answers; a request that fails, or is answered by garbage, is repeated after a pause."""
         url, data = self.url + path, None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(url, data=data, headers=headers)
         fault = ""
         for pause in (*_PAUSES, None):
             try:

@@ -151,7 +151,7 @@ def create_app(
             raise APIError(429, f"{error}; try again later", "queue_full") from error
         except ClosedError as error:
             raise APIError(503, str(error)) from error
-        written = form(name, tokens)
+        written = form(name, tokens, bool(body.return_token_ids))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(answers, written, usage)
@@ -227,16 +227,16 @@ class Answers:
 
     async def events(self, form: Form, usage: bool) -> AsyncIterator[str]:
         """The body of an event stream."""
-        tokens = [0] * len(self.jobs)
+        tokens = 0
         try:
             for opening in form.openings(len(self.jobs)):
                 yield event(opening)
             async for index, piece in self.pieces():
-                tokens[index] = piece.tokens
-                if piece.text or piece.finish_reason:
+                tokens += len(piece.tokens)
+                if piece.text or piece.finish_reason or form.token_ids:
                     yield event(form.chunk(index, piece))
             if usage:
-                yield event({**form.head(), "choices": [], "usage": form.usage(sum(tokens))})
+                yield event({**form.head(), "choices": [], "usage": form.usage(tokens)})
             yield "data: [DONE]\n\n"
         except APIError as error:
             yield event(error.body())
@@ -249,18 +249,17 @@ class Answers:
                 await asyncio.wait({collected}, timeout=0.25)
                 if await request.is_disconnected():
                     return Response(status_code=CLIENT_LEFT)
-            choices, tokens = await collected
-            return JSONResponse(form.whole(choices, tokens))
+            return JSONResponse(form.whole(await collected))
         finally:
             collected.cancel()
             self.end(form)
 
-    async def _collect(self) -> tuple[list[tuple[str, str | None]], int]:
-        texts, last = [""] * len(self.jobs), [Piece("", 0)] * len(self.jobs)
+    async def _collect(self) -> list[Piece]:
+        whole = [Piece("", []) for _ in self.jobs]
         async for index, piece in self.pieces():
-            texts[index] += piece.text
-            last[index] = piece
-        return [(text, piece.finish_reason) for text, piece in zip(texts, last)], sum(piece.tokens for piece in last)
+            before = whole[index]
+            whole[index] = Piece(before.text + piece.text, before.tokens + piece.tokens, piece.finish_reason)
+        return whole
 
     def end(self, form: Form) -> None:
         """Forget what is not finished."""
@@ -278,8 +277,8 @@ class Form:
 
     path, prefix, kind, chunk_kind = "", "", "", ""
 
-    def __init__(self, model: str, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, model: str, prompt_tokens: int, token_ids: bool) -> None:
+        self._prompt_tokens, self.token_ids = prompt_tokens, token_ids
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def head(self, kind: str = "") -> dict[str, Any]:
@@ -300,14 +299,25 @@ class Form:
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """One event of a stream."""
-        return {**self.head(), "choices": [self._choice(index, piece.text, piece.finish_reason, streamed=True)]}
+        return {**self.head(), "choices": [self._choice(index, piece, streamed=True)]}
 
-    def whole(self, choices: list[tuple[str, str | None]], tokens: int) -> dict[str, Any]:
-        """The response of all (text, finish reason)."""
-        written = [self._choice(index, *choice, streamed=False) for index, choice in enumerate(choices)]
+    def whole(self, answers: list[Piece]) -> dict[str, Any]:
+        """The response of all answers."""
+        written = [self._choice(index, answer, streamed=False) for index, answer in enumerate(answers)]
+        tokens = sum(len(answer.tokens) for answer in answers)
         return {**self.head(self.kind), "choices": written, "usage": self.usage(tokens)}
 
-    def _choice(self, index: int, text: str, reason: str | None, streamed: bool) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Piece, streamed: bool) -> dict[str, Any]:
+        ids = {"token_ids": piece.tokens} if self.token_ids else {}
+        return {
+            "index": index,
+            **self._text(piece.text, streamed),
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+            **ids,
+        }
+
+    def _text(self, text: str, streamed: bool) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -323,9 +333,8 @@ class ChatForm(Form):
             for index in range(choices)
         ]
 
-    def _choice(self, index: int, text: str, reason: str | None, streamed: bool) -> dict[str, Any]:
-        message = {"delta": {"content": text}} if streamed else {"message": {"role": "assistant", "content": text}}
-        return {"index": index, **message, "logprobs": None, "finish_reason": reason}
+    def _text(self, text: str, streamed: bool) -> dict[str, Any]:
+        return {"delta": {"content": text}} if streamed else {"message": {"role": "assistant", "content": text}}
 
 
 class CompletionForm(Form):
@@ -334,5 +343,5 @@ class CompletionForm(Form):
     path, prefix = "/v1/completions", "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def _choice(self, index: int, text: str, reason: str | None, streamed: bool) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _text(self, text: str, streamed: bool) -> dict[str, Any]:
+        return {"text": text}

@@ -48,6 +48,9 @@ class DecodingRequest(BaseModel):
     top_p        and top_k are read only when the temperature is above 0
     seed         the same seed gives the same answers; left out, each request has its own
     n            answers to each prompt; answer i takes seed + i
+
+    `stop_token_ids` and `return_token_ids` are vLLM's: tokens that end an answer beside the target's own, and choices
+    with their `token_ids`.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -60,6 +63,8 @@ class DecodingRequest(BaseModel):
     seed: int | None = None
     stop: str | list[str] | None = None
     n: Choices | None = None
+    stop_token_ids: list[int] | None = None
+    return_token_ids: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -93,12 +98,13 @@ class DecodingRequest(BaseModel):
         if tokens > server.max_new_tokens:
             raise ValueError(f"max_tokens must be at most {server.max_new_tokens}, the server's limit; got {tokens}")
         temperature = server.temperature if self.temperature is None else self.temperature
+        ends = tuple({*target.end_token_ids, *(self.stop_token_ids or ())})
         if not temperature:
-            return [GenerationSettings(tokens)] * (self.n or 1)
+            return [GenerationSettings(tokens, ends)] * (self.n or 1)
         seed = secrets.randbits(62) if self.seed is None else self.seed
         return [
             GenerationSettings(
-                tokens, temperature=temperature, top_k=self.top_k or 0, top_p=self.top_p or 1.0, seed=seed + index
+                tokens, ends, temperature=temperature, top_k=self.top_k or 0, top_p=self.top_p or 1.0, seed=seed + index
             )
             for index in range(self.n or 1)
         ]

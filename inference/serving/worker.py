@@ -31,12 +31,12 @@ class ClosedError(RuntimeError):
 class Piece:
     """What a target step, or the end of an answer, adds to a text.
 
-    tokens         new tokens so far, EOS included
+    tokens         the new tokens, EOS included; their text may come with a later piece
     finish_reason  of the last piece: "stop" or "length"
     """
 
     text: str
-    tokens: int
+    tokens: list[int]
     finish_reason: str | None = None
 
 
@@ -158,21 +158,22 @@ class Worker:
                 job.deliver(error)
 
     def _answer(self, job: Job) -> None:
-        result, text, tokens = Generation(), AnswerText(self.engine.target.tokenizer, job.stops), 0
+        result, text = Generation(), AnswerText(self.engine.target.tokenizer, job.stops)
         steps = self.engine.stream(job.prompt, job.settings, result)
         try:
             for step in steps:
-                if not tokens:
+                if len(result.accept_lengths) == 1:
                     self.metrics.first_token.observe(time.perf_counter() - job.submitted)
-                pieces = ""
+                shown, tokens = "", []
                 for token in step:
-                    pieces, tokens = pieces + text.add(token), tokens + 1
+                    shown += text.add(token)
+                    tokens.append(token)
                     if text.stopped:
                         break
                 if job.cancelled.is_set() or text.stopped:
                     break
                 if not result.finish_reason:
-                    job.deliver(Piece(pieces, tokens))
+                    job.deliver(Piece(shown, tokens))
         finally:
             steps.close()
             self.metrics.add(len(job.prompt), result.accept_lengths)
@@ -180,6 +181,5 @@ class Worker:
             self.metrics.abandoned.inc()
             return
         if not text.stopped:
-            pieces += text.end()
-        reason = "stop" if text.stopped else FINISH_REASONS[result.finish_reason]
-        job.deliver(Piece(pieces, tokens, reason))
+            shown += text.end()
+        job.deliver(Piece(shown, tokens, "stop" if text.stopped else FINISH_REASONS[result.finish_reason]))

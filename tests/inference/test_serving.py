@@ -12,6 +12,7 @@ import openai
 import pytest
 import uvicorn
 
+from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.engine import DecodingEngine
@@ -151,6 +152,21 @@ def test_completions_continue_texts_and_token_ids(target, engine, client):
     assert client.completions.create(model="tiny", prompt=ids[0]).choices[0].text == alone[0]
     streamed = client.completions.create(model="tiny", prompt=QUESTIONS[1], stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == alone[1]
+
+
+def test_labels_distilled_from_the_server_are_the_engines_own(target, engine, served, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    ends = target.end_token_ids
+    asked = AnswerServer(f"{served[2]}/v1", ends, target.vocab_size, None, 4, cut_loops=False)
+    prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
+    for prompt, answer in zip(prompts, asked.answers(prompts, [32] * len(prompts))):
+        alone = engine.generate(prompt, GenerationSettings(32))
+        assert answer.tokens == alone.tokens and answer.finish == {"eos": "end", "length": "limit"}[alone.finish_reason]
+    streamed = []
+    extra = {"return_token_ids": True, "stop_token_ids": [alone.tokens[3]]}
+    for chunk in chat(served[0], QUESTIONS[-1], stream=True, extra_body=extra):
+        streamed += getattr(chunk.choices[0], "token_ids", None) or []
+    assert streamed == alone.tokens[: 1 + alone.tokens.index(alone.tokens[3])]
 
 
 BAD = {
