@@ -45,8 +45,9 @@ from draft_heads.scripts.decoding_options import script_parser
 HEADS: dict[str, dict[str, Any]] = {
     **{"ctc": {}, "chimera": {}, "medusa": {}},
     **{"hydra": {"prefix_attention": True}, "eagle3": {"target_layers": [1]}},
+    "context": {"kind": "ctc", "label_context": 8, "target_layers": [1]},
 }
-"""Kind of head → its settings."""
+"""Name → the settings of a head, of this kind where none is given."""
 FREE = {
     "ngram": "ngram",
     "ngram tree, kept": "ngram,branches=4,keep=1",
@@ -163,17 +164,22 @@ class _Cell:
     def drafters(self, kind: str) -> Iterator[tuple[str, str, str]]:
         """(label, "yes", "no" or "free" for how it is trained, command-line form) of every drafter of one of `KINDS`.
 
-        The path of a head is whether it is trained, that of a draft model is `noisy`.
+        The path of a head is its name in `HEADS` and whether it is trained, that of a draft model is `noisy`.
         """
         if kind == "free":
             yield from ((label, "free", text) for label, text in FREE.items())
         elif kind == "hybrid":
             for head, others in HYBRIDS.items():
-                yield " + ".join([head, *others]), "yes", "+".join([f"{head}:yes", *(FREE[name] for name in others)])
+                yield (
+                    " + ".join([head, *others]),
+                    "yes",
+                    "+".join([f"{head}:{head}-yes", *(FREE[name] for name in others)]),
+                )
         else:
             for trained in ("no", "yes"):
                 for mode in TREE_MODES if kind == "ctc" else [""]:
-                    yield f"{kind} {mode}".strip(), trained, f"{kind}:{trained}" + (mode and f",tree={mode}")
+                    text = f"{HEADS[kind].get('kind', kind)}:{kind}-{trained}" + (mode and f",tree={mode}")
+                    yield f"{kind} {mode}".strip(), trained, text
 
     def decode(self, label: str, trained: str, text: str) -> dict[str, Any]:
         """A row of the report: every prompt with one drafter, its node budgets taking turns."""
@@ -191,12 +197,14 @@ class _Cell:
         return {**row, **counts.as_dict(), "tokens": counts.tokens, "beta": round(counts.tokens / steps, 3)}
 
     @cache  # noqa: B019  a cell lives as long as its process decodes it
-    def head(self, kind: str, trained: str) -> DraftHead:
-        """A head as training starts it ("no"), or fitted to the target's own answers ("yes")."""
+    def head(self, kind: str, path: str) -> DraftHead:
+        """A head as training starts it ("NAME-no"), or fitted to the target's own answers ("NAME-yes")."""
+        name, _, trained = path.partition("-")
+        settings = {**HEADS[name], "kind": kind}
         if trained == "no":
-            return untrained_head(self.target, kind, **HEADS[kind])
+            return untrained_head(self.target, **settings)
         texts = [(prompt, self.oracle.answer(prompt)) for prompt in self.prompts]
-        return trained_head(self.target, texts, self.steps, kind, **HEADS[kind])
+        return trained_head(self.target, texts, self.steps, **settings)
 
     @cached_property
     def draft_model(self) -> Target:
