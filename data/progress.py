@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 T = TypeVar("T")
 SECONDS = 30.0  # from line to line
+FIRST = 10.0  # before the first line: of answers written together the shortest ends early, and says little of the rest
 
 
 class Update(Protocol):
@@ -24,7 +25,7 @@ class Update(Protocol):
 
 
 class ProgressLines:
-    """Progress as lines: how long it will take once the first part is done, then one every half minute, then the end.
+    """Progress as lines: how long it will take once ten seconds are known, then one every half minute, then the end.
 
         distilling: answers: 128 of 2,000, 12.8 a second, about 2 min 26 s left
 
@@ -55,7 +56,9 @@ class ProgressLines:
             if self._last is not None:
                 self._write(f"{stage}: {_number(done)} of {_number(of)} in {duration(spent)}")
             self._last = None
-        elif now - self._last >= self._every if self._last is not None else spent + left >= self._every:
+        elif self._last is None and (spent < min(FIRST, self._every) or spent + left < self._every):
+            return
+        elif self._last is None or now - self._last >= self._every:
             rate = rate or (f"{made / spent:,.1f} a second" if made >= spent else f"{spent / made:,.1f} s each")
             self._write(f"{stage}: {_number(done)} of {_number(of)}, {rate}, about {duration(left)} left")
             self._last = now

@@ -18,14 +18,13 @@ def lines_of(work, seconds_each, start=0):
     return written
 
 
-def test_the_first_part_tells_how_long_it_takes_then_a_line_every_half_minute_then_the_end():
+def test_ten_seconds_tell_how_long_it_takes_then_a_line_every_half_minute_then_the_end():
     lines = lines_of(work=1000, seconds_each=0.125)  # 125 s
     assert lines == [
-        "answers: 1 of 1,000, 8.0 a second, about 2 min 5 s left",
-        "answers: 241 of 1,000, 8.0 a second, about 1 min 35 s left",
-        "answers: 481 of 1,000, 8.0 a second, about 1 min 5 s left",
-        "answers: 721 of 1,000, 8.0 a second, about 35 s left",
-        "answers: 961 of 1,000, 8.0 a second, about 5 s left",
+        "answers: 80 of 1,000, 8.0 a second, about 1 min 55 s left",
+        "answers: 320 of 1,000, 8.0 a second, about 1 min 25 s left",
+        "answers: 560 of 1,000, 8.0 a second, about 55 s left",
+        "answers: 800 of 1,000, 8.0 a second, about 25 s left",
         "answers: 1,000 of 1,000 in 2 min 5 s",
     ]
 
@@ -38,7 +37,7 @@ def test_short_work_writes_nothing_and_slow_parts_say_what_each_takes():
 def test_resumed_work_is_timed_from_where_it_resumed():
     assert (
         lines_of(work=1000, seconds_each=1, start=900)[0]
-        == "answers: 901 of 1,000, 1.0 a second, about 1 min 39 s left"
+        == "answers: 910 of 1,000, 1.0 a second, about 1 min 30 s left"
     )
 
 

@@ -11,8 +11,8 @@ from draft_heads.train.wall_clock import TrainingLines, WallClock
 @pytest.mark.parametrize(
     ("minutes", "first", "count"),
     [
-        (0, "steps of training: 1 of 40, 6.0 s each, about 3 min 54 s left", 4),
-        (2, "minutes of training: 0.1 of 2, 0.2 steps a second, about 1 min 54 s left", 5),
+        (0, "steps of training: 2 of 40, 6.0 s each, about 3 min 48 s left", 4),
+        (2, "minutes of training: 0.2 of 2, 0.2 steps a second, about 1 min 48 s left", 5),
     ],
 )
 def test_a_log_file_gets_a_line_every_half_minute(minutes, first, count, monkeypatch):
