@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +39,12 @@ from draft_heads.inference.verify import Accept, TypicalAcceptance, accept_exact
 
 logger = logging.getLogger(__name__)
 
-_RESERVED = 8192  # positions of a cache whose address compiled programs or CUDA graphs hold
-
 
 class DecodingEngine:
     """Decodes one sequence at a time with one drafter; keeps its cache's memory between prompts."""
+
+    reserved = 8192
+    """Positions of a cache whose address compiled programs or CUDA graphs hold; a longer text doubles it."""
 
     def __init__(
         self, target: Target, drafter: Drafter, ahead: bool | None = None, captured: CapturedSteps | None = None
@@ -100,20 +102,27 @@ class DecodingEngine:
         limit = room(self.target, len(ids), settings.max_new_tokens)
         stopper = Stopper(settings, self.target, limit)
         with torch.inference_mode():
-            cache = self._cleared_cache(self._reserved_length(len(ids) + limit))
+            reserved = self._reserved_length(len(ids) + limit)
+            cache = self._cleared_cache(reserved)
             self._warm_up_shapes(cache)
-            self._capture_lengths(cache, limit)
+            self._capture_lengths(cache, reserved, settings)
             end = self._end.fill_(len(ids) + limit)
         clock = Clock()
-        step = self._prefill(ids, cache, limit, settings, clock)
+        step = self._prefill(ids, cache, reserved, settings, clock)
+        if self._captured is not None and self.target.fused is not None:
+            assert self._captured.holds(self._circumstances(cache, settings)), "memory of graphs has moved"
         first = torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
-        pending = deque([PendingReadback(first)])
+        pending = deque([PendingReadback(first, 1)])
+        told = list(ids)  # what the host has read since the last step, for drafters that draft there
         committed = len(ids) - 1  # the newest token is not in the cache yet
         while True:
             if self.ahead or not pending:
                 step, packed = self._step(step, cache, end, settings, clock)
-                pending.append(PendingReadback(packed))
-            new, sources = pending.popleft().read()
+                pending.append(PendingReadback(packed, 1 + self.drafter.max_depth))
+            new, sources, chosen = pending.popleft().read()
+            if not self.drafter.on_device:
+                step = replace(step, new_tokens=told + new, read_choices=chosen or None)
+                told = []
             committed += len(new)
             cache.bound = committed + len(pending) * (self.drafter.max_depth + 1)
             clock.lap("accept")
@@ -135,7 +144,8 @@ class DecodingEngine:
         """Tokens to allocate memory for; where programs or CUDA graphs hold its address, it must not grow later."""
         if not self.target.compiled and self._captured is None:
             return text
-        return max(text, min(self.target.max_positions, _RESERVED))
+        self.reserved *= 1 << (-(-text // self.reserved) - 1).bit_length()
+        return max(text, min(self.target.max_positions, self.reserved))
 
     def _cleared_cache(self, text: int) -> KVCache:
         """An empty cache for a text and the rows that steps write after it; reused while it is large enough."""
@@ -162,47 +172,55 @@ class DecodingEngine:
             self._verify(base, tree, cache, self._end, None, None)
             cache.clear()
 
-    def _capture_lengths(self, cache: KVCache, limit: int) -> None:
+    def _capture_lengths(self, cache: KVCache, reserved: int, settings: GenerationSettings) -> None:
         """Capture the step of every visible length and tree size before the first answer, or when memory has moved."""
         captured, decoder, device, start = self._captured, self.target.fused, self.target.device, time.perf_counter()
         if captured is None or decoder is None:
             return
         cache.allocate(decoder.like)
-        if not captured.move_to(tuple(map(torch.Tensor.data_ptr, cache.memory()))):
+        if captured.holds(self._circumstances(cache, settings)):
             return
-        used = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-        settings, clock = GenerationSettings(), Clock()
-        step = self._prefill([0], cache, limit, settings, clock)
-        self._end.zero_()  # nothing is accepted
-        step, _ = self._step(step, cache, self._end, settings, clock)
-        sizes = sorted({padded_nodes(nodes) for nodes in range(self.drafter.max_nodes + 1)})
-        rows = 1 + padded_nodes(self.drafter.max_nodes)
-        for end in range(cache.step, cache.capacity + 1, cache.step):
-            cache.lengths.fill_(1)
-            cache.set_bound(max(1, end - rows))
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        greedy, clock = GenerationSettings(typical=settings.typical), Clock()
+        with current(device):
+            base = self._end.zero_().clone()  # nothing is accepted
             if self.ahead:
-                self._step(step, cache, self._end, settings, clock)
-                continue
-            visible = cache.set_visible_length(rows)
-            for size in sizes:
-                drafted = Drafted(step.base, DraftTree.empty(step.base.device).padded(size))
-                self._replay(captured, visible, drafted, cache, self._end, settings)
+                step = self._prefill([0], cache, reserved, greedy, clock)  # reserves the drafter's memory too
+                step, _ = self._step(step, cache, self._end, greedy, clock)
+            captured.begin_anew(self._circumstances(cache, settings))
+            sizes = sorted({padded_nodes(nodes) for nodes in range(self.drafter.max_nodes + 1)})
+            rows = 1 + padded_nodes(self.drafter.max_nodes)
+            for end in range(cache.step, cache.capacity + 1, cache.step):
+                cache.lengths.fill_(1)
+                cache.set_bound(max(1, end - rows))
+                if self.ahead:
+                    self._step(step, cache, self._end, greedy, clock)
+                    continue
+                visible = cache.set_visible_length(rows)
+                for size in sizes:  # the drafter is not asked: it would learn from a text that nobody wrote
+                    drafted = Drafted(base, DraftTree.empty(device).padded(size))
+                    self._replay(captured, visible, drafted, cache, self._end, greedy)
         cache.clear()
-        used = torch.cuda.memory_reserved(device) - used if device.type == "cuda" else 0
+        used = free - torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         logger.info(
             f"captured {len(captured)} CUDA graphs for texts of up to {cache.capacity} tokens: {used / 2**20:.0f} MiB, "
             f"{time.perf_counter() - start:.1f} s"
         )
 
+    def _circumstances(self, cache: KVCache, settings: GenerationSettings) -> tuple[Any, ...]:
+        """What graphs are captured for: the rule of acceptance, room, and where the memory lies that steps write to."""
+        addresses = (x.data_ptr() for x in (*cache.memory(), *self.drafter.memory()))
+        return settings.typical, self.reserved, *addresses
+
     # --- steps ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _prefill(
-        self, ids: list[int], cache: KVCache, limit: int, settings: GenerationSettings, clock: Clock
+        self, ids: list[int], cache: KVCache, reserved: int, settings: GenerationSettings, clock: Clock
     ) -> VerifiedStep:
         prompt = torch.tensor(ids, dtype=torch.long, device=self.target.device)
         with current(self.target.device):
-            self.drafter.begin(prompt, self._reserved_length(prompt.numel() + limit))
+            self.drafter.begin(prompt, reserved)
             clock.lap(self._drafting)
             hidden, logits, aux_hidden = self.target.prefill(prompt, cache, self.drafter.target_layers)
             base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
@@ -235,7 +253,7 @@ class DecodingEngine:
             if captured is None:
                 verified = whole(step)
             elif self.ahead:
-                verified = captured((visible, settings.typical), step, whole, chained=True)
+                verified = captured(visible, step, whole, chained=True)
             else:
                 verified = self._replay(captured, visible, draft(step), cache, end, settings)
             clock.lap("verify")
@@ -261,7 +279,7 @@ class DecodingEngine:
         """A captured verification of a tree that the host drafted, padded to one of few sizes."""
         tree = drafted.tree
         padded = Drafted(drafted.base, tree.padded(padded_nodes(len(tree))))
-        key = visible, settings.typical, len(padded.tree)
+        key = visible, len(padded.tree)
         step, packed = captured(
             key, padded, lambda drafted: self._verify_drafted(drafted, cache, end, settings), chained=False
         )
@@ -292,16 +310,20 @@ class DecodingEngine:
         one = base[None], tree.map(lambda x: x[None]), depth, end[None]
         step = verify_step(self.target, cache, *one, sampling, accept, layers).map(lambda x: x[0])
         assert step.source is not None
-        return step, torch.cat([step.count[None], step.next_tokens, step.source])
+        read = [step.count[None], step.next_tokens, step.source]
+        if self.drafter.reads_choices and step.choices is not None:
+            read.append(step.choices)
+        return step, torch.cat(read)
 
 
 class PendingReadback:
     """An asynchronous copy of a step's tokens and their sources to the host, through pinned memory on a GPU.
 
-    packed: `[count, token, …, source, …]`, of which the first `count` tokens and sources are read.
+    packed: `[count, token, …, source, …, choice, …]` with `rows` tokens and sources, of which the first `count` are read
     """
 
-    def __init__(self, packed: Tensor) -> None:
+    def __init__(self, packed: Tensor, rows: int) -> None:
+        self._rows = rows
         self._copied: torch.cuda.Event | None = None
         self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
         self._host.copy_(packed, non_blocking=True)
@@ -310,13 +332,12 @@ class PendingReadback:
                 self._copied = torch.cuda.Event()
                 self._copied.record()
 
-    def read(self) -> tuple[list[int], list[int]]:
-        """Wait for the copy; returns the tokens and their sources."""
+    def read(self) -> tuple[list[int], list[int], list[int]]:
+        """Wait for the copy; returns the tokens, their sources, and the target's choices where they were packed."""
         if self._copied is not None:
             self._copied.synchronize()
         count, *values = self._host.tolist()
-        half = len(values) // 2
-        return values[:count], values[half : half + count]
+        return values[:count], values[self._rows : self._rows + count], values[2 * self._rows :]
 
 
 def padded_nodes(nodes: int) -> int:

@@ -37,6 +37,11 @@ class VerifiedStep:
     tree         the tree that was verified; None after the prefill
     aux_hidden   [A, k·H], the outputs of the drafter's `target_layers` side by side, like `hidden`; None for none
 
+    Two lists hold what the host has read of it already, for drafters that draft there; else they are None:
+
+    new_tokens     what it added to the text: accepted drafts and the new base token; first the prompt, too
+    read_choices   `choices`, if the drafter reads them
+
     A step of B sequences has a leading batch dimension in every tensor.
     """
 
@@ -48,6 +53,8 @@ class VerifiedStep:
     source: Tensor | None = None
     tree: DraftTree | None = None
     aux_hidden: Tensor | None = None
+    new_tokens: list[int] | None = None
+    read_choices: list[int] | None = None
 
     @classmethod
     def of_prompt(cls, prompt: Tensor, hidden: Tensor, base: Tensor, aux_hidden: Tensor | None = None) -> VerifiedStep:

@@ -82,19 +82,20 @@ class CapturedSteps:
         self._capture = capture
         self._graphs: dict[Hashable, tuple[Any, Any, tuple[VerifiedStep, Tensor]]] = {}
         self._buffers: dict[Hashable, Any] = {}  # by shapes: what graphs read and what they return
-        self._addresses: Hashable = None
+        self._circumstances: Hashable = None
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def move_to(self, addresses: Hashable) -> bool:
-        """Forget graphs of other buffer `addresses`; whether there were none at these."""
-        moved = addresses != self._addresses
-        if moved:
-            self._addresses = addresses
-            self._graphs.clear()
-            self._buffers.clear()
-        return moved
+    def holds(self, circumstances: Hashable) -> bool:
+        """Whether graphs were captured for these settings and addresses of memory, of which `begin_anew` was told."""
+        return circumstances == self._circumstances
+
+    def begin_anew(self, circumstances: Hashable) -> None:
+        """Forget all graphs: what they read or write lies elsewhere now, or is to be done otherwise."""
+        self._circumstances = circumstances
+        self._graphs.clear()
+        self._buffers.clear()
 
     def __call__(
         self, key: Hashable, given: Given, body: Callable[[Given], tuple[VerifiedStep, Tensor]], chained: bool

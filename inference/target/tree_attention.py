@@ -73,25 +73,29 @@ class FlexTreeAttention:
 
     def __init__(self, masks: dict[str, Tensor], repeat: int, dtype: torch.dtype) -> None:
         """See `MaskedAttention`."""
+        self.repeat = repeat
         self.block_masks = {}
         for layer_type, mask in masks.items():
-            batch, rows, keys = mask.shape
 
             def visible(b: Tensor, head: Tensor, query: Tensor, key: Tensor, mask: Tensor = mask) -> Tensor:
-                return mask[b, query % mask.shape[1], key]
+                return mask[b, query, key]
 
-            self.block_masks[layer_type] = create_block_mask(
-                visible, batch, None, repeat * rows, keys, device=mask.device
-            )
+            batch, rows, keys = mask.shape
+            self.block_masks[layer_type] = create_block_mask(visible, batch, None, rows, keys, device=mask.device)
 
     def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `MaskedAttention`."""
+        """See `MaskedAttention`. Query heads are told apart: torch splits the keys among blocks of the GPU only where
+        a head has fewer than 128 rows."""
         flex: Any = flex_attention
         if queries.is_cuda:
             if FlexTreeAttention._compiled is None:
                 FlexTreeAttention._compiled = torch.compile(flex_attention, dynamic=True)
             flex = FlexTreeAttention._compiled
-        return flex(queries, keys, values, block_mask=self.block_masks[layer_type])
+        shared = queries.shape[1]
+        of_heads = queries.unflatten(2, (self.repeat, -1)).flatten(1, 2)  # [B, N, R, D]
+        block_mask, grouped = self.block_masks[layer_type], self.repeat > 1
+        attended: Tensor = flex(of_heads, keys, values, block_mask=block_mask, enable_gqa=grouped)
+        return attended.unflatten(1, (shared, self.repeat)).flatten(2, 3)
 
 
 TreeAttention = MaskedAttention | FlexTreeAttention

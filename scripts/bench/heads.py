@@ -178,7 +178,9 @@ class Comparison:
                     row[f"spread{variant}_{benchmark}"] = round(max(betas) - min(betas), 3)
             rows = [decoded[name + variant][b] for name in names for variant in VARIANTS for b in decoded["vanilla"]]
             row["unexplained"] = sum(one["lossless"]["unexplained"] for one in rows)
-            row["draft_share"] = mean([decoded[name][b]["time_share"]["draft"] for name in names for b in decoded[name]])
+            row["draft_share"] = mean(
+                [decoded[name][b]["time_share"]["draft"] for name in names for b in decoded[name]]
+            )
             row["accuracy"] = [mean(list(at)) for at in zip(*(accuracy[name] for name in names))]
             row["parameters"] = sum(p.numel() for p in heads[0].parameters())
             row["bytes_read"] = heads[0].weights_read() * heads[0].dtype.itemsize

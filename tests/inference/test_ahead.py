@@ -3,9 +3,11 @@
 import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draft_heads.inference.drafters.base import VanillaDrafter
@@ -18,6 +20,7 @@ from draft_heads.inference.target.compiled import host_sync_allowed, no_host_syn
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, CudaGraph, Rerun, current
 from draft_heads.inference.target.kv_cache import PerLayerKVCache
 from draft_heads.inference.target.target import Target
+from draft_heads.inference.verify import TypicalAcceptance
 from tests.inference.models import (
     RANDOM_TARGETS,
     ForkedDrafter,
@@ -198,6 +201,49 @@ def test_of_steps_drafted_on_the_host_the_verification_is_captured(words):
     assert len(engine._captured) <= len(sizes) * lengths  # no answer waited for a capture
 
 
+class HostReads(TorchFunctionMode):
+    """Counts what copies a tensor's values to the host."""
+
+    READS: ClassVar = {"tolist", "item", "numpy", "cpu", "equal", "__int__", "__bool__", "__float__", "__index__"}
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function.__name__ in self.READS:
+            self.read.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [("ngram", 0), ("prompt_lookup", 0), ("lookahead,n=4,w=4", 0), ("medusa:head+ngram", 1), ("ctc:head+ngram", 1)],
+)
+def test_a_drafter_on_the_host_reads_what_the_engine_has_read(words, most):
+    """The engine's own copy of a step's tokens is not counted; a head in a hybrid hands over its tree in one."""
+    target = load_target("qwen3", torch.float64)
+    builder = DrafterBuilder(target, 12)
+    builder.head = lambda kind, path: make_head(target, kind, scale=0.4).eval()
+    engine = DecodingEngine(target, builder.build(DrafterSpec.parse(f"d={words}")), captured=CapturedSteps(Rerun))
+    step, counts, told = engine._step, [], []
+
+    def watched(*arguments):
+        told.extend(arguments[0].new_tokens)
+        with HostReads() as reads:
+            result = step(*arguments)
+        counts.append(len(reads.read))
+        return result
+
+    prompt, rules = list(range(3, 40)), GenerationSettings(40)
+    engine.generate(prompt, rules)  # captures
+    engine._step = watched
+    answer = engine.generate(prompt, rules).tokens
+    assert answer == Oracle(target, rules).answer(prompt)
+    assert told == (prompt + answer)[: len(told)] and len(told) >= len(prompt) + 30
+    assert len(counts) > 5 and max(counts[2:]) <= most, counts  # the first steps are not captured
+
+
 def test_a_device_with_an_index_is_the_current_one_and_has_a_pool_of_its_own(monkeypatch):
     entered, made = [], []
 
@@ -226,6 +272,61 @@ def test_a_device_with_an_index_is_the_current_one_and_has_a_pool_of_its_own(mon
         with current(torch.device("cuda", index)):
             CudaGraph(lambda: None)
     assert made == [(f"pool of {n}", f"stream of {n}") for n in (1, 1, 0, 0, 1)]  # an anchor, then the graph
+
+
+class Watched(Rerun):
+    """A graph that knows where the memory of its engine lay, and whether its device was the current one."""
+
+    def __init__(self, work):
+        super().__init__(work)
+        self.at = self.memory()
+        assert Watched.inside, "captured on another device"
+        work = self.replay
+
+        def replay():
+            assert self.memory() == self.at, "a graph's memory has moved"
+            work()
+
+        self.replay = replay
+
+    @staticmethod
+    def memory():
+        return [x.data_ptr() for x in (*Watched.engine._cache.memory(), *Watched.engine.drafter.memory())]
+
+
+@pytest.mark.parametrize("words", ["vanilla", "medusa:head", "hydra:head", "chimera:head", "ctc:head", *HOST_DRAFTERS])
+def test_graphs_are_captured_on_their_device_and_replayed_over_the_memory_they_know(words, monkeypatch):
+    target = load_target("qwen3", torch.float64)
+    builder = DrafterBuilder(target, 12)
+    builder.head = lambda kind, path: make_head(target, kind, scale=0.4).eval()
+    drafter = builder.build(DrafterSpec.parse(f"drafter={words}"))
+    engine = DecodingEngine(target, drafter, ahead=drafter.on_device, captured=CapturedSteps(Watched))
+    engine.reserved, Watched.engine, Watched.inside = 48, engine, 0
+
+    @contextmanager
+    def inside(device):
+        Watched.inside += 1
+        yield
+        Watched.inside -= 1
+
+    monkeypatch.setattr("draft_heads.inference.engine.current", inside)
+    rules = GenerationSettings(30)
+    for prompt in (list(range(3, 13)), [7] * 60, list(range(3, 13)), [9] * 110):
+        assert engine.generate(prompt, rules).tokens == Oracle(target, rules).answer(prompt)
+    anything = GenerationSettings(12, typical=TypicalAcceptance(epsilon=1e-9, delta=1e-9))
+    plain = DecodingEngine(target, builder.build(DrafterSpec.parse(f"drafter={words}")))
+    before = len(engine._captured)
+    answer = engine.generate([7] * 60, anything).tokens
+    assert "+" in words or answer == plain.generate([7] * 60, anything).tokens  # hybrids have learned meanwhile
+    assert len(engine._captured) <= before  # not beside the graphs of exact acceptance: instead of them
+
+
+def test_texts_that_outgrow_the_reserved_memory_double_it():
+    target = load_target("qwen3", torch.float64)
+    engine = DecodingEngine(target, VanillaDrafter(), ahead=True, captured=CapturedSteps(Counted))
+    engine.reserved = 32
+    assert [engine._reserved_length(text) for text in (1, 32, 33, 64, 65, 1)] == [32, 32, 64, 64, 128, 128]
+    assert engine._reserved_length(target.max_positions) == target.max_positions
 
 
 def test_steps_are_captured_anew_when_memory_has_moved():

@@ -48,6 +48,8 @@ class _Part:
             return
         if step.aux_hidden is not None:
             step = replace(step, aux_hidden=self._own_layers(step.aux_hidden))
+        if self.drafter.on_device:  # compiled programs would be made anew for every list
+            step = replace(step, new_tokens=None, read_choices=None)
         # a prompt has a length of its own and is not compiled for
         drafts = self._observe_and_propose(step) if step.tree is None else self._draft(self._with_own_tree(step))
         self.source.set(drafts)  # type: ignore[attr-defined]
@@ -74,8 +76,9 @@ class _Part:
         if not self.drafter.reads_choices or step.choices is None:
             return step
         rows = torch.tensor(self.rows, device=step.choices.device)
-        choices = torch.where(rows >= 0, step.choices[rows], -1)
-        return replace(step, choices=choices, tree=self.tree)
+        choices, read = torch.where(rows >= 0, step.choices[rows], -1), step.read_choices
+        own = None if read is None else [read[row] if row >= 0 else -1 for row in self.rows]
+        return replace(step, choices=choices, read_choices=own, tree=self.tree)
 
 
 class HybridDrafter(Drafter):
@@ -161,10 +164,10 @@ class HybridDrafter(Drafter):
         assert self._merged is not None
         own = part.tree
         part.rows = rows = self._merged.rows_of(place, len(own))
-        riding = [node for node, candidate in enumerate(own.candidate.tolist()) if not candidate]
+        assert isinstance(part.source, TreeSource)
+        riding, parents = part.source.riding, part.source.parents
         for row, node in enumerate(riding, start=len(tree) + 1):
             rows[node + 1] = row
-        parents = own.parents.tolist()
         nodes = own.tokens.new_tensor(riding)
         behind = DraftTree(
             own.tokens[nodes],

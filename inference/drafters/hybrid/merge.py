@@ -45,18 +45,27 @@ class Source(Protocol):
 
 
 class TreeSource:
-    """A tree that a drafter proposed; before `set` it proposes nothing."""
+    """A tree that a drafter proposed; before `set` it proposes nothing.
+
+    parents  of its nodes; riding: those that are no candidates
+    """
 
     def __init__(self) -> None:
         self._children: list[Proposals] = [{}]
+        self.parents: list[int] = []
+        self.riding: list[int] = []
 
     def set(self, tree: DraftTree) -> None:
         """This step's tree; rows that are no candidates are left out."""
-        log_probs = tree.log_probs.tolist()
+        packed = torch.stack([x.double() for x in (tree.tokens, tree.parents, tree.log_probs, tree.candidate)])
+        tokens, parents, log_probs, candidate = packed.tolist()  # one copy to the host
+        self.parents = [int(parent) for parent in parents]
+        self.riding = [node for node, may in enumerate(candidate) if not may]
         self._children = [{} for _ in range(len(tree) + 1)]  # by parent, the base token first
-        nodes = zip(tree.tokens.tolist(), tree.parents.tolist(), log_probs, tree.candidate.tolist())
-        for node, (token, parent, log_prob, candidate) in enumerate(nodes):
-            if candidate:
+        for node, (token, parent, log_prob, may) in enumerate(
+            zip(map(int, tokens), self.parents, log_probs, candidate)
+        ):
+            if may:
                 gap = log_prob - (log_probs[parent] if parent >= 0 else 0.0)
                 prior = exp(min(gap, 0.0)) if gap > LEAST else exp(LEAST)  # −inf − −inf is nan: not above LEAST
                 self._children[parent + 1][token] = confidence(prior), prior, node

@@ -49,6 +49,8 @@ class TextDrafter(Drafter):
 
 def committed(step: VerifiedStep) -> list[int]:
     """The tokens that a step added to the text: its accepted drafts and the new base token; first the prompt."""
+    if step.new_tokens is not None:
+        return step.new_tokens
     new = step.next_tokens.tolist()[: int(step.count)]
     return new if step.tree is not None else [int(step.tokens[0]), *new]
 
@@ -61,8 +63,11 @@ def target_choices(step: VerifiedStep, proposed: DraftTree | None) -> list[int] 
     if proposed is None or step.choices is None or step.tree is None:
         return None
     size, tree = len(proposed), step.tree
-    same = torch.equal(tree.tokens[:size], proposed.tokens) and torch.equal(tree.parents[:size], proposed.parents)
-    return step.choices[: 1 + size].tolist() if same else None
+    if tree is not proposed and not (
+        torch.equal(tree.tokens[:size], proposed.tokens) and torch.equal(tree.parents[:size], proposed.parents)
+    ):
+        return None
+    return (step.choices.tolist() if step.read_choices is None else step.read_choices)[: 1 + size]
 
 
 def check_positive(**options: int) -> None:

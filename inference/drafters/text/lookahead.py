@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, target_choices
+from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, committed, target_choices
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree, TokenTrie
@@ -84,7 +84,7 @@ class LookaheadDrafter(TextDrafter):
                     self.pool.add(phrase)
                 del self._rows[0]
             self._rows.append(row)
-        self._base = int(step.base)
+        self._base = committed(step)[-1]
 
     def propose(self) -> DraftTree:
         """The window's cells, row by row, and after them the phrases merged into a tree."""
