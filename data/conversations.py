@@ -16,12 +16,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import datasets
+from typing import TYPE_CHECKING, Any
 
 from draft_heads.data.json_rows import MalformedJson, read_rows
 from draft_heads.data.rendering import ConversationError
+
+if TYPE_CHECKING:  # decoding and benchmarks need no `datasets`
+    import datasets
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +31,6 @@ ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing"), "assistant"),
 }
-FEATURES = datasets.Features(
-    {
-        "id": datasets.Value("string"),
-        "place": datasets.Value("string"),  # "line 3", "row 3": where the row is in its file
-        "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
-    }
-)
 SKIP_BAD_ROWS_HELP = "keep the sound turns of bad rows, and list what is left out, instead of stopping"
 _EARLY_ANSWER = "an assistant turn before the first user turn"
 
@@ -63,7 +57,7 @@ class Conversations:
     """What was read of a source, and what is wrong with its rows."""
 
     source: str
-    dataset: datasets.Dataset  # columns as in FEATURES
+    dataset: datasets.Dataset  # columns id, messages, place: "line 3" or "row 3", where the row is in its file
     bad_rows: list[BadRow] = field(default_factory=list)  # in the order of the file
     repeated: int = 0  # rows left out because an earlier one has the same system and user turns (`distinct`)
 
@@ -80,8 +74,10 @@ def read_conversations(
 
     distinct: leave out rows whose system and user turns are those of an earlier row, and count them
     """
+    import datasets
+
     found = Conversations(source, datasets.Dataset.from_dict({}))
-    columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    columns: dict[str, list[Any]] = {"id": [], "place": [], "messages": []}
     seen: set[str] = set()
     for place, record in read_rows(source, split):
         row_id, messages, faults = _sound_part(place, record)
@@ -109,7 +105,9 @@ def read_conversations(
         bad = found.bad_rows
         reason = f"all {len(bad)} rows are bad, the first: {bad[0]}" if bad else "no rows"
         raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")
-    found.dataset = datasets.Dataset.from_dict(columns, features=FEATURES)
+    text = datasets.Value("string")
+    features = {"id": text, "place": text, "messages": datasets.List({"role": text, "content": text})}
+    found.dataset = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
     return found
 
 

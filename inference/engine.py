@@ -319,7 +319,7 @@ class DecodingEngine:
 class PendingReadback:
     """An asynchronous copy of a step's tokens and their sources to the host, through pinned memory on a GPU.
 
-    packed: `[count, token, …, source, …, choice, …]` with `rows` tokens and sources, of which the first `count` are read
+    packed: `[count, token, …, source, …, choice, …]`, of whose `rows` tokens and sources the first `count` are read
     """
 
     def __init__(self, packed: Tensor, rows: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -106,7 +107,9 @@ def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_target(options: argparse.Namespace) -> Target:
-    """Load the target as the options say."""
+    """Load the target as the options say; engines tell of the graphs they capture."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("draft_heads.inference.engine").setLevel(logging.INFO)
     target = Target.from_pretrained(
         *(options.target, options.dtype, own_device(options.device), options.target_adapter, options.chat_template)
     )

@@ -2,14 +2,18 @@
 
     scripts/bench/gpu.sh [OUTPUT.json]
 
-- every drafter on small random targets in float32, graphs on and off, against transformers' `generate`;
+- every drafter on small random targets in float32, graphs on and off, against transformers' `generate`; where drafting
+  is the device's, every tensor of a step must lie there;
 - for each of `--shapes`, in bfloat16 behind `--prompt_tokens` of text: the plain step against the time its weights take
-  to read at the measured bandwidth; trees of 8 … 64 nodes, each head's step, n-grams and a hybrid over the plain step;
-  captured against eager steps, both tree attentions, transformers' `generate`; η of scripted accepted lengths;
+  to read at the measured bandwidth; trees of 1 … 64 nodes, each head's step, n-grams and a hybrid over the plain step;
+  what drafting alone takes; captured against eager steps, both tree attentions, transformers' `generate`; γ and η of
+  scripted accepted lengths; the memory of cache and graphs;
 - the training step of a CTC head: tokens a second, share of the GPU's peak (MFU), peak memory.
 
-Arms take turns; figures are medians of the ratios of neighbouring runs, with their quartiles. Whatever fails is named
-in the file and does not stop the rest. Exit status 0 only when everything ran and no answer differed.
+A step's time is that of an answer's later steps, after its prefill and its first step. Every run has a run of the plain
+loop beside it; figures are medians of the ratios of such pairs, with their quartiles. What fails is named in the file
+and does not stop the rest; what `--seconds` leave no time for is named too. Exit status 0 only when everything ran and
+no answer differed.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from draft_heads.data.config_file import exit_status
 import torch
 import yaml
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from draft_heads.data.options import add_threads, option_names
 from draft_heads.heads.base import DraftHead
@@ -41,22 +47,28 @@ from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.evaluation.report import environment
-from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, prompts, random_target, ratio, table
 from draft_heads.scripts.bench.scripted import ScriptedEngine
-from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS, make_prompts, untrained_head
+from draft_heads.scripts.checks.lossless_matrix import FREE, RANDOM_TARGETS, make_prompts, untrained_head
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.options import RECIPES, SHAPES
 
-NODES = (8, 16, 32, 64)
+NODES = (1, 8, 16, 32, 64)
 ACCEPTED = 3.6  # tokens a step of a CTC head in its paper
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, bfloat16
-FREE = ("ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
+HEAD_WORDS = tuple(f"{kind}:head" for kind in sorted(HEADS))
+TIMED = (*HEAD_WORDS, "ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
+CHECKED = (
+    *(*HEAD_WORDS, *(f"{words},tree=chain" for words in HEAD_WORDS), "ctc:head,tree=raw", "ctc:head,tree=plain"),
+    *(*FREE.values(), "medusa:head+ngram", "ctc:head+ngram", "hydra:head+lookahead,n=4,w=4"),
+)
 
 
-def builder(target: Target, nodes: int) -> DrafterBuilder:
-    """Builds drafters with untrained heads of the 8B recipes' settings, scaled to the target."""
+def build(target: Target, words: str, nodes: int) -> Drafter:
+    """A drafter from the words of a command line: untrained heads of the 8B recipes' settings, scaled to the target,
+    and as a draft model the target itself, which always agrees."""
     made = DrafterBuilder(target, nodes)
 
     def head(kind: str, path: str = "") -> DraftHead:
@@ -68,34 +80,54 @@ def builder(target: Target, nodes: int) -> DrafterBuilder:
         with torch.device(target.device):
             return head_type(config_type(**target_sizes(target.config), **settings)).to(target.dtype).eval()
 
-    made.head = head  # type: ignore[method-assign]
-    return made
+    made.head, made.draft_model = head, lambda kind, path: target  # type: ignore[method-assign]
+    return made.build(DrafterSpec.parse("drafter=" + words.format(nodes=nodes, columns=min(nodes, 8))))
 
 
-def drafters(target: Target, nodes: int) -> Iterator[tuple[str, Callable[[], Drafter]]]:
-    """A name and how it is made, for every kind of drafter that needs no other model."""
-    for words in (*(f"{kind}:head" for kind in sorted(HEADS)), *FREE):
-        spec = DrafterSpec.parse(f"drafter={words}")
-        yield words.replace(":head", ""), partial(builder(target, nodes).build, spec)
+class OnDevice(TorchDispatchMode):
+    """Collects the operations that have a tensor on another device than this one."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.elsewhere = device, set[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if any(isinstance(x, torch.Tensor) and x.device.type != self.device.type for x in tree_leaves((args, result))):
+            self.elsewhere.add(str(function))
+        return result
 
 
-def correctness(device: torch.device, names: list[str]) -> dict[str, Any]:
-    """Counts of answers over small random targets in float32: graphs on and off must both give `generate`'s."""
+def correctness(device: torch.device, name: str) -> dict[str, Any]:
+    """Counts of answers over a small random target in float32: graphs on and off must both give `generate`'s."""
     found: dict[str, Any] = {}
-    for name in names:
-        torch.manual_seed(0)
-        target = Target(RANDOM_TARGETS[name]().to(device), name=name)
-        texts, settings = make_prompts(target, 4), GenerationSettings(48, eos_token_ids=())
-        oracle = Oracle(target, settings)
-        for drafter, make in (("vanilla", partial(VanillaDrafter, device)), *drafters(target, 12)):
-            for graphs in (True, False):
-                engine = DecodingEngine(target, make())
-                if not graphs:
-                    engine._captured = None
-                turns = [(text, engine.generate(text, settings).tokens) for text in texts]
-                counts = judge_all(oracle, turns)
-                found[f"{name}, {drafter}{', graphs' if graphs else ''}"] = counts.as_dict()
+    torch.manual_seed(0)
+    target = Target(RANDOM_TARGETS[name]().to(device), name=name)
+    texts, settings = make_prompts(target, 4), GenerationSettings(48, eos_token_ids=())
+    oracle = Oracle(target, settings)
+    for words in ("vanilla", *CHECKED):
+        for graphs in (True, False):
+            engine = DecodingEngine(target, build(target, words, 12))
+            if not graphs:
+                engine._captured = None
+            elsewhere = _watch(engine) if engine.ahead and not graphs else set()
+            turns = [(text, engine.generate(text, settings).tokens) for text in texts]
+            counts = judge_all(oracle, turns).as_dict()
+            counts["elsewhere"] = sorted(elsewhere)
+            found[f"{words}{', graphs' if graphs else ''}"] = counts
     return found
+
+
+def _watch(engine: DecodingEngine) -> set[str]:
+    """Operations of the engine's steps with tensors that do not lie on its device; the set fills while it decodes."""
+    step, watching = engine._step, OnDevice(engine.target.device)
+
+    def watched(*arguments: Any) -> Any:
+        with watching:
+            return step(*arguments)
+
+    engine._step = watched  # type: ignore[method-assign]
+    return watching.elsewhere
 
 
 def bandwidth(device: torch.device) -> float:
@@ -105,71 +137,148 @@ def bandwidth(device: torch.device) -> float:
     return 2 * words.numel() / statistics.median(taken)
 
 
-def decoding(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of steps of every kind, as ratios; see the module's head."""
-    device = target.device
-    text = prompts(target, 1, args.prompt_tokens)[0]
-    settings = GenerationSettings(args.new_tokens, eos_token_ids=())
-    made: dict[str, DecodingEngine] = {"vanilla": DecodingEngine(target, VanillaDrafter(device))}
-    made |= {f"{nodes} nodes": DecodingEngine(target, FullTrees(nodes, device)) for nodes in NODES}
-    for name, make in drafters(target, 32):
-        made[name] = DecodingEngine(target, make())
-    made["vanilla eager"], made["32 nodes eager"] = (
-        DecodingEngine(target, drafter) for drafter in (VanillaDrafter(device), FullTrees(32, device))
-    )
-    for name in ("vanilla eager", "32 nodes eager"):
-        made[name]._captured = None
-    ctc = builder(target, 32).build(DrafterSpec.parse("ctc=ctc:head"))
-    made["ctc scripted"] = ScriptedEngine(target, ctc, ACCEPTED)
-    steps: dict[str, list[int]] = {name: [] for name in made}
+class Steps:
+    """Times steps of engines over one text, each beside the plain loop's."""
 
-    def run(name: str) -> None:
-        answer = made[name].generate(text, settings)
-        steps[name].append(answer.target_steps)
+    def __init__(self, target: Target, args: argparse.Namespace) -> None:
+        self.target, self.args, self.device = target, args, target.device
+        self.text = prompts(target, 1, args.prompt_tokens)[0]
+        self.settings = GenerationSettings(args.new_tokens, eos_token_ids=())
+        self.plain = self.engine(VanillaDrafter(self.device))
+        self.synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
 
-    arms: dict[str, Callable[[], Any]] = {name: partial(run, name) for name in made}
-    arms["hf generate"] = generating(target, "eager", [text], args.new_tokens)
-    taken = in_turn(arms, args.repeats, device)
-    graphs = {name: len(engine._captured) for name, engine in made.items() if engine._captured is not None}
-    each = {name: [seconds / steps[name][-1] for seconds in taken[name]] for name in made}
-    each["hf generate"] = [seconds / args.new_tokens for seconds in taken["hf generate"]]
-    read = sum(p.numel() * p.element_size() for p in target.decoder.parameters())
-    read += target.lm_head.weight.numel() * target.lm_head.weight.element_size()
-    read -= target.embedding.weight.numel() * target.embedding.weight.element_size()
-    per_second = bandwidth(device)
-    gamma = ratio(taken["vanilla"], taken["ctc scripted"])
-    result = {
-        "bandwidth_gb_s": round(per_second / 1e9),
-        "plain_step_ms": round(1e3 * statistics.median(each["vanilla"]), 3),
-        "plain_step_over_bandwidth": round(read / per_second / statistics.median(each["vanilla"]), 3),
-        "over_plain_step": {name: ratio(each[name], each["vanilla"]) for name in each if name != "vanilla"},
-        "ctc_scripted": {"beta": ACCEPTED, "gamma": gamma, "eta": round(gamma["median"] / ACCEPTED, 3)},
-        "graphs": graphs,
-    }
-    if device.type == "cuda":
-        result["memory_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-    return result
+    def engine(self, drafter: Drafter, graphs: bool = True) -> DecodingEngine:
+        """One that captures no longer texts than this bench decodes."""
+        return self._sized(DecodingEngine(self.target, drafter), graphs)
 
+    def _sized(self, engine: DecodingEngine, graphs: bool = True) -> DecodingEngine:
+        engine.reserved = self.args.prompt_tokens + self.args.new_tokens + 256
+        if not graphs:
+            engine._captured = None
+        return engine
 
-def flex(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """A step of 32 nodes with FlexAttention over one with a dense mask."""
-    text, settings = prompts(target, 1, args.prompt_tokens)[0], GenerationSettings(args.new_tokens, eos_token_ids=())
-    arms = {}
-    for attention in ("masked", "flex"):
-        target.attend(attention)
-        engine = DecodingEngine(target, FullTrees(32, target.device))
-        engine.generate(text, settings)  # a graph keeps the attention it was captured with
-        arms[attention] = partial(engine.generate, text, settings)
-    taken = in_turn(arms, args.repeats, target.device)
-    target.attend("masked")
-    return ratio(taken["flex"], taken["masked"])
+    def run(self, engine: DecodingEngine) -> tuple[float, float]:
+        """Seconds of a step and tokens of one, over the steps behind the prefill's and the first."""
+        result = Generation()
+        pieces = engine.stream(self.text, self.settings, result)
+        next(pieces), next(pieces)
+        self.synchronize()
+        steps, tokens, start = result.target_steps, len(result.tokens), time.perf_counter()
+        for _ in pieces:
+            pass
+        self.synchronize()
+        steps, tokens = result.target_steps - steps, len(result.tokens) - tokens
+        return (time.perf_counter() - start) / steps, tokens / steps
+
+    def beside_plain(self, engine: DecodingEngine) -> dict[str, Any]:
+        """Its step over the plain one, tokens of a step, what both say of speed, graphs and their memory."""
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        self.run(engine)  # captures, warms up
+        used = free - torch.cuda.mem_get_info(self.device)[0] if free else 0
+        pairs = [(self.run(self.plain)[0], *self.run(engine)) for _ in range(self.args.repeats)]
+        plain, own, tokens = map(list, zip(*pairs))
+        over = ratio(own, plain)
+        return {
+            **{"over_plain_step": over, "step_ms": round(1e3 * statistics.median(own), 3)},
+            **{"beta": round(statistics.median(tokens), 3)},
+            **{"gamma": round(statistics.median(tokens) / over["median"], 3), "eta": round(1 / over["median"], 3)},
+            **{"graphs": len(engine._captured or ()), "memory_mib": round(used / 2**20)},
+        }
+
+    def plain_step(self) -> dict[str, Any]:
+        """Milliseconds of a plain step, and the time its weights take to read over that."""
+        target = self.target
+        self.run(self.plain)
+        seconds = statistics.median(self.run(self.plain)[0] for _ in range(2 * self.args.repeats))
+        read = sum(p.numel() * p.element_size() for p in target.decoder.parameters())
+        read += target.lm_head.weight.numel() * target.lm_head.weight.element_size()
+        read -= target.embedding.weight.numel() * target.embedding.weight.element_size()
+        per_second = bandwidth(self.device)
+        return {
+            "bandwidth_gb_s": round(per_second / 1e9),
+            "plain_step_ms": round(1e3 * seconds, 3),
+            "plain_step_over_bandwidth": round(read / per_second / seconds, 3),
+        }
+
+    def scripted(self) -> dict[str, Any]:
+        """Steps of a CTC head that accept `ACCEPTED` tokens, by script."""
+        ctc = build(self.target, "ctc:head", 32)
+        return self.beside_plain(self._sized(ScriptedEngine(self.target, ctc, ACCEPTED)))
+
+    def drafting(self, words: str) -> dict[str, float]:
+        """Drafting alone over the plain step: `observe` and `propose` behind the text, captured where steps are."""
+        engine = self.engine(build(self.target, words, 32))
+        pieces = engine.stream(self.text, self.settings)
+        next(pieces), next(pieces)
+        seen: list[Any] = []
+        draft = engine._draft_step
+        engine._draft_step = engine._draft = lambda step: (seen.append(step), draft(step))[1]  # type: ignore
+        engine._captured = None
+        next(pieces)
+        work = partial(draft, seen[-1])
+        if self.device.type == "cuda" and engine.drafter.on_device:
+            with torch.inference_mode():
+                work()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    work()
+            work = graph.replay
+        taken = []
+        for _ in range(self.args.repeats):
+            engine.drafter.begin(torch.tensor(self.text, device=self.device), engine.reserved)
+            plain = self.run(self.plain)[0]
+            with torch.inference_mode():
+                self.synchronize()
+                start = time.perf_counter()
+                for _ in range(8):
+                    work()
+                self.synchronize()
+            taken.append(((time.perf_counter() - start) / 8, plain))
+        return ratio(*map(list, zip(*taken)))
+
+    def hf_generate(self) -> dict[str, float]:
+        """A token of transformers' own loop over the plain step: two lengths apart, so that no prefill is counted."""
+        tokens = self.args.new_tokens
+        long = generating(self.target, "eager", [self.text], tokens + tokens)
+        short = generating(self.target, "eager", [self.text], tokens)
+        taken = in_turn({"long": long, "short": short}, self.args.repeats, self.device)
+        each = [(a - b) / tokens for a, b in zip(taken["long"], taken["short"])]
+        return ratio(each, [self.run(self.plain)[0] for _ in each])
+
+    def flex(self) -> dict[str, float]:
+        """A step of 32 nodes with FlexAttention over one with a dense mask."""
+        steps = {}
+        for attention in ("masked", "flex"):  # a graph keeps the attention it was captured with
+            self.target.attend(attention)
+            steps[attention] = self.engine(FullTrees(32, self.device))
+            self.run(steps[attention])
+        pairs = [[self.run(steps[attention])[0] for attention in ("flex", "masked")] for _ in range(self.args.repeats)]
+        self.target.attend("masked")
+        return ratio(*map(list, zip(*pairs)))
+
+    def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Name and work of everything that is measured, the most important first."""
+        yield "plain step", self.plain_step
+        for nodes in (32, 64, *(nodes for nodes in NODES if nodes not in (32, 64))):
+            yield f"{nodes} nodes", lambda nodes=nodes: self.beside_plain(self.engine(FullTrees(nodes, self.device)))
+        yield "ctc scripted", self.scripted
+        for words in TIMED:
+            name = words.replace(":head", "")
+            yield name, lambda words=words: self.beside_plain(self.engine(build(self.target, words, 32)))
+        for words in HEAD_WORDS:
+            yield f"drafting {words.replace(':head', '')}", partial(self.drafting, words)
+        for name, nodes in (("plain eager", 0), ("32 nodes eager", 32)):
+            trees = FullTrees(nodes, self.device)
+            yield name, lambda trees=trees: self.beside_plain(self.engine(trees, graphs=False))
+        yield "hf generate", self.hf_generate
+        yield "flex over masked", self.flex
 
 
 def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second, MFU and peak memory of a CTC head's training step over one row of `--train_tokens`."""
     device, on_gpu = target.device, target.device.type == "cuda"
     recipe = yaml.safe_load((RECIPES / "ctc" / "8b.yaml").read_text())
-    head: Any = builder(target, 32).head("ctc", "").float().train()
+    head: Any = build(target, "ctc:head", 32).head.float().train()  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-5, fused=on_gpu)
     ids = torch.randint(0, target.vocab_size, (args.train_rows, args.train_tokens), device=device)
     ones, view = torch.ones_like(ids), target.view()
@@ -201,22 +310,48 @@ def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+class Parts:
+    """The result file: one entry a part, what failed and what there was no time for."""
+
+    def __init__(self, output: Path, device: torch.device, seconds: float) -> None:
+        self.output, self.device, self.end = output, device, time.monotonic() + seconds
+        self.result: dict[str, Any] = {"benchmark": "gpu", "environment": environment(str(device))}
+        self.result |= {"failed": {}, "no_time": []}
+
+    def run(self, name: str, work: Callable[[], Any]) -> Any:
+        """What the work returns, None where it failed or there was no time; memory it used is free afterwards."""
+        start = time.monotonic()
+        found = None
+        if start > self.end:
+            self.result["no_time"].append(name)
+        else:
+            try:
+                self.result[name] = found = work()
+            except Exception:
+                self.result["failed"][name] = traceback.format_exc()
+                print(f"{name} failed:\n{traceback.format_exc()}", file=sys.stderr)
+            print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+        self.output.write_text(json.dumps(self.result, indent=1) + "\n")
+        gc.collect()  # engines hold themselves
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = script_parser(__doc__, config=False)
     add = made.add_argument
     add("--output", type=Path, required=True, help="the JSON file to write")
-    add("--shapes", nargs="*", choices=list(SHAPES), default=["7b", "8b"], help="of random targets (default 7b 8b)")
-    add("--targets", nargs="+", choices=list(RANDOM_TARGETS), default=list(RANDOM_TARGETS), help="for correctness")
+    add("--shapes", nargs="*", choices=list(SHAPES), default=["8b", "7b"], help="of random targets (default 8b 7b)")
+    add("--targets", nargs="*", choices=list(RANDOM_TARGETS), default=list(RANDOM_TARGETS), help="for correctness")
     add("--device", help="default: cuda if present")
     add("--dtype", help="default: bfloat16 on a GPU")
     add("--layers", type=int, help="of the shapes, for a rehearsal (default: all)")
+    add("--seconds", type=float, default=520.0, help="no part begins after so many seconds (default 520)")
     for name, default in {
-        "prompt_tokens": 1024,
-        "new_tokens": 64,
-        "repeats": 5,
-        "train_rows": 2,
-        "train_tokens": 2048,
+        **{"prompt_tokens": 1024, "new_tokens": 64, "repeats": 5},
+        **{"train_rows": 2, "train_tokens": 2048},
     }.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     add_threads(made)
@@ -227,39 +362,32 @@ def run() -> bool:
     args = parser().parse_args()
     args.attention, args.compile = "masked", False
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    result: dict[str, Any] = {"benchmark": "gpu", "environment": environment(str(device)), "failed": {}}
-
-    def part(name: str, work: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        try:
-            result[name] = found = work()
-        except Exception:
-            result["failed"][name] = traceback.format_exc()
-            print(f"{name} failed:\n{traceback.format_exc()}", file=sys.stderr)
-            found = None
-        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
-        return found
-
-    answers = part("correctness", partial(correctness, device, args.targets)) or {}
-    wrong = [name for name, counts in answers.items() if counts["unexplained"]]
-    print(f"answers of {len(answers)} engines; {', '.join(wrong) or 'none'} with unexplained differences")
+    parts = Parts(args.output, device, args.seconds)
+    wrong = []
+    for name in args.targets:
+        answers = parts.run(f"correctness {name}", partial(correctness, device, name)) or {}
+        bad = [words for words, counts in answers.items() if counts["unexplained"] or counts["elsewhere"]]
+        print(f"{name}: answers of {len(answers)} engines; {', '.join(bad) or 'none'} differ or leave the device")
+        wrong += bad
     for shape in args.shapes:
         args.shape = shape
-        target = random_target(args)
-        found = part(f"decoding {shape}", partial(decoding, target, args))
-        if found:
-            rows = found["over_plain_step"] | {"ctc γ at β 3.6": found["ctc_scripted"]["gamma"]}
-            Console().print(table({f"{shape}, over the plain step": rows}))
-            print({key: found[key] for key in ("bandwidth_gb_s", "plain_step_ms", "plain_step_over_bandwidth")})
-        print(part(f"flex over masked {shape}", partial(flex, target, args)))
-        print(part(f"training {shape}", partial(training, target, args)))
-        del target
-        gc.collect()  # engines hold themselves
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    print(f"written: {args.output}")
-    return not wrong and not result["failed"]
+        made: list[Target] = []
+        parts.run(f"{shape}: target", lambda made=made: made.append(random_target(args)))
+        if not made:
+            continue
+        steps, found = Steps(made[0], args), {}
+        for name, work in steps.parts():
+            found[name] = parts.run(f"{shape}: {name}", work) or {}
+        rows = {name: value.get("over_plain_step", value) for name, value in found.items() if name != "plain step"}
+        Console().print(table({f"{shape}, over the plain step:": {name: row for name, row in rows.items() if row}}))
+        print(found["plain step"], found["ctc scripted"])
+        del steps, work
+        print(parts.run(f"{shape}: training", partial(training, made[0], args)))
+        made.clear()
+    print(f"written: {args.output}; failed: {', '.join(parts.result['failed']) or 'nothing'}")
+    if parts.result["no_time"]:
+        print(f"no time for: {', '.join(parts.result['no_time'])}")
+    return not wrong and not parts.result["failed"] and not parts.result["no_time"]
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def rehearse(engine):
     settings, clock = GenerationSettings(), Clock()
     with torch.no_grad():  # inference_mode would hide what composite operations are made of
         cache = engine._cleared_cache(1024)
-        step = DecodingEngine._prefill.__wrapped__(engine, [0] * 512, cache, 256, settings, clock)
+        step = DecodingEngine._prefill.__wrapped__(engine, [0] * 512, cache, 1024, settings, clock)
         step, _ = DecodingEngine._step.__wrapped__(engine, step, cache, engine._end, settings, clock)  # allocates
     drafting, verifying = MetaOnly(), MetaOnly()
     cache.bound += 1 + engine.drafter.max_depth

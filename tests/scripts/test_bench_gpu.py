@@ -1,31 +1,79 @@
 """What is measured as soon as there is a GPU runs on a CPU too, with a small shape."""
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from draft_heads.scripts.bench import decode, gpu
 from draft_heads.train.options import SHAPES
 
 TINY = {**SHAPES["8b"], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL = "--prompt_tokens 32 --new_tokens 6 --repeats 1 --train_rows 1 --train_tokens 48 --layers 2 --threads 1"
+SMALL = "--prompt_tokens 32 --new_tokens 24 --repeats 1 --train_rows 1 --train_tokens 48 --layers 2 --threads 1"
+
+
+def rehearse(tmp_path, monkeypatch, *more):
+    """The exit value of a run with a small shape, and what it wrote."""
+    monkeypatch.setitem(decode.SHAPES, "1b", {**TINY, "head_dim": 16, "vocab_size": 32000})
+    output = tmp_path / "gpu.json"
+    arguments = ["--output", str(output), "--shapes", "1b", "--dtype", "float32", *SMALL.split(), *more]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    return gpu.run(), json.loads(output.read_text())
 
 
 @pytest.mark.slow
-def test_every_part_runs_and_what_fails_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(decode.SHAPES, "1b", {**TINY, "head_dim": 16, "vocab_size": 32000})
-    output = tmp_path / "gpu.json"
-    arguments = ["--output", str(output), "--shapes", "1b", "--targets", "llama", "--dtype", "float32"]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, *SMALL.split()])
-    assert gpu.run()
-    found = json.loads(output.read_text())
-    assert not found["failed"] and len(found["correctness"]) == 20
-    steps = found["decoding 1b"]["over_plain_step"]
-    assert {"8 nodes", "64 nodes", "chimera", "ctc+ngram", "hf generate", "vanilla eager"} <= steps.keys()
-    assert found["training 1b"]["tokens_per_second"] > 0
+def test_every_part_runs(tmp_path, monkeypatch):
+    sound, found = rehearse(tmp_path, monkeypatch, "--targets", "llama")
+    assert sound and not found["failed"] and not found["no_time"]
+    assert len(found["correctness llama"]) == 2 * (1 + len(gpu.CHECKED))
+    for name in ("8 nodes", "64 nodes", "chimera", "ctc+ngram", "plain eager", "ctc scripted"):
+        assert found[f"1b: {name}"]["over_plain_step"]["median"] > 0
+    assert found["1b: hf generate"]["median"] > 0 and found["1b: drafting hydra"]["median"] > 0
+    assert 3 < found["1b: ctc scripted"]["beta"] < 4  # measured over the steps that were timed
+    assert found["1b: training"]["tokens_per_second"] > 0
 
-    monkeypatch.setattr(gpu, "training", lambda *arguments: 1 / 0)
-    monkeypatch.setattr(gpu, "decoding", lambda *arguments: None)
-    assert not gpu.run()
-    assert "ZeroDivisionError" in json.loads(output.read_text())["failed"]["training 1b"]
+
+def test_what_fails_is_named_and_stops_nothing_else(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("planted")
+
+    parts = [("plain step", lambda: {"plain_step_ms": 1}), ("8 nodes", fails), ("ctc scripted", dict), ("last", dict)]
+    monkeypatch.setattr(gpu.Steps, "parts", lambda self: iter(parts))
+    monkeypatch.setattr(gpu, "training", fails)
+    sound, found = rehearse(tmp_path, monkeypatch, "--targets")
+    assert not sound and found["failed"].keys() == {"1b: 8 nodes", "1b: training"}
+    assert "planted" in found["failed"]["1b: 8 nodes"] and found["1b: plain step"] and "1b: last" in found
+
+    sound, found = rehearse(tmp_path, monkeypatch, "--targets", "llama", "--seconds", "0")
+    assert not sound and found["no_time"] == ["correctness llama", "1b: target"]
+
+
+def test_a_tensor_off_the_device_is_found():
+    watching = gpu.OnDevice(torch.device("meta"))
+    with watching:
+        torch.ones(2, device="meta") + torch.ones(2, device="meta")
+        assert not watching.elsewhere
+        torch.ones(2)
+    assert watching.elsewhere == {"aten.ones.default"}
+
+
+def test_it_needs_neither_datasets_nor_deepspeed_nor_an_installed_package(tmp_path):
+    """As on a machine that somebody lends: a checkout, torch and transformers."""
+    program = (
+        "import sys, importlib.machinery as m\n"
+        "real = m.PathFinder.find_spec\n"
+        "absent = ('datasets', 'deepspeed', 'peft', 'tensorboard', 'matplotlib', 'fastapi')\n"
+        "m.PathFinder.find_spec = staticmethod("
+        "lambda name, *rest: None if name.split('.')[0] in absent else real(name, *rest))\n"
+        "import draft_heads.scripts.bench.gpu"
+    )
+    packages = tmp_path / "draft_heads"
+    packages.mkdir()
+    for room in ("configs", "data", "heads", "inference", "scripts", "train"):
+        (packages / room).symlink_to(Path(gpu.__file__).parents[2] / room)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
