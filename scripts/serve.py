@@ -64,7 +64,8 @@ def run() -> None:
         ) from error
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "httpx2"):  # huggingface_hub's, by its version: a line a request
+        logging.getLogger(name).setLevel(logging.WARNING)
     target = load_target(options)
     drafter = build_drafter(DrafterSpec.parse(options.drafter), target, options.max_nodes)
     engine = DecodingEngine(target, drafter)
