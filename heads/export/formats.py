@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_heads.data.files import write_text
 from draft_heads.heads.base import DraftHead
+from draft_heads.heads.checkpoint import malformed, read_json
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
 
 CONFIG = "config.json"
@@ -83,11 +86,13 @@ def read_folder(folder: Path, name: str = "", target_layers: Sequence[int] = ())
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"an exported head has a {CONFIG}; {folder} has none; give the folder that holds it")
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     name = name or format_of(config, folder)
     if target_layers:
         config["eagle_aux_hidden_state_layer_ids"] = list(target_layers)
-    return FORMATS[name].read(config, read_tensors(folder, FORMATS[name].weights))
+    tensors = read_tensors(folder, FORMATS[name].weights)
+    with malformed(f"{folder} as {name}"):
+        return FORMATS[name].read(config, tensors)
 
 
 def format_of(config: dict[str, Any], folder: Path) -> str:
@@ -106,13 +111,17 @@ def format_of(config: dict[str, Any], folder: Path) -> str:
 def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
     """The tensors of a folder: the expected file, the only safetensors file, or the only file of pickled tensors."""
     found = [folder / expected] if (folder / expected).is_file() else sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return load_file(found[0])
-    found = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
+    if len(found) != 1:
+        found = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
     if len(found) != 1:
         raise ValueError(f"an exported head has its tensors in {expected}; {folder} has no such file; copy it again")
-    loaded: dict[str, Tensor] = torch.load(found[0], map_location="cpu", weights_only=True)
-    return loaded
+    try:
+        if found[0].suffix == ".safetensors":
+            return load_file(found[0])
+        loaded: dict[str, Tensor] = torch.load(found[0], map_location="cpu", weights_only=True)
+        return loaded
+    except (SafetensorError, OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{found[0]} cannot be read: it was cut short or holds no tensors; copy it again") from error
 
 
 def differences(head: DraftHead, back: DraftHead) -> list[str]:

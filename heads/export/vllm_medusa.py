@@ -65,6 +65,8 @@ def assembled(
     missing = sorted(theirs for theirs in names.values() if theirs not in tensors and not theirs.endswith("bias"))
     if missing:
         raise ValueError(f"a Medusa head of {heads} offsets and {layers} layers needs {', '.join(missing)}")
+    if unknown := sorted(set(tensors) - set(names.values()) - {"token_map"}):
+        raise ValueError(f"a Medusa head of {heads} offsets and {layers} layers has no {', '.join(unknown)}")
     classes, hidden = tensors[names["heads.0.vocabulary.weight"]].shape
     size = classes if token_map is not None else 0
     head = MedusaHead(

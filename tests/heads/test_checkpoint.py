@@ -100,6 +100,27 @@ def test_files_of_every_version_are_read_and_of_a_newer_one_refused(tmp_path, mo
     assert load_head(tmp_path).config == head.config
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"format_version": 1.0}, "format_version of at most 1; it has 1.0"),
+        ({"kind": ["ctc"]}, r"name the head's kind; got \['ctc'\]"),
+        ({"kind": "new"}, "unknown head kind 'new'"),
+        ({"hidden_size": "x"}, "hidden_size must be of type int; got 'x'"),
+        ({"target_layers": ["a"]}, r"target_layers must be of type list\[int\]; got \['a'\]"),
+        ({"hidden_size": -3}, "negative dimension"),
+        (None, "must be a JSON object; got a list"),
+    ],
+)
+def test_a_malformed_config_gets_a_sentence_with_its_name(tmp_path, changed, told):
+    make_head().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(["ctc"] if changed is None else {**config, **changed}))
+    with pytest.raises(ValueError, match=f"^{path}.*{told}"):
+        load_head(tmp_path)
+
+
 class FakeHub:
     """What a hub keeps of what is sent to it."""
 

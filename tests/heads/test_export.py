@@ -236,3 +236,38 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path, change, told):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=told):
         read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("vllm-medusa", lambda config: config.pop("num_heads"), "as vllm-medusa must have .num_heads"),
+        ("vllm-medusa", lambda config: config.update(num_hidden_layers=1), "of 3 offsets and 1 layers has no blocks.0"),
+        ("vllm-medusa", lambda config: config.update(num_heads="x"), "out as vllm-medusa cannot be used"),
+        ("tgi-medusa", lambda config: config.update(medusa_num_layers=5), "as tgi-medusa .*needs a tensor 0.5.weight"),
+        ("eagle3", lambda config: config.update(hidden_size=48), "out as eagle3 cannot be used: .*size mismatch"),
+        ("eagle3", lambda config: config.pop("intermediate_size"), "must have 'intermediate_size'"),
+    ],
+)  # fmt: skip
+def test_damaged_settings_get_sentences_that_name_the_folder(tmp_path, name, damage, told):
+    write_folder(eagle3() if name == "eagle3" else medusa(), name, tmp_path / "out", TARGET, "t")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    damage(config)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"(?s){told}"):
+        read_folder(tmp_path / "out")
+
+
+def test_damaged_files_get_sentences_that_name_them(tmp_path):
+    write_folder(medusa(), "vllm-medusa", tmp_path, TARGET, "t")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be read: .*copy it again"):
+        read_folder(tmp_path)
+    weights.rename(tmp_path / "medusa.pt")
+    with pytest.raises(ValueError, match=r"medusa.pt cannot be read: .*copy it again"):
+        read_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type":')
+    with pytest.raises(ValueError, match=r"config.json must be JSON; .*copy the checkpoint again"):
+        read_folder(tmp_path)
