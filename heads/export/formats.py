@@ -49,6 +49,16 @@ FORMATS = {
     "eagle3": Format("eagle3", "vLLM, SGLang, llama.cpp's converter", "model.safetensors", eagle3.write, eagle3.read),
     "speculators": Format("eagle3", "vLLM", "model.safetensors", speculators.write, speculators.read),
 }
+STATED = {
+    "medusa": ("heads", "layers", "hidden_size", "vocab_size", "classes"),
+    "eagle3": (
+        *("target_layers", "hidden_size", "intermediate_size", "vocab_size", "classes", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
+    ),
+}
+"""Kind → the settings that its formats state."""
+DRAFTED: dict[str, Callable[[Any], Tensor]] = {"medusa": vllm_medusa.drafted, "eagle3": eagle3.drafted}
+"""Kind → a function from a head to the log-probabilities [offsets, …, D] of its drafts from fixed random states."""
 
 
 def check_kind(head: DraftHead, name: str) -> None:
@@ -61,7 +71,7 @@ def check_kind(head: DraftHead, name: str) -> None:
         f"--format {' or '.join(fitting)}"
         if fitting
         else (
-            "this project's engine: scripts/evaluate.py, `draft_heads.inference.engine`, or "
+            "this project's engine: scripts/serve.py, scripts/evaluate.py, `draft_heads.inference.engine`, or "
             "`model.generate(custom_generate=…)` of transformers; no other engine knows its kind"
         )
     )
@@ -89,7 +99,7 @@ def read_folder(folder: Path, name: str = "", target_layers: Sequence[int] = ())
     config = read_json(path)
     name = name or format_of(config, folder)
     if target_layers:
-        config["eagle_aux_hidden_state_layer_ids"] = list(target_layers)
+        config |= {"eagle_aux_hidden_state_layer_ids": list(target_layers), "eagle_config": None}
     tensors = read_tensors(folder, FORMATS[name].weights)
     with malformed(f"{folder} as {name}"):
         return FORMATS[name].read(config, tensors)
@@ -124,13 +134,21 @@ def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
         raise ValueError(f"{found[0]} cannot be read: it was cut short or holds no tensors; copy it again") from error
 
 
+@torch.no_grad()
 def differences(head: DraftHead, back: DraftHead) -> list[str]:
-    """Parameters and settings in which a head that was read back is not the one that was written."""
+    """Tensors and settings in which a head that was read back is not the one that was written.
+
+    "log-probabilities": its drafts from random states differ, at the offsets that both heads have.
+    """
     ours, theirs = head.state_dict(), back.state_dict()
     found = sorted(ours.keys() ^ theirs.keys())
-    found += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name].to(ours[name]))]
-    same = ("target_layers", "classes", "offsets", "hidden_size", "num_attention_heads", "rope_theta")
-    only_eagle3 = () if head.config.kind == "eagle3" else ("num_attention_heads", "rope_theta", "offsets")
-    return found + [
-        key for key in same if key not in only_eagle3 and getattr(head.config, key) != getattr(back.config, key)
+    found += [
+        key
+        for key in sorted(ours.keys() & theirs.keys())
+        if ours[key].shape != theirs[key].shape or not torch.equal(ours[key], theirs[key].to(ours[key]))
     ]
+    found += [key for key in STATED[head.config.kind] if getattr(head.config, key) != getattr(back.config, key)]
+    here, there = (DRAFTED[head.config.kind](one) for one in (head, back))
+    offsets = min(len(here), len(there))
+    same = here.shape[1:] == there.shape[1:] and torch.allclose(here[:offsets], there[:offsets], atol=1e-5)
+    return found if same else [*found, "log-probabilities"]

@@ -47,5 +47,6 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     if f"0.{layers}.weight" not in tensors:
         found = ", ".join(sorted(name for name in tensors if name.startswith("0.")))
         raise ValueError(f"medusa_num_layers {layers!r} needs a tensor 0.{layers}.weight; of head 0 there are {found}")
-    vocab_size = len(tensors[f"0.{layers}.weight"])
-    return vllm_medusa.assembled(_names(heads, layers), tensors, layers, vocab_size)
+    vocabulary, hidden = tensors[f"0.{layers}.weight"].shape
+    sizes = config.get("hidden_size", hidden), config.get("vocab_size", vocabulary)  # published folders name none
+    return vllm_medusa.assembled(_names(heads, layers), tensors, layers, *sizes, config.get("medusa_fc_bias", True))
