@@ -18,7 +18,7 @@ PROVENANCE = {
     "steps": 1200,
     "minutes": 9.5,
     "git_commit": "abc",
-    "data": [{"fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
+    "data": [{"name": "chats.jsonl", "fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
     "metrics": {"eval_simulated_beta": 2.5},
 }
 
@@ -37,7 +37,11 @@ def test_everything_of_a_trained_head_is_told(tmp_path, monkeypatch, capsys):
     assert status == 0
     for words in (
         *("ctc, ", "some/target", "hidden_size 32", "label_context 4", "only this project's engine", "1,200 steps"),
-        *("python train/ctc.py --target t", "2,997 conversations with 283,609 trained tokens", "simulated_beta 2.5"),
+        *(
+            "python train/ctc.py --target t",
+            "2,997 conversations with 283,609 answer tokens of chats.jsonl (fingerprint f00)",
+            "simulated_beta 2.5",
+        ),
     ):
         assert words in text, words
 
