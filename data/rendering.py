@@ -43,7 +43,7 @@ def check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConversationError(
-            f"a text must be valid Unicode; got {text[error.start]!r} at character {error.start}; send it as UTF-8"
+            f"a text must be valid Unicode; got {text[error.start]!r}, half a character or stray byte; send it as UTF-8"
         ) from None
 
 

@@ -74,17 +74,22 @@ def trained(provenance: dict[str, Any]) -> str:
         for name, value in sorted(provenance.get("metrics", {}).items())
         if not name.endswith("_seconds")
     ]
-    steps, minutes = provenance.get("steps", 0), provenance.get("minutes", 0)
     return "\n".join(
         [
             f"Trained with\n\n    {shared(provenance['command'])}\n",
-            f"for {steps:,} steps ({minutes:g} minutes) on {trained_on(provenance)}. Measured on",
-            "held-out rows at the end:\n",
+            f"for {trained_for(provenance)} on {trained_on(provenance)}. Measured on held-out rows",
+            "at the end:\n",
             "| metric | value |\n| --- | --- |",
             *rows,
             "",
         ]
     )
+
+
+def trained_for(provenance: dict[str, Any]) -> str:
+    """The steps, and the minutes where the schedule counted them."""
+    steps, minutes = provenance.get("steps", 0), provenance.get("minutes", 0)
+    return f"{steps:,} steps" + (f" in {minutes:g} minutes" if minutes else "")
 
 
 def trained_on(provenance: dict[str, Any]) -> str:

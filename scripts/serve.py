@@ -93,9 +93,10 @@ def check_free(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
         raise ValueError(
-            f"the server must be able to listen on --host and --port; {host} port {port}: {error.strerror}; stop what "
-            "uses it, or pick another (--port 0: any free one)"
+            f"the server must be able to listen on --host and --port; {host} port {port}: {reason}; stop what uses it, "
+            "or pick another (--port 0: any free one)"
         ) from None
 
 
