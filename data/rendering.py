@@ -37,6 +37,16 @@ class ConversationError(ValueError):
     """A conversation that cannot be used; the message says why and what to do."""
 
 
+def check_unicode(text: str) -> None:
+    """ConversationError for a text with a lone surrogate, which tokenizers refuse; JSON escapes can make one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConversationError(
+            f"a text must be valid Unicode; got {text[error.start]!r}, half a character or stray byte; send it as UTF-8"
+        ) from None
+
+
 class _Turn(NamedTuple):
     """Character positions of one assistant turn in the rendered text."""
 
@@ -191,6 +201,7 @@ class ChatRenderer:
             ) from None
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        check_unicode(text)
         encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 

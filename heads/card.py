@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from huggingface_hub import ModelCardData, hf_hub_download, metadata_load
 from draft_heads.heads.config import HeadConfig
 
 LIBRARY = "draft-heads"
+ABSOLUTE = re.compile(r"(?<![^\s=:'\"])/(?:[^\s/,'\"]+/)*([^\s/,'\"]+)/?")
 MEASURED = {"simulated_beta": "simulated β", "loss": "loss", "windows": "windows measured"}
 USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
     from draft_heads.inference.engine import DecodingEngine
@@ -30,12 +32,18 @@ def target_licence(target: str) -> str:
         return ""
 
 
+def shared(text: str) -> str:
+    """A text without the folders of this machine: `--target /home/me/models/tiny` → `--target tiny`."""
+    return ABSOLUTE.sub(r"\1", text)
+
+
 def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) -> str:
     """README.md of a head: what it is for, how it was trained, what was measured at the end, under which licence."""
     licence = provenance.get("target_licence", "")
-    on_hub = config.target.count("/") == 1 and not Path(config.target).exists()
+    target = shared(config.target)
+    on_hub = target.count("/") == 1 and not Path(target).exists()
     metadata = ModelCardData(
-        base_model=config.target if on_hub else None,
+        base_model=target if on_hub else None,
         license=licence or None,
         library_name=LIBRARY,
         tags=["speculative-decoding", "draft-head", config.kind],
@@ -45,12 +53,12 @@ def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) 
 {metadata.to_yaml()}
 ---
 
-# A {config.kind} draft head for {config.target}
+# A {config.kind} draft head for {target}
 
 {parameters:,} parameters, for lossless speculative decoding with the target named
 above; another target is refused when the head is loaded. The target is {under}.
 
-{USAGE.format(target=config.target)}
+{USAGE.format(target=target)}
 
 {trained(provenance)}"""
 
@@ -58,7 +66,7 @@ above; another target is refused when the head is loaded. The target is {under}.
 def trained(provenance: dict[str, Any]) -> str:
     """The part of a card that says where the weights come from."""
     if source := provenance.get("imported_from"):
-        return f"Read from {source}.\n"
+        return f"Read from {shared(source)}.\n"
     if "command" not in provenance:
         return "Nothing is known of its training.\n"
     rows = [
@@ -66,20 +74,30 @@ def trained(provenance: dict[str, Any]) -> str:
         for name, value in sorted(provenance.get("metrics", {}).items())
         if not name.endswith("_seconds")
     ]
-    steps, minutes = provenance.get("steps", 0), provenance.get("minutes", 0)
-    counts = [part["counts"] for part in provenance.get("data", [])]
-    data = " and ".join(
-        f"{part.get('rows', 0):,} conversations with {part.get('trained_tokens', 0):,} answer tokens" for part in counts
-    )
     return "\n".join(
         [
-            f"Trained with\n\n    {provenance['command']}\n",
-            f"for {steps:,} steps ({minutes:g} minutes) on {data}. Measured on held-out rows",
+            f"Trained with\n\n    {shared(provenance['command'])}\n",
+            f"for {trained_for(provenance)} on {trained_on(provenance)}. Measured on held-out rows",
             "at the end:\n",
             "| metric | value |\n| --- | --- |",
             *rows,
             "",
         ]
+    )
+
+
+def trained_for(provenance: dict[str, Any]) -> str:
+    """The steps, and the minutes where the schedule counted them."""
+    steps, minutes = provenance.get("steps", 0), provenance.get("minutes", 0)
+    return f"{steps:,} steps" + (f" in {minutes:g} minutes" if minutes else "")
+
+
+def trained_on(provenance: dict[str, Any]) -> str:
+    """The datasets by name and fingerprint, with their sizes."""
+    return " and ".join(
+        f"{part['counts'].get('rows', 0):,} conversations with {part['counts'].get('trained_tokens', 0):,} answer "
+        f"tokens of {part.get('name', 'a dataset')} (fingerprint {part['fingerprint']})"
+        for part in provenance.get("data", [])
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,28 @@ def locate(source: str | Path) -> Path:
         ) from error
 
 
+@contextmanager
+def malformed(what: str | Path) -> Iterator[None]:
+    """Inside, whatever values break raises a ValueError that names the file or folder they are from."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{what} must have {error.args[0]!r}; it has none; copy it again") from error
+    except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{what} cannot be used: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError names the file where there is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON; {error}; copy the checkpoint again") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a JSON object; got a {type(values).__name__}; copy the checkpoint again")
+    return values
+
+
 def read_config(source: str | Path) -> dict[str, Any]:
     """The settings in `config.json` of a head checkpoint, in their present form whatever version wrote the file.
 
@@ -63,14 +86,13 @@ def read_config(source: str | Path) -> dict[str, Any]:
     path = locate(source) / CONFIG
     if not path.is_file():
         raise ValueError(f"a head checkpoint needs {CONFIG}; {path.parent} has none; give RUN/head of a finished run")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} must be JSON; {error}; copy the checkpoint again") from error
-    if not isinstance(config, dict) or "kind" not in config:
-        raise ValueError(f"{path} must name the head's kind; it has none; is this a draft head's folder?")
+    config = read_json(path)
+    if not isinstance(config.get("kind"), str):
+        raise ValueError(
+            f"{path} must name the head's kind; got {config.get('kind')!r}; is this a draft head's folder?"
+        )
     version = config.pop("format_version", 0)
-    if version not in range(FORMAT_VERSION + 1):
+    if not isinstance(version, int) or version not in range(FORMAT_VERSION + 1):
         raise ValueError(
             f"{path} must have a format_version of at most {FORMAT_VERSION}; it has {version!r}; update draft-heads"
         )
@@ -87,8 +109,10 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
     """
     folder = locate(source)
     values = read_config(folder)
-    head_class, config_class = head_classes(values["kind"])
-    config = config_class.from_dict(values)
+    with malformed(folder / CONFIG):
+        head_class, config_class = head_classes(values["kind"])
+        config = config_class.from_dict(values)
+        head = head_class(config)
     if target_fingerprint is not None:
         check_fingerprint(config.target_fingerprint, target_fingerprint, f"head {source}", fine_tune=True)
     weights = folder / WEIGHTS
@@ -100,7 +124,6 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
         raise ValueError(
             f"{weights} cannot be read ({error}): it was cut short or is no safetensors file; copy it again"
         ) from error
-    head = head_class(config)
     expected = head.state_dict()
     problems = [f"missing {name}" for name in sorted(set(expected) - set(state))]
     problems += [f"unexpected {name}" for name in sorted(set(state) - set(expected))]
@@ -112,10 +135,8 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
     if problems:
         raise ValueError(f"{weights} does not fit its config.json: {'; '.join(problems)}; copy both again")
     if "draft_vocab" in state:
-        try:
+        with malformed(weights):
             head.set_draft_vocab(state["draft_vocab"])
-        except ValueError as error:
-            raise ValueError(f"{weights}: {error}") from error
     head.load_state_dict(state)
     head.provenance = _provenance(folder / PROVENANCE)
     return head.float().eval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from draft_heads.data.options import check_options, option
 
@@ -87,7 +87,23 @@ class HeadConfig(ABC):
             raise ValueError(
                 f"unknown {cls.kind} head setting {', '.join(unknown)}; valid are {', '.join(sorted(known))}"
             )
+        types = get_type_hints(cls)
+        for name, value in given.items():
+            if not _is_of(types[name], value):
+                raise ValueError(f"{name} must be of type {_type_name(types[name])}; got {value!r}; copy it again")
         return cls(**given)
+
+
+def _is_of(expected: Any, value: Any) -> bool:
+    """Whether a JSON value is of a field's type: whole numbers also count as float."""
+    if get_origin(expected) is list:
+        return isinstance(value, list) and all(_is_of(get_args(expected)[0], item) for item in value)
+    plain = get_origin(expected) or expected
+    return type(value) is plain or (plain is float and type(value) is int)
+
+
+def _type_name(expected: Any) -> str:
+    return str(expected) if get_origin(expected) else str(expected.__name__)
 
 
 def target_sizes(config: Any) -> dict[str, Any]:

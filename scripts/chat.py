@@ -15,6 +15,7 @@ Without a terminal, messages are read from standard input line by line and accep
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -176,6 +177,8 @@ def write(chat: Chat, message: str) -> None:
 def run() -> None:
     options = parse()
     chat = Chat(load_target(options), options)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no UTF-8 get a sentence when they are rendered
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(f"{chat.target.name}; drafter {chat.drafter}; /help lists the commands", style="dim")

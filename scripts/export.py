@@ -9,7 +9,8 @@
 | eagle3 | EAGLE-3 | vLLM, SGLang, llama.cpp's converter |
 | speculators | EAGLE-3 | vLLM |
 
-No engine but this project's knows CTC, Chimera or Hydra heads. --check reads the folder back and compares every tensor.
+No engine but this project's knows CTC, Chimera or Hydra heads. --check reads the folder back and compares all tensors,
+the settings that it states and the drafts from random states; it runs no other engine.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status
 
+from draft_heads.data.fingerprint import SIZES
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.checkpoint import load_head
-from draft_heads.heads.export.formats import FORMATS, check_kind, differences, read_folder, write_folder
+from draft_heads.heads.export.formats import FORMATS, STATED, check_kind, differences, read_folder, write_folder
 from draft_heads.scripts.decoding_options import script_parser
 
 
@@ -31,7 +33,7 @@ def run() -> bool:
     parser.add_argument("--format", required=True, choices=list(FORMATS))
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--target", default="", help="the target's folder or hub id, if it is not where it was trained")
-    parser.add_argument("--check", action="store_true", help="read the folder back and compare")
+    parser.add_argument("--check", action="store_true", help="read the folder back and compare it with the head")
     args = parser.parse_args()
     if args.output.exists() and any(args.output.iterdir()):
         raise ValueError(f"--output must be a new or empty folder; {args.output} has files; pick another, or empty it")
@@ -39,12 +41,25 @@ def run() -> bool:
     check_kind(head, args.format)
     name = args.target or head.config.target
     target = load_config(name).get_text_config(decoder=True)
+    made_for = head.config.target_fingerprint
+    different = [
+        f"{size} {made_for[size]} against {getattr(target, size, None)}"
+        for size in ("vocab_size", "hidden_size", *SIZES)
+        if size in made_for and made_for[size] != getattr(target, size, None)
+    ]
+    if different:
+        raise ValueError(
+            f"a head is exported for the target it was trained for; {name} has other sizes: {', '.join(different)}; "
+            "give that target, or leave --target out if it is where it was"
+        )
     write_folder(head, args.format, args.output, target, name)
     print(f"{args.output}: written for {FORMATS[args.format].engines}")
     if not args.check:
         return True
     found = differences(head, read_folder(args.output, args.format))
-    print(f"read back: {', '.join(found) + ' differ' if found else 'every tensor and setting is the same'}")
+    compared = f"{len(head.state_dict())} tensors, {', '.join(STATED[head.config.kind])} and the log-probabilities"
+    compared += " of drafts from random states"
+    print(f"read back: {', '.join(found)} differ" if found else f"read back and found equal: {compared}")
     return not found
 
 

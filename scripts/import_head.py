@@ -15,9 +15,11 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status
 
+import torch
+
 from draft_heads.heads.card import target_licence
 from draft_heads.heads.config import target_sizes
-from draft_heads.heads.export.formats import FORMATS, read_folder
+from draft_heads.heads.export.formats import FORMATS, read_folder, read_tensors
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import script_parser
 
@@ -42,6 +44,13 @@ def run() -> None:
                 f"{sizes[name]}; give the target it was trained for"
             )
     target.check_layers(read.config.target_layers)
+    if read.config.kind == "eagle3":
+        embedding = read_tensors(args.head, FORMATS["eagle3"].weights).get("embed_tokens.weight")
+        if embedding is not None and not torch.equal(embedding, target.embedding.weight.to(embedding.dtype)):
+            raise ValueError(
+                f"a head drafts with its target's embeddings; embed_tokens.weight of {args.head} has others than "
+                f"{args.target}; give the target it was trained for (a head with embeddings of its own is not read)"
+            )
     own = {} if read.config.kind == "eagle3" else sizes  # Medusa has no block, so its folder has no other sizes
     made_for = {"target": args.target, "target_fingerprint": target.fingerprint()}
     head = type(read)(dataclasses.replace(read.config, **own, **made_for))

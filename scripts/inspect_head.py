@@ -19,6 +19,7 @@ from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import FIELDS, target_fingerprint
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.base import DraftHead
+from draft_heads.heads.card import trained_for, trained_on
 from draft_heads.heads.checkpoint import PROVENANCE, load_head
 from draft_heads.heads.export.formats import FORMATS
 from draft_heads.scripts.decoding_options import script_parser
@@ -68,16 +69,11 @@ def trained(known: dict[str, Any]) -> list[tuple[str, str]]:
         return [("training", f"unknown: there is no {PROVENANCE}")]
     if "imported_from" in known:
         return [("training", f"unknown: read from {known['imported_from']}")]
-    counts = [
-        (part["counts"].get("rows", 0), part["counts"].get("trained_tokens", 0)) for part in known.get("data", [])
-    ]
-    data = [f"{rows:,} conversations with {tokens:,} trained tokens" for rows, tokens in counts]
-    steps, minutes, commit = (known.get(name, 0) for name in ("steps", "minutes", "git_commit"))
     measured = [f"{name.removeprefix('eval_')} {value:g}" for name, value in known.get("metrics", {}).items()]
     return [
         ("command", known.get("command", "unknown")),
-        ("trained", f"{steps:,} steps in {minutes:g} minutes, commit {commit}"),
-        ("data", "; ".join(data) or "unknown"),
+        ("trained", f"{trained_for(known)}, commit {known.get('git_commit', 'unknown')}"),
+        ("data", trained_on(known) or "unknown"),
         ("measured", ", ".join(measured) or "nothing"),
     ]
 

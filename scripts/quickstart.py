@@ -100,8 +100,14 @@ def main() -> None:
         f"{output}/*/head. On your own model (NAME is a folder or a hub id):\n",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    for command in NEXT:
+    for command in next_commands():
         console.print(f"  {command}", highlight=False, soft_wrap=True)
+
+
+def next_commands() -> list[str]:
+    """What to type next; where `python` is not this one, as below `make`, it begins with activating the environment."""
+    same = Path(shutil.which("python") or "").parent == Path(sys.executable).parent
+    return [*([] if same else [f". {shlex.quote(str(Path(sys.executable).parent / 'activate'))}"]), *NEXT]
 
 
 def usual_layers(kinds: list[str]) -> list[int]:
@@ -117,7 +123,7 @@ NEXT = (
     "--benchmarks mt_bench=question.jsonl --output runs/report",
     "python scripts/chat.py --target NAME --drafters ctc=runs/ctc/head",
 )
-"""What to type next."""
+"""What to type next, in the environment."""
 
 
 if __name__ == "__main__":

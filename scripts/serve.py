@@ -4,14 +4,17 @@
 
 Paths: /v1/chat/completions, /v1/completions (both also as server-sent events), /v1/models, /health, /metrics
 (Prometheus, with β and accepted lengths). Answers are the target's own, whatever drafts; requests are decoded one after
-another, in the order in which they come. The server ends on Ctrl-C or SIGTERM when the running requests have.
+another, in the order in which they come. The server ends on Ctrl-C or SIGTERM when the running requests have, at the
+latest after --shutdown_seconds: those that still run then get an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,12 +52,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run() -> None:
+def run() -> bool:
     options = parse()
     try:
-        import uvicorn
-
-        from draft_heads.inference.serving.app import create_app
+        from draft_heads.inference.serving.app import Server, create_app
         from draft_heads.inference.serving.metrics import ServerMetrics
         from draft_heads.inference.serving.requests import ServerLimits
         from draft_heads.inference.serving.worker import Worker
@@ -63,8 +64,10 @@ def run() -> None:
             f"the server needs further packages ({error}); run `pip install 'draft-heads[serve]'`"
         ) from error
 
+    check_free(options.host, options.port)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "httpx2"):  # huggingface_hub's, by its version: a line a request
+        logging.getLogger(name).setLevel(logging.WARNING)
     target = load_target(options)
     drafter = build_drafter(DrafterSpec.parse(options.drafter), target, options.max_nodes)
     engine = DecodingEngine(target, drafter)
@@ -77,10 +80,24 @@ def run() -> None:
     worker = Worker(engine, ServerMetrics(drafter.max_depth), options.max_waiting)
     app = create_app(worker, name, limits, key, options.max_body_kib * 1024)
     print(f"model {name!r}, drafter {options.drafter}", flush=True)
-    uvicorn.run(
-        app, host=options.host, port=options.port, access_log=False,
-        timeout_graceful_shutdown=options.shutdown_seconds,
+    server = Server(
+        app, worker, options.shutdown_seconds, host=options.host, port=options.port, access_log=False
     )  # fmt: skip
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended by then
+        server.run()
+    return server.started
+
+
+def check_free(host: str, port: int) -> None:
+    """ValueError for an address that cannot be listened on; told before the target is loaded."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]
+        raise ValueError(
+            f"the server must be able to listen on --host and --port; {host} port {port}: {reason}; stop what uses it, "
+            "or pick another (--port 0: any free one)"
+        ) from None
 
 
 def default_name(target: str) -> str:

@@ -22,8 +22,10 @@ from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 from tests.running import ROOT, run_script
 
-GUIDES = ("README.md", "docs/training.md", "docs/choosing.md", "docs/many_gpus.md", "docs/serving.md")
-TARGET = "tests/tiny_target"
+GUIDES = ("README.md", "CONTRIBUTING.md") + tuple(
+    f"docs/{name}.md" for name in ("training", "choosing", "many_gpus", "serving", "replay")
+)
+TARGET, TARGETS = "tests/tiny_target", ("Qwen/Qwen3-8B", "data/tiny_target")
 LAUNCHERS = re.compile(r"^(deepspeed|torchrun)( --(num_gpus|nproc_per_node|hostfile) \S+)? ")
 
 SHORT = {
@@ -37,19 +39,25 @@ SHORT = {
 
 ELSEWHERE = {
     "make": "make's targets are what CI runs, or take hours",
+    ". .venv/bin/activate": "the tests run in an environment",
     "pip": "the tests' environment has it",
     "vllm": "make check-engines runs it",
     "--engine openai": "tests/data/test_answer_server.py has servers",
     "scripts/serve.py": "below, with its client",
+    "scripts/checks/seeded_defects.py": "an hour; tests/scripts/test_seeded_defects.py",
+    "scripts/checks/lossless_matrix.py": "tests/inference/test_lossless_matrix.py",
+    "train/linear.py": "the reader of CONTRIBUTING writes it",
+    "python scripts/evaluate.py --target data/tiny_target --drafters linear=": "the reader of CONTRIBUTING writes it",
+    "python scripts/evaluate.py --target data/tiny_target --drafters repeat ": "the reader of CONTRIBUTING writes it",
 }
-"""Commands that other tests run."""
+"""Commands that are not run here, with the reason or the test that runs them."""
 
 
 def written_commands():
     """(guide, command) of all, each in one line and without its comment."""
     for guide in GUIDES:
         text = (ROOT / guide).read_text(encoding="utf-8").replace("\\\n", " ")
-        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL).partition("## Every file")[0]
         for line in re.findall(r"^    (\S.*)", text, re.MULTILINE):
             yield guide, re.sub(r"\s+", " ", line.split("    #")[0]).strip()
 
@@ -71,6 +79,10 @@ def prepared(tmp_path_factory):
     for name in ("mt_bench", "my_questions"):
         (folder / f"{name}.jsonl").write_text('{"question_id": 1, "category": "a", "turns": ["Name a fruit."]}\n')
     (folder / "gsm8k.jsonl").write_text('{"question": "What is 3 plus 4?", "answer": "7 #### 7"}\n')
+    shutil.copy(folder / "sharegpt.json", folder / "sharegpt_small.json")
+    turn = {"turns": ["An apple."], "idxs": [3], "new_tokens": [4], "wall_time": [1.0]}
+    (folder / "mt_bench_vc_7b_baseline.jsonl").write_text(json.dumps({"question_id": 1, "choices": [turn]}) + "\n")
+    (folder / "llama2-tokenizer").symlink_to(ROOT / TARGET)
     (folder / "tests").symlink_to(ROOT / "tests")
     (folder / "configs").symlink_to(ROOT / "configs")
     target = Target.from_pretrained(str(ROOT / TARGET), device="cpu")
@@ -79,10 +91,14 @@ def prepared(tmp_path_factory):
         head = make_head(target, kind, target_fingerprint=target.fingerprint(), **layers)
         head.config.target = str(ROOT / TARGET)
         head.save_pretrained(folder / "runs" / kind / "head")
+        head.save_pretrained(folder / "runs" / "quickstart" / kind / "head")
     status, told = run_script(
         *("scripts/distill.py", "--target", str(ROOT / TARGET), "--dataset", str(folder / "sharegpt.json")),
         *("--labels", "generate", "--max_new_tokens", "24", "--output", str(folder / "runs/distilled")),
     )
+    assert status == 0, told
+    store = "--tokenizer", str(ROOT / TARGET), "--output", str(folder / "runs/datastore")
+    status, told = run_script("scripts/build_datastore.py", "--dataset", str(folder / "sharegpt.json"), *store)
     assert status == 0, told
     return folder
 
@@ -91,7 +107,7 @@ def words_of(command):
     """The words to run, for the tiny target and shortened."""
     words = shlex.split(LAUNCHERS.sub("python ", command))
     assert words[0] == "python", f"neither run nor excepted: {command}"
-    words = [TARGET if word == "Qwen/Qwen3-8B" else word.replace("/shared/runs", "runs") for word in words[1:]]
+    words = [TARGET if word in TARGETS else word.replace("/shared/runs", "runs") for word in words[1:]]
     if "--deepspeed" in words:  # tests/train/test_training.py launches it
         place = words.index("--deepspeed")
         assert (ROOT / words[place + 1]).is_file()
@@ -109,7 +125,7 @@ def test_a_command_of_the_guides_runs(prepared, tmp_path, monkeypatch, command):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Name a fruit.\n/drafter\n/quit\n"))
     for option, value in pairwise(flags):
         if option in ("--output", "--output_dir"):
-            if script.startswith("train/") or value == "runs/distilled":
+            if script.startswith("train/") or value in ("runs/distilled", "runs/datastore"):
                 shutil.rmtree(value, ignore_errors=True)
             written = Path(value)
     status, told = run_script(script, *flags)
@@ -123,10 +139,9 @@ def blocks_of(guide):
     return re.findall(r"```python\n(.*?)```", (ROOT / guide).read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_server_and_the_client_of_the_guide(prepared, tmp_path):
-    (command,) = {line for _, line in written_commands() if "scripts/serve.py" in line}
-    words = shlex.split(command)[1:]
-    words = [TARGET if word == "Qwen/Qwen3-8B" else word for word in words]
+@pytest.mark.parametrize("command", sorted({line for _, line in written_commands() if "scripts/serve.py" in line}))
+def test_the_server_and_the_client_of_the_guide(prepared, tmp_path, command):
+    words = words_of(command)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

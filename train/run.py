@@ -175,7 +175,12 @@ def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any],
         "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
         "options": run_settings(run, settings, trainer.args),
         "data": [
-            {"fingerprint": part.manifest["data"]["fingerprint"], "counts": part.manifest["counts"]} for part in data
+            {
+                "name": _data_name(part.manifest["data"]["source"]),
+                "fingerprint": part.manifest["data"]["fingerprint"],
+                "counts": part.manifest["counts"],
+            }
+            for part in data
         ],
         "steps": trainer.state.global_step,
         "minutes": round(trainer.clock.elapsed, 2),
@@ -187,9 +192,16 @@ def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any],
 
 
 def _command() -> list[str]:
-    """The command as it was typed, without what DeepSpeed's launcher adds to it."""
-    arguments = [text for text in sys.argv if not text.startswith("--local_rank")]
-    return [Path(sys.executable).name if arguments == sys.argv else "deepspeed", *arguments]
+    """The command as it was typed, without what DeepSpeed's launcher adds to it and where this project's folder is."""
+    arguments = [text for text in sys.argv[1:] if not text.startswith("--local_rank")]
+    script = "/".join(Path(sys.argv[0]).parts[-2:])  # train/ctc.py
+    return [Path(sys.executable).name if arguments == sys.argv[1:] else "deepspeed", script, *arguments]
+
+
+def _data_name(source: str) -> str:
+    """A hub id, or the last part of a path: what a file is called, not where this machine has it."""
+    on_hub = source.count("/") == 1 and source[0] not in "./~" and not Path(source).exists()
+    return source if on_hub else Path(source).name
 
 
 def _git_commit() -> str:

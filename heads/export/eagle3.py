@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 
 BLOCK = {
@@ -22,6 +23,11 @@ BLOCK = {
 }
 """Their names of a layer's parts → this block's."""
 OUTSIDE = {"fc": "layer_projection", "norm": "norm", "lm_head": "lm_head"}
+ONLY = {
+    **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1, "logit_scale": 1.0},
+    **{"norm_before_residual": False, "partial_rotary_factor": 1.0},
+}
+"""Settings of other heads that this block does not have: their only values here, which are the loaders' defaults."""
 
 
 def write(head: Eagle3Head, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -87,9 +93,15 @@ def tensors_of(head: Eagle3Head, layer: str) -> dict[str, Tensor]:
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
     """See `formats.Format`; published heads name no layers where they read the usual ones of their target."""
     layers = config.get("eagle_aux_hidden_state_layer_ids")
-    if layers is None:
-        inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        layers = None if inner is None else [layer + 1 for layer in inner]
+    inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if inner is not None:
+        inner = [layer + 1 for layer in inner]
+        if layers not in (None, inner):
+            raise ValueError(
+                f"config.json names the layers {layers}, and {inner} in eagle_config (counted from one less); give "
+                "the right ones as --target_layers LOW MIDDLE HIGH"
+            )
+        layers = inner
     return assembled(config, tensors, "midlayer", layers)
 
 
@@ -101,11 +113,19 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
             "one is silent; give them as --target_layers LOW MIDDLE HIGH (published heads: 2, n/2 and n-3 of n)"
         )
     rope = config.get("rope_parameters") or {}
-    scaling = (rope or config.get("rope_scaling") or {}).get("rope_type", "default")
-    if scaling != "default":
-        raise ValueError(f"the head's block has rotary positions of type {scaling}; only the default type can be read")
+    for name, only in ONLY.items():
+        if (value := {**config, **rope}.get(name)) not in (None, only):
+            raise ValueError(
+                f"{name} must be {only!r}; got {value!r}; such a head would draft nonsense and is not read"
+            )
+    for positions in (rope, config.get("rope_scaling") or {}):
+        scaling = positions.get("rope_type") or positions.get("type") or "default"
+        if scaling != "default":
+            raise ValueError(f"the head's rotary positions are of type {scaling}; only the default type can be read")
     d2t, classes = tensors.get("d2t"), len(tensors["lm_head.weight"])
     vocabulary = config["vocab_size"]
+    if (stated := config.get("draft_vocab_size")) not in (None, classes):
+        raise ValueError(f"draft_vocab_size {stated} must be the rows of lm_head.weight, {classes}; copy both again")
     head = Eagle3Head(
         Eagle3Config(
             hidden_size=config["hidden_size"],
@@ -133,3 +153,20 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
         state["draft_vocab"] = head.draft_vocab
     head.load_state_dict(state)
     return head.eval()
+
+
+def drafted(head: Eagle3Head) -> Tensor:
+    """See `formats.DRAFTED`."""
+    config, random = head.config, torch.Generator().manual_seed(0)
+    length, known = config.passes + 4, 16  # behind the last anchor, each pass has a token to read
+    embedding = torch.nn.Embedding(known, config.hidden_size)
+    embedding.weight.data.normal_(generator=random)
+    ids = torch.randint(known, (1, length), generator=random)
+    states = torch.randn(1, length, config.hidden_size * (1 + len(config.target_layers)), generator=random)
+    rows = Rows.of(
+        states[..., : config.hidden_size],
+        ids,
+        aux_hidden=states[..., config.hidden_size :] if config.target_layers else None,
+    )
+    lent = TargetView(embedding, torch.empty(0, config.hidden_size))
+    return head.next_log_probs(head.train_states(rows, torch.arange(3)[None], lent)[0]).transpose(0, 1)

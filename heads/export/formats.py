@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draft_heads.data.files import write_text
 from draft_heads.heads.base import DraftHead
+from draft_heads.heads.checkpoint import malformed, read_json
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
 
 CONFIG = "config.json"
@@ -46,6 +49,16 @@ FORMATS = {
     "eagle3": Format("eagle3", "vLLM, SGLang, llama.cpp's converter", "model.safetensors", eagle3.write, eagle3.read),
     "speculators": Format("eagle3", "vLLM", "model.safetensors", speculators.write, speculators.read),
 }
+STATED = {
+    "medusa": ("heads", "layers", "hidden_size", "vocab_size", "classes"),
+    "eagle3": (
+        *("target_layers", "hidden_size", "intermediate_size", "vocab_size", "classes", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
+    ),
+}
+"""Kind → the settings that its formats state."""
+DRAFTED: dict[str, Callable[[Any], Tensor]] = {"medusa": vllm_medusa.drafted, "eagle3": eagle3.drafted}
+"""Kind → a function from a head to the log-probabilities [offsets, …, D] of its drafts from fixed random states."""
 
 
 def check_kind(head: DraftHead, name: str) -> None:
@@ -58,7 +71,7 @@ def check_kind(head: DraftHead, name: str) -> None:
         f"--format {' or '.join(fitting)}"
         if fitting
         else (
-            "this project's engine: scripts/evaluate.py, `draft_heads.inference.engine`, or "
+            "this project's engine: scripts/serve.py, scripts/evaluate.py, `draft_heads.inference.engine`, or "
             "`model.generate(custom_generate=…)` of transformers; no other engine knows its kind"
         )
     )
@@ -83,11 +96,13 @@ def read_folder(folder: Path, name: str = "", target_layers: Sequence[int] = ())
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"an exported head has a {CONFIG}; {folder} has none; give the folder that holds it")
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     name = name or format_of(config, folder)
     if target_layers:
-        config["eagle_aux_hidden_state_layer_ids"] = list(target_layers)
-    return FORMATS[name].read(config, read_tensors(folder, FORMATS[name].weights))
+        config |= {"eagle_aux_hidden_state_layer_ids": list(target_layers), "eagle_config": None}
+    tensors = read_tensors(folder, FORMATS[name].weights)
+    with malformed(f"{folder} as {name}"):
+        return FORMATS[name].read(config, tensors)
 
 
 def format_of(config: dict[str, Any], folder: Path) -> str:
@@ -106,22 +121,34 @@ def format_of(config: dict[str, Any], folder: Path) -> str:
 def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
     """The tensors of a folder: the expected file, the only safetensors file, or the only file of pickled tensors."""
     found = [folder / expected] if (folder / expected).is_file() else sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return load_file(found[0])
-    found = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
+    if len(found) != 1:
+        found = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
     if len(found) != 1:
         raise ValueError(f"an exported head has its tensors in {expected}; {folder} has no such file; copy it again")
-    loaded: dict[str, Tensor] = torch.load(found[0], map_location="cpu", weights_only=True)
-    return loaded
+    try:
+        if found[0].suffix == ".safetensors":
+            return load_file(found[0])
+        loaded: dict[str, Tensor] = torch.load(found[0], map_location="cpu", weights_only=True)
+        return loaded
+    except (SafetensorError, OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{found[0]} cannot be read: it was cut short or holds no tensors; copy it again") from error
 
 
+@torch.no_grad()
 def differences(head: DraftHead, back: DraftHead) -> list[str]:
-    """Parameters and settings in which a head that was read back is not the one that was written."""
+    """Tensors and settings in which a head that was read back is not the one that was written.
+
+    "log-probabilities": its drafts from random states differ, at the offsets that both heads have.
+    """
     ours, theirs = head.state_dict(), back.state_dict()
     found = sorted(ours.keys() ^ theirs.keys())
-    found += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name].to(ours[name]))]
-    same = ("target_layers", "classes", "offsets", "hidden_size", "num_attention_heads", "rope_theta")
-    only_eagle3 = () if head.config.kind == "eagle3" else ("num_attention_heads", "rope_theta", "offsets")
-    return found + [
-        key for key in same if key not in only_eagle3 and getattr(head.config, key) != getattr(back.config, key)
+    found += [
+        key
+        for key in sorted(ours.keys() & theirs.keys())
+        if ours[key].shape != theirs[key].shape or not torch.equal(ours[key], theirs[key].to(ours[key]))
     ]
+    found += [key for key in STATED[head.config.kind] if getattr(head.config, key) != getattr(back.config, key)]
+    here, there = (DRAFTED[head.config.kind](one) for one in (head, back))
+    offsets = min(len(here), len(there))
+    same = here.shape[1:] == there.shape[1:] and torch.allclose(here[:offsets], there[:offsets], atol=1e-5)
+    return found if same else [*found, "log-probabilities"]

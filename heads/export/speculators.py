@@ -36,10 +36,8 @@ def write(head: Eagle3Head, target: Any, target_name: str) -> tuple[dict[str, An
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
     """See `formats.Format`."""
-    if config.get("norm_before_residual", True):
-        raise ValueError(
-            "the head's residual stream begins behind its norm (norm_before_residual), here before it; such a head "
-            "would draft nonsense and is not read"
-        )
-    sizes = config["transformer_layer_config"]
+    around = {"norm_before_residual": True, **config}  # what a loader takes it for where it is missing
+    sizes = config["transformer_layer_config"] | {
+        name: around.get(name) for name in ("norm_before_residual", "draft_vocab_size")
+    }
     return eagle3.assembled(sizes, tensors, "layers.0", config.get("eagle_aux_hidden_state_layer_ids"))

@@ -44,5 +44,9 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     """See `formats.Format`; names may begin with `medusa_head.`, as in the published checkpoints."""
     tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
     layers, heads = config["medusa_num_layers"], 1 + max(int(name.split(".")[0]) for name in tensors)
-    vocab_size = len(tensors[f"0.{layers}.weight"])
-    return vllm_medusa.assembled(_names(heads, layers), tensors, layers, vocab_size)
+    if f"0.{layers}.weight" not in tensors:
+        found = ", ".join(sorted(name for name in tensors if name.startswith("0.")))
+        raise ValueError(f"medusa_num_layers {layers!r} needs a tensor 0.{layers}.weight; of head 0 there are {found}")
+    vocabulary, hidden = tensors[f"0.{layers}.weight"].shape
+    sizes = config.get("hidden_size", hidden), config.get("vocab_size", vocabulary)  # published folders name none
+    return vllm_medusa.assembled(_names(heads, layers), tensors, layers, *sizes, config.get("medusa_fc_bias", True))

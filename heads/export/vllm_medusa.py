@@ -52,21 +52,33 @@ def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, An
 
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
-    """See `formats.Format`."""
-    names = _names(config["num_heads"], config["num_hidden_layers"], bool(config.get("original_lm_head")))
-    return assembled(names, tensors, config["num_hidden_layers"], config["vocab_size"], tensors.get("token_map"))
+    """See `formats.Format`; as vLLM reads it, which drops biases unless `medusa_fc_bias` is true."""
+    layers, hidden, vocabulary = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
+    names = _names(config["num_heads"], layers, bool(config.get("original_lm_head")))
+    classes, kept = len(tensors.get("token_map", range(vocabulary))), config.get("truncated_vocab_size") or vocabulary
+    if classes != kept:
+        raise ValueError(f"truncated_vocab_size {kept} must be the number of tokens that can be drafted, {classes}")
+    head = assembled(names, tensors, layers, hidden, vocabulary, bool(config.get("medusa_fc_bias")))
+    with torch.no_grad():
+        for one in head.offset_heads:
+            one.vocabulary.weight *= config.get("logit_scale", 1.0)
+    return head
 
 
 def assembled(
-    names: dict[str, str], tensors: dict[str, Tensor], layers: int, vocab_size: int, token_map: Tensor | None = None
+    names: dict[str, str], tensors: dict[str, Tensor], layers: int, hidden: int, vocab_size: int, biased: bool
 ) -> MedusaHead:
     """A head from tensors under other names; a layer without a bias has one of zeros here."""
     heads = sum(name.endswith("vocabulary.weight") for name in names)
-    missing = sorted(theirs for theirs in names.values() if theirs not in tensors and not theirs.endswith("bias"))
-    if missing:
-        raise ValueError(f"a Medusa head of {heads} offsets and {layers} layers needs {', '.join(missing)}")
-    classes, hidden = tensors[names["heads.0.vocabulary.weight"]].shape
-    size = classes if token_map is not None else 0
+    needed = {theirs for theirs in names.values() if biased or not theirs.endswith("bias")}
+    missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - needed - {"token_map"})
+    if missing or unknown:
+        raise ValueError(
+            f"a Medusa head of {heads} offsets, {layers} layers and medusa_fc_bias {str(biased).lower()} "
+            f"{'needs' if missing else 'has no'} {', '.join(missing or unknown)}; correct its config.json"
+        )
+    token_map = tensors.get("token_map")
+    size = 0 if token_map is None else len(token_map)
     head = MedusaHead(
         MedusaConfig(hidden_size=hidden, vocab_size=vocab_size, heads=heads, layers=layers, draft_vocab_size=size)
     )
@@ -76,3 +88,9 @@ def assembled(
         state["draft_vocab"] = token_map
     head.load_state_dict(state)
     return head.eval()
+
+
+def drafted(head: MedusaHead) -> Tensor:
+    """See `formats.DRAFTED`."""
+    states = torch.randn(4, head.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    return head.draft_log_probs(states).transpose(0, 1)

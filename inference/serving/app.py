@@ -11,8 +11,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from functools import partial
+from socket import socket
 from typing import Any
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -22,7 +24,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draft_heads.data.rendering import ConversationError
 from draft_heads.inference.generation import ContextError
 from draft_heads.inference.serving.metrics import ServerMetrics
-from draft_heads.inference.serving.requests import ChatRequest, CompletionRequest, DecodingRequest, ServerLimits
+from draft_heads.inference.serving.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DecodingRequest,
+    ParameterError,
+    ServerLimits,
+)
 from draft_heads.inference.serving.worker import ClosedError, Job, Piece, QueueFullError, Worker
 
 logger = logging.getLogger(__name__)
@@ -91,6 +99,21 @@ class EventStream(StreamingResponse):
             self._end()
 
 
+class Server(uvicorn.Server):
+    """Told to exit, it lets running answers go on for `seconds`, then ends them with the API's error."""
+
+    def __init__(self, app: ASGIApp, worker: Worker, seconds: float, **options: Any) -> None:
+        # The extra time is for clients that are slow to read the error.
+        super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=int(seconds) + 5, **options))
+        self._worker, self._seconds = worker, seconds
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """uvicorn calls it once, when it begins to exit."""
+        late = asyncio.get_running_loop().call_later(self._seconds, self._worker.stop)
+        await super().shutdown(sockets)
+        late.cancel()
+
+
 def create_app(
     worker: Worker, name: str, limits: ServerLimits, api_key: str | None = None, max_body_bytes: int = 2**20
 ) -> FastAPI:
@@ -102,8 +125,9 @@ def create_app(
         await asyncio.to_thread(worker.close)
 
     async def authorised(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if api_key and not hmac.compare_digest(given.encode(), api_key.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), (api_key or "").encode())
+        if api_key and not (right and scheme.lower() == "bearer"):
             raise APIError(401, "the API key is missing or wrong; send `Authorization: Bearer KEY`", "invalid_api_key")
 
     app = FastAPI(title="draft-heads", lifespan=lifespan)
@@ -141,6 +165,8 @@ def create_app(
             settings = [body.settings(target, prompt, limits) for prompt in prompts]
         except ContextError as error:
             raise APIError(400, str(error), "context_length_exceeded") from error
+        except ParameterError as error:
+            raise APIError(400, str(error), "invalid_value", error.param) from error
         except (ValueError, ConversationError) as error:
             raise APIError(400, str(error)) from error
         answers = Answers([(prompt, one) for prompt, n in zip(prompts, settings) for one in n], body.stops, worker)
@@ -215,10 +241,12 @@ class Answers:
         ]
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(choice, piece) of all answers, one after another; APIError where the engine failed."""
+        """(choice, piece) of all answers, one after another; APIError where the engine failed or the server ends."""
         for index, queue in enumerate(self._pieces):
             while True:
                 piece = await queue.get()
+                if isinstance(piece, ClosedError):
+                    raise APIError(503, str(piece)) from piece
                 if isinstance(piece, Exception):
                     raise APIError(500, f"decoding failed: {piece}") from piece
                 yield index, piece

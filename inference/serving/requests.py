@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from draft_heads.data.rendering import check_unicode
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
 from draft_heads.inference.target.target import Target
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
     "logit_bias": ({},),
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -24,11 +25,27 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-"""Parameters whose other values would change an answer in ways this server cannot."""
+"""Parameters whose other values, types included (0 is not False), would change an answer in ways this server cannot."""
 
 OF_THE_ACCOUNT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 OF_THE_ACCOUNT |= {"parallel_tool_calls"}
 """Parameters that do not change an answer."""
+
+
+class ParameterError(ValueError):
+    """A value that cannot be used; `param` names its parameter."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def without_nulls(model: type[BaseModel], given: Any) -> Any:
+    """An object without the parameters that are null and unknown: clients send those they do not use."""
+    if not isinstance(given, dict):
+        return given
+    return {name: value for name, value in given.items() if value is not None or name in model.model_fields}
+
 
 Choices = Annotated[int, Field(ge=1, le=16)]
 Tokens = Annotated[int, Field(ge=1)]
@@ -71,10 +88,12 @@ class DecodingRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_would_be_ignored(cls, given: Any) -> Any:
+        given = without_nulls(cls, given)
         if not isinstance(given, dict):
             return given
         for name, neutral in NEUTRAL.items():
-            if (value := given.get(name)) is not None and value not in neutral:
+            value = given.get(name)
+            if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
                 raise ValueError(f"{name} is not supported; got {value!r}; leave it out")
         return {name: value for name, value in given.items() if name not in NEUTRAL and name not in OF_THE_ACCOUNT}
 
@@ -84,6 +103,8 @@ class DecodingRequest(BaseModel):
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > 16 or not all(stops):
             raise ValueError(f"stop takes up to 16 texts, none of them empty; got {stop!r}")
+        for text in stops:
+            check_unicode(text)
         return stop
 
     @property
@@ -96,7 +117,10 @@ class DecodingRequest(BaseModel):
         room(target, len(prompt), 1)
         tokens = self.new_tokens(server)
         if tokens > server.max_new_tokens:
-            raise ValueError(f"max_tokens must be at most {server.max_new_tokens}, the server's limit; got {tokens}")
+            name = self.limited_by
+            raise ParameterError(
+                f"{name} must be at most {server.max_new_tokens}, the server's limit; got {tokens}", name
+            )
         temperature = server.temperature if self.temperature is None else self.temperature
         ends = tuple({*target.end_token_ids, *(self.stop_token_ids or ())})
         if not temperature:
@@ -112,6 +136,11 @@ class DecodingRequest(BaseModel):
     def new_tokens(self, server: ServerLimits) -> int:
         """The longest answer that is asked for."""
         return self.max_tokens or server.max_new_tokens
+
+    @property
+    def limited_by(self) -> str:
+        """The parameter that says how long an answer may be."""
+        return "max_tokens"
 
     def prompts(self, target: Target) -> list[list[int]]:
         """The token ids of each prompt; ValueError for what cannot be rendered."""
@@ -134,6 +163,11 @@ class Message(BaseModel):
     content: str | list[TextPart]
     name: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        return without_nulls(cls, given)
+
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -148,6 +182,10 @@ class ChatRequest(DecodingRequest):
 
     def new_tokens(self, server: ServerLimits) -> int:
         return self.max_completion_tokens or self.max_tokens or server.max_new_tokens
+
+    @property
+    def limited_by(self) -> str:
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
     def prompts(self, target: Target) -> list[list[int]]:
         return [prompt_ids(target, [message.plain() for message in self.messages])]
@@ -166,12 +204,17 @@ class CompletionRequest(DecodingRequest):
         if not given or isinstance(given[0], int):
             given = [given]
         if len(given) > 16:
-            raise ValueError(f"prompt takes up to 16 texts; got {len(given)}; send several requests")
+            raise ParameterError(f"prompt takes up to 16 texts; got {len(given)}; send several requests", "prompt")
+        for one in given:
+            if isinstance(one, str):
+                check_unicode(one)
         prompts = [target.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in given]
         vocabulary = target.vocab_size
-        for prompt in prompts:
+        for text, prompt in zip(given, prompts):
+            if not prompt:
+                raise ParameterError(f"prompt must have at least one token; got {text!r}; write a text", "prompt")
             if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
-                raise ValueError(f"token ids must lie in 0…{vocabulary - 1}; got {unknown[0]}")
+                raise ParameterError(f"token ids must lie in 0…{vocabulary - 1}; got {unknown[0]}", "prompt")
         return prompts
 
 

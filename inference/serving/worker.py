@@ -17,6 +17,7 @@ from draft_heads.inference.serving.metrics import ServerMetrics
 logger = logging.getLogger(__name__)
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+SHUTTING_DOWN = "the server is shutting down; ask again when it is back"
 
 
 class QueueFullError(RuntimeError):
@@ -110,7 +111,7 @@ class Worker:
         """Queue all of a request's jobs or none; QueueFullError, ClosedError."""
         with self._changed:
             if not self.alive:
-                raise ClosedError("the server is shutting down")
+                raise ClosedError(SHUTTING_DOWN)
             busy = len(self._waiting) + (self._running is not None)
             if busy and len(self._waiting) + len(jobs) > self._max_waiting:
                 raise QueueFullError(f"{len(self._waiting)} answers wait already; at most {self._max_waiting} may")
@@ -127,14 +128,19 @@ class Worker:
                     self._waiting.remove(job)
             self._count()
 
-    def close(self) -> None:
-        """End the running answer and forget the waiting ones; returns when the thread has ended."""
+    def stop(self) -> None:
+        """Take no more work; the running answer and the waiting ones end with a ClosedError."""
         with self._changed:
             self._closed = True
+            for job in [*self._waiting, *([self._running] if self._running else [])]:
+                job.cancelled.set()
+                job.deliver(ClosedError(SHUTTING_DOWN))
             self._waiting.clear()
-            if self._running is not None:
-                self._running.cancelled.set()
             self._changed.notify()
+
+    def close(self) -> None:
+        """`stop`; returns when the thread has ended."""
+        self.stop()
         self._thread.join()
 
     def _count(self) -> None:

@@ -19,7 +19,7 @@ PROVENANCE = {
     "command": "deepspeed train/ctc.py --target some/target",
     "steps": 1200,
     "minutes": 9.5,
-    "data": [{"fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
+    "data": [{"name": "chats.jsonl", "fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
     "metrics": {"eval_simulated_beta": 2.5, "eval_accuracy_1": 0.75, "eval_seconds": 3.0},
     "target_licence": "apache-2.0",
 }
@@ -58,7 +58,12 @@ def test_the_card_says_what_hubs_and_people_read(tmp_path):
         "tags": ["speculative-decoding", "draft-head", "ctc"],
     }
     for words in (
-        *("deepspeed train/ctc.py --target some/target", "1,200 steps", "2,997 conversations", "apache-2.0"),
+        *(
+            "deepspeed train/ctc.py --target some/target",
+            "1,200 steps",
+            "of chats.jsonl (fingerprint f00)",
+            "apache-2.0",
+        ),
         *("| simulated β | 2.5 |", "| top-1 accuracy at offset 1 | 0.75 |", 'Target.from_pretrained("some/target")'),
     ):
         assert words in card, words
@@ -73,12 +78,23 @@ def test_the_card_of_a_local_target_names_no_base_model(tmp_path):
     assert "Read from elsewhere." in card and "look it up" in card
 
 
+def test_the_card_has_no_path_of_the_machine(tmp_path):
+    command = "python train/ctc.py --target /home/me/models/tiny --dataset '/data/a b' --config=/etc/x.yaml"
+    known = {**PROVENANCE, "command": command}
+    make_head(target="/home/me/models/tiny").save_pretrained(tmp_path, known)
+    card = (tmp_path / "README.md").read_text()
+    assert "/home" not in card and "/etc" not in card and "base_model" not in card
+    assert "train/ctc.py --target tiny" in card and "--config=x.yaml" in card and 'from_pretrained("tiny")' in card
+    make_head().save_pretrained(tmp_path, {"imported_from": "/home/me/head"})
+    assert "Read from head." in (tmp_path / "README.md").read_text()
+
+
 def test_the_licence_is_the_one_of_the_targets_card(tmp_path):
     assert target_licence(str(tmp_path)) == target_licence("no/such-target") == ""
+    assert target_licence("data/tiny_target") == "apache-2.0"
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
     assert target_licence(str(tmp_path)) == "mit"
     (tmp_path / "README.md").write_text("# A model\n")
-    assert target_licence(str(tmp_path)) == ""
 
 
 def test_files_of_every_version_are_read_and_of_a_newer_one_refused(tmp_path, monkeypatch):
@@ -98,6 +114,27 @@ def test_files_of_every_version_are_read_and_of_a_newer_one_refused(tmp_path, mo
     monkeypatch.setattr(checkpoint, "MIGRATIONS", migrations)
     (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": 1}))
     assert load_head(tmp_path).config == head.config
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"format_version": 1.0}, "format_version of at most 1; it has 1.0"),
+        ({"kind": ["ctc"]}, r"name the head's kind; got \['ctc'\]"),
+        ({"kind": "new"}, "unknown head kind 'new'"),
+        ({"hidden_size": "x"}, "hidden_size must be of type int; got 'x'"),
+        ({"target_layers": ["a"]}, r"target_layers must be of type list\[int\]; got \['a'\]"),
+        ({"hidden_size": -3}, "negative dimension"),
+        (None, "must be a JSON object; got a list"),
+    ],
+)
+def test_a_malformed_config_gets_a_sentence_with_its_name(tmp_path, changed, told):
+    make_head().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(["ctc"] if changed is None else {**config, **changed}))
+    with pytest.raises(ValueError, match=f"^{path}.*{told}"):
+        load_head(tmp_path)
 
 
 class FakeHub:

@@ -90,7 +90,7 @@ def test_a_head_comes_back_with_its_vocabulary_and_a_damaged_one_is_refused(tmp_
     assert torch.equal(loss_of(loaded, text(), view).total, loss_of(head, text(), view).total)
     head.draft_vocab[3] = 60
     head.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model\.safetensors: a draft vocabulary must be 31 ascending"):
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be used: a draft vocabulary must be 31 ascending"):
         load_head(tmp_path)
 
 

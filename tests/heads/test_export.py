@@ -15,7 +15,10 @@ from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 from draft_heads.heads.export.formats import FORMATS, differences, read_folder, write_folder
 from draft_heads.heads.hydra import HydraConfig, HydraHead
 from draft_heads.heads.medusa import MedusaConfig, MedusaHead
+from draft_heads.inference.target.target import Target
 from tests.heads.small import disturbed, lent_target
+from tests.inference.models import make_head
+from tests.running import run_script
 
 TARGET = SimpleNamespace(max_position_embeddings=128, architectures=["LlamaForCausalLM"])
 
@@ -55,7 +58,7 @@ def test_what_is_read_back_is_the_head(written):
     assert differences(head, back) == [] and FORMATS[name].kind == back.config.kind
     with torch.no_grad():
         next(iter(back.parameters()))[0] += 1
-    assert len(differences(head, back)) == 1
+    assert len(differences(head, back)) == 2 and differences(head, back)[1] == "log-probabilities"
 
 
 def vllm_medusa_logits(folder, hidden):
@@ -169,6 +172,7 @@ def test_engines_eagle3_computes_the_heads_chain(tmp_path, name, prefix, cut):
         assert torch.allclose(logits[k].log_softmax(-1), ours, atol=1e-4)
         text = torch.cat([text, head.draft_tokens(ours.argmax())[None]])
     assert ("d2t" in tensors) == ("t2d" in tensors) == bool(cut)  # vLLM refuses them without a draft vocabulary
+    assert not cut or (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
     assert not cut or tensors["t2d"].nonzero()[:, 0].tolist() == (torch.arange(40) + tensors["d2t"]).tolist()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 5, 9]
@@ -181,7 +185,7 @@ def test_engines_eagle3_computes_the_heads_chain(tmp_path, name, prefix, cut):
 @pytest.mark.parametrize(
     ("head", "name", "told"),
     [
-        (lambda: disturbed(CTCHead, CTCConfig), "eagle3", "no other engine knows its kind"),
+        (lambda: disturbed(CTCHead, CTCConfig), "eagle3", "scripts/serve.py, .*no other engine knows its kind"),
         (lambda: disturbed(ChimeraHead, ChimeraConfig), "vllm-medusa", "no other engine knows its kind"),
         (lambda: disturbed(HydraHead, HydraConfig), "tgi-medusa", "no other engine knows its kind"),
         (medusa, "eagle3", "use --format vllm-medusa or tgi-medusa"),
@@ -236,3 +240,105 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path, change, told):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=told):
         read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("vllm-medusa", lambda config: config.pop("num_heads"), "as vllm-medusa must have .num_heads"),
+        ("vllm-medusa", lambda config: config.update(num_hidden_layers=1), " 1 layers and .* has no blocks.0"),
+        ("vllm-medusa", lambda config: config.update(num_heads="x"), "out as vllm-medusa cannot be used"),
+        ("tgi-medusa", lambda config: config.update(medusa_num_layers=5), "as tgi-medusa .*needs a tensor 0.5.weight"),
+        ("eagle3", lambda config: config.update(hidden_size=48), "out as eagle3 cannot be used: .*size mismatch"),
+        ("eagle3", lambda config: config.pop("intermediate_size"), "must have 'intermediate_size'"),
+    ],
+)  # fmt: skip
+def test_damaged_settings_get_sentences_that_name_the_folder(tmp_path, name, damage, told):
+    write_folder(eagle3() if name == "eagle3" else medusa(), name, tmp_path / "out", TARGET, "t")
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    damage(config)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"(?s){told}"):
+        read_folder(tmp_path / "out")
+
+
+def test_damaged_files_get_sentences_that_name_them(tmp_path):
+    write_folder(medusa(), "vllm-medusa", tmp_path, TARGET, "t")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be read: .*copy it again"):
+        read_folder(tmp_path)
+    weights.rename(tmp_path / "medusa.pt")
+    with pytest.raises(ValueError, match=r"medusa.pt cannot be read: .*copy it again"):
+        read_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type":')
+    with pytest.raises(ValueError, match=r"config.json must be JSON; .*copy the checkpoint again"):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "told"),
+    [
+        ("eagle3", {"rms_norm_eps": 0.5}, ["rms_norm_eps", "log-probabilities"]),
+        ("eagle3", {"rope_parameters": {"rope_theta": 50.0}}, ["rope_theta", "log-probabilities"]),
+        ("eagle3", {"vocab_size": 62}, "61 of 62 tokens needs d2t"),
+        ("eagle3", {"draft_vocab_size": 60}, "draft_vocab_size 60 must be the rows of lm_head.weight, 61"),
+        ("speculators", {"draft_vocab_size": 60}, "draft_vocab_size 60 must be the rows of lm_head.weight, 61"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, r"\[1, 4, 8\], and \[2, 5, 9\] in eagle_config"),
+        ("eagle3", {"hidden_act": "gelu"}, "hidden_act must be 'silu'; got 'gelu'"),
+        ("eagle3", {"logit_scale": 0.5}, "logit_scale must be 1.0; got 0.5"),
+        ("eagle3", {"norm_before_residual": True}, "norm_before_residual must be False; got True"),
+        ("speculators", {"norm_before_residual": True}, "norm_before_residual must be False; got True"),
+        ("eagle3", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rotary positions are of type linear"),
+        ("vllm-medusa", {"medusa_fc_bias": False}, "medusa_fc_bias false has no blocks.0.layers.0.bias"),
+        ("tgi-medusa", {"medusa_fc_bias": False}, "medusa_fc_bias false has no 0.0.linear.bias"),
+        ("vllm-medusa", {"logit_scale": 0.5}, ["heads.0.vocabulary.weight", "log-probabilities"]),
+        ("vllm-medusa", {"truncated_vocab_size": 40}, "truncated_vocab_size 40 must be .* 61"),
+        ("vllm-medusa", {"hidden_size": 48}, "size mismatch"),
+        ("tgi-medusa", {"vocab_size": 62}, "size mismatch"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_an_engine_would_read_otherwise_is_found(tmp_path, name, wrong, told):
+    head = medusa() if name.endswith("medusa") else eagle3()
+    write_folder(head, name, tmp_path, TARGET, "t")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
+    if isinstance(told, list):
+        found = differences(head, read_folder(tmp_path))
+        assert (found[0], found[-1]) == tuple(told)
+    else:
+        with pytest.raises(ValueError, match=f"(?s){told}"):
+            read_folder(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.from_pretrained("tests/tiny_target", device="cpu")
+
+
+def test_the_script_says_what_it_compared(tmp_path, target):
+    head = make_head(target, "medusa", target_fingerprint=target.fingerprint())
+    head.config.target = "tests/tiny_target"
+    head.save_pretrained(tmp_path / "head")
+    flags = "--head", str(tmp_path / "head"), "--format", "vllm-medusa", "--check", "--output", str(tmp_path / "out")
+    status, told = run_script("scripts/export.py", *flags)
+    assert status == 0 and f"found equal: {len(head.state_dict())} tensors, heads, layers, hidden_size, " in told
+    assert "the log-probabilities of drafts from random states" in told
+    status, told = run_script("scripts/export.py", *flags[:-1], str(tmp_path / "b"), "--target", "data/tiny_target")
+    assert status == 1 and "data/tiny_target has other sizes: " in told and "num_hidden_layers" in told
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_eagle3_head_with_embeddings_of_its_own_is_not_imported(tmp_path, target):
+    write_folder(make_head(target, "eagle3", target_layers=[1, 2, 3]), "eagle3", tmp_path / "in", TARGET, "t")
+    weights = tmp_path / "in" / "model.safetensors"
+    own = target.embedding.weight.detach().to(torch.bfloat16)
+    flags = "--head", str(tmp_path / "in"), "--target", "tests/tiny_target", "--output"
+    tensors = {name: tensor.clone() for name, tensor in load_file(weights).items()}
+    save_file({**tensors, "embed_tokens.weight": own}, weights)
+    status, told = run_script("scripts/import_head.py", *flags, str(tmp_path / "out"))
+    assert status == 0, told
+    save_file({**tensors, "embed_tokens.weight": own + 1}, weights)
+    status, told = run_script("scripts/import_head.py", *flags, str(tmp_path / "out 2"))
+    assert status == 1 and "embed_tokens.weight of" in told and not (tmp_path / "out 2").exists()

@@ -10,19 +10,19 @@ from contextlib import contextmanager
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.serving.app import create_app
+from draft_heads.inference.serving.app import Server, create_app
 from draft_heads.inference.serving.metrics import ServerMetrics
 from draft_heads.inference.serving.requests import ServerLimits
 from draft_heads.inference.serving.worker import AnswerText, Worker
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
+from tests.running import run_script
 
 QUESTIONS = ["Name a fruit.", "Count to ten.", "What is 3 plus 4?", "Tell me a story about a cat.", "Who are you?"]
 KEY = "a key"
@@ -45,8 +45,9 @@ def serve(engine, **options):
     max_waiting = options.pop("max_waiting", 64)
     limits = ServerLimits(max_new_tokens=options.pop("max_new_tokens", 64))
     worker = Worker(engine, ServerMetrics(engine.drafter.max_depth), max_waiting)
+    seconds = options.pop("shutdown_seconds", 20)
     app = create_app(worker, "tiny", limits, KEY, **options)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=20))
+    server = Server(app, worker, seconds, port=0, log_level="error")
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -172,13 +173,19 @@ def test_labels_distilled_from_the_server_are_the_engines_own(target, engine, se
 BAD = {
     "model": (openai.NotFoundError, {"model": "gpt-4"}, "must be 'tiny'; got 'gpt-4'"),
     "negative": (openai.BadRequestError, {"max_tokens": -1}, "max_tokens: .* greater than or equal to 1"),
-    "too many": (openai.BadRequestError, {"max_tokens": 65}, "at most 64, the server's limit; got 65"),
+    "too many": (openai.BadRequestError, {"max_tokens": 65}, "max_tokens must be at most 64, .* got 65"),
+    "too many in all": (
+        openai.BadRequestError,
+        {"max_completion_tokens": 65},
+        "max_completion_tokens must be at most 64, the server's limit; got 65",
+    ),
     "no prompt": (openai.BadRequestError, {"messages": []}, "messages: "),
     "role": (openai.BadRequestError, {"messages": [{"role": "tool", "content": "4"}]}, "'system', 'developer'"),
     "type": (openai.BadRequestError, {"max_tokens": "many"}, "max_tokens: .*integer"),
     "temperature": (openai.BadRequestError, {"temperature": 3}, "temperature: .* less than or equal to 2"),
     "stop": (openai.BadRequestError, {"stop": [""]}, "none of them empty"),
     "logprobs": (openai.BadRequestError, {"logprobs": True}, "logprobs is not supported; got True; leave it out"),
+    "top logprobs": (openai.BadRequestError, {"top_logprobs": False}, "top_logprobs is not supported; got False"),
     "penalty": (openai.BadRequestError, {"presence_penalty": 0.5}, "presence_penalty is not supported"),
     "unknown": (openai.BadRequestError, {"extra_body": {"beams": 3}}, "beams: Extra inputs"),
     "context": (
@@ -199,6 +206,23 @@ def test_bad_requests_get_sentences(client, name):
     assert set(caught.value.body) == {"message", "type", "param", "code"}
     if name == "context":
         assert caught.value.code == "context_length_exceeded"
+    if name.startswith("too many"):
+        assert (caught.value.code, caught.value.param) == ("invalid_value", next(iter(wrong)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"logprobs": 0}, "logprobs is not supported; got 0; leave it out"),
+        ({"prompt": ""}, "prompt must have at least one token; got ''; write a text"),
+        ({"prompt": []}, r"prompt must have at least one token; got \[\]; write a text"),
+        ({"prompt": [[5], []]}, r"prompt must have at least one token; got \[\]; write a text"),
+    ],
+)
+def test_bad_completions_get_sentences(client, wrong, told):
+    with pytest.raises(openai.BadRequestError, match=told) as caught:
+        client.completions.create(**{"model": "tiny", "prompt": "a", **wrong})
+    assert "logprobs" in wrong or caught.value.param == "prompt"
 
 
 def test_what_changes_nothing_is_accepted(client):
@@ -207,6 +231,30 @@ def test_what_changes_nothing_is_accepted(client):
         client, "Name a fruit.", user="me", logprobs=False, presence_penalty=0, frequency_penalty=0.0, top_p=0.5
     )
     assert same.choices == alone
+
+
+def test_null_parameters_are_those_left_out(client):
+    answer = chat(client, "Name a fruit.")
+    messages = [{"role": "user", "content": "Name a fruit."}, answer.choices[0].message.model_dump()]
+    assert messages[1]["refusal"] is None and "tool_calls" in messages[1]
+    messages.append({"role": "user", "content": "And another."})
+    nulls = {"functions": None, "reasoning_effort": None, "max_tokens": None}
+    assert client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=8, extra_body=nulls)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"model": "tiny", "messages": [{"role": "user", "content": "a \\ud800"}]}',
+        '{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "stop": ["\\ud800"]}',
+        '{"model": "tiny", "prompt": ["a", "\\ud800"]}',
+    ],
+)
+def test_half_a_character_is_a_bad_request(served, body):
+    path = "completions" if "prompt" in body else "chat/completions"
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    bad = httpx.post(f"{served[2]}/v1/{path}", content=body, headers=headers)
+    assert bad.status_code == 400 and r"valid Unicode; got '\ud800'" in bad.json()["error"]["message"]
 
 
 def test_other_errors_have_the_same_form(served):
@@ -221,6 +269,8 @@ def test_other_errors_have_the_same_form(served):
         header = {"Authorization": f"Bearer {wrong}".encode()}
         refused = httpx.post(f"{address}/v1/chat/completions", json={}, headers=header)
         assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+    for header, status in ((f"bearer {KEY}", 200), (f"BEARER  {KEY}", 200), (KEY, 401), (f"Basic {KEY}", 401)):
+        assert httpx.get(f"{address}/v1/models", headers={"Authorization": header}).status_code == status
     with pytest.raises(openai.AuthenticationError):
         chat(client.with_options(api_key="no"), "Name a fruit.")
 
@@ -344,6 +394,19 @@ def test_a_shutdown_lets_running_answers_end(target, engine, slow):
         assert text == alone
 
 
+def test_answers_that_outlast_the_shutdown_end_with_the_apis_error(slow, caplog):
+    with serve(slow, shutdown_seconds=0.3) as (client, _, _, server), ThreadPoolExecutor(2) as pool:
+        stream = chat(client, QUESTIONS[3], stream=True, max_tokens=64)
+        next(stream)
+        whole = pool.submit(chat, client, QUESTIONS[3])  # waits behind the stream
+        time.sleep(0.1)
+        server.should_exit = True
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        assert whole.exception().status_code == 503 and "shutting down" in str(whole.exception())
+    assert not caplog.records
+
+
 def test_a_failure_is_told_and_the_next_answer_is_right(target, engine):
     failing = DecodingEngine(target, build_drafter(DrafterSpec.parse("ngram"), target))
     with serve(failing) as (client, _, _, _):
@@ -389,6 +452,12 @@ def test_the_programs_options_are_checked(monkeypatch):
         arguments = ["--target", "tests/tiny_target", *wrong.split()] if wrong else []
         with pytest.raises((ValueError, SystemExit), match=told if wrong else None):
             parse(arguments)
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(served):
+    port = served[2].rpartition(":")[2]
+    status, told = run_script("scripts/serve.py", "--target", "tests/tiny_target", "--port", port)
+    assert status == 1 and f"127.0.0.1 port {port}: Address already in use" in told and "Loading" not in told
 
 
 def test_openapi_names_the_paths(served):

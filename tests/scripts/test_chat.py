@@ -78,6 +78,15 @@ def test_commands(monkeypatch, capsys):
     assert "/drafter [NAME]" in printed.out and "there is no /what; /help lists the commands" in printed.out
 
 
+def test_bytes_that_are_no_text_get_a_sentence_and_the_chat_goes_on(target, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["chat.py", "--target", "tests/tiny_target", "--max_new_tokens", "24"])
+    lines = b"Name \xff a fruit.\n" + FIRST.encode() + b"\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    chat.run()
+    printed = capsys.readouterr()
+    assert "must be valid Unicode; got '\\udcff'" in printed.err and answers(printed.out) == alone(target, FIRST)
+
+
 def test_an_interrupted_answer_stays_in_the_conversation(target):
     talk = chat.Chat(target, chat.parse(["--target", "tests/tiny_target", "--max_new_tokens", "24"]))
     steps = talk.answer(SECOND)

@@ -18,7 +18,7 @@ PROVENANCE = {
     "steps": 1200,
     "minutes": 9.5,
     "git_commit": "abc",
-    "data": [{"fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
+    "data": [{"name": "chats.jsonl", "fingerprint": "f00", "counts": {"rows": 2997, "trained_tokens": 283609}}],
     "metrics": {"eval_simulated_beta": 2.5},
 }
 
@@ -36,10 +36,27 @@ def test_everything_of_a_trained_head_is_told(tmp_path, monkeypatch, capsys):
     status, text = told(monkeypatch, capsys, tmp_path)
     assert status == 0
     for words in (
-        *("ctc, ", "some/target", "hidden_size 32", "label_context 4", "only this project's engine", "1,200 steps"),
-        *("python train/ctc.py --target t", "2,997 conversations with 283,609 trained tokens", "simulated_beta 2.5"),
+        *(
+            "ctc, ",
+            "some/target",
+            "hidden_size 32",
+            "label_context 4",
+            "only this project's engine",
+            "1,200 steps in 9.5 minutes, commit abc",
+        ),
+        *(
+            "python train/ctc.py --target t",
+            "2,997 conversations with 283,609 answer tokens of chats.jsonl (fingerprint f00)",
+            "simulated_beta 2.5",
+        ),
     ):
         assert words in text, words
+
+
+def test_minutes_that_no_schedule_counted_are_left_out(tmp_path, monkeypatch, capsys):
+    disturbed(CTCHead, CTCConfig).save_pretrained(tmp_path, {**PROVENANCE, "minutes": 0.0})
+    assert "1,200 steps, commit abc" in told(monkeypatch, capsys, tmp_path)[1]
+    assert "1,200 steps on 2,997" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize("changed", [False, True])

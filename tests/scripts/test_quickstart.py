@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +24,11 @@ def test_every_head_goes_the_whole_way(tmp_path, monkeypatch, capfd):
 
 def test_the_heads_of_the_quickstart_are_all_there_are():
     assert set(quickstart.HEADS) == set(HEADS)
+
+
+def test_what_to_type_next_begins_with_the_environment_where_it_is_not_active(monkeypatch):
+    here = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", str(here))
+    assert quickstart.next_commands() == [*quickstart.NEXT]
+    monkeypatch.setenv("PATH", "/nothing")
+    assert quickstart.next_commands() == [f". {here}/activate", *quickstart.NEXT]
