@@ -24,8 +24,15 @@ HEADS = [
     ("chimera", {"projection": "shared"}),
     ("ctc", {}),
     ("ctc", {"frames_from": "chain"}),
+    ("eagle3", {}),
 ]
-KINDS = [("medusa", {}), ("hydra", {"prefix_attention": True}), ("chimera", {"projection": "shared"}), ("ctc", {})]
+KINDS = [
+    ("medusa", {}),
+    ("hydra", {"prefix_attention": True}),
+    ("chimera", {"projection": "shared"}),
+    ("ctc", {}),
+    ("eagle3", {}),
+]
 SOME = torch.arange(211)[torch.arange(211) % 3 != 1]  # 140 of 211
 RULES = GenerationSettings(40)
 
@@ -55,6 +62,8 @@ def never_saying(head, target, ids):
     elif hasattr(head, "heads") and head.config.kind != "chimera":
         for each in head.offset_heads:
             each.vocabulary.bias = nn.Parameter(never)
+    elif head.config.kind == "eagle3":
+        head.lm_head.bias = nn.Parameter(never)
     else:
         target.lm_head.bias = nn.Parameter(never)
     return head
