@@ -84,8 +84,12 @@ def dense_anchor_attention(
     right: KeysValues | None = None,
     anchors_per_chunk: int = 16,
 ) -> Attend:
-    """`anchor_attention` by SDPA, neighbouring anchors at a time, each chunk with the keys up to its last anchor."""
+    """`anchor_attention` by SDPA, neighbouring anchors at a time, each chunk with the keys up to its last anchor.
+
+    Without a right half all queries of an anchor see the same keys, so the mask is made for the first and repeated.
+    """
     length, count = left[0].shape[2], anchors.shape[1]
+    alike = per_anchor if right is None else 1  # neighbouring queries under one row of the mask
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         pieces = []
@@ -97,8 +101,8 @@ def dense_anchor_attention(
             halves = zip(left, (keys, values) if right is None else right)
             seen_keys, seen_values = (torch.cat([a[:, :, first], b[:, :, second]], dim=2) for a, b in halves)
             index = torch.cat([torch.arange(upto), torch.arange(length + second.start, length + second.stop)])
-            rows = torch.arange(own.start, own.stop, device=anchors.device)
-            mask = dense_mask(visible, len(anchors), rows, index.to(anchors.device))
+            rows = torch.arange(own.start, own.stop, alike, device=anchors.device)
+            mask = dense_mask(visible, len(anchors), rows, index.to(anchors.device)).repeat_interleave(alike, dim=1)
             pieces.append(grouped_attention(queries[:, :, own], seen_keys, seen_values, mask[:, None]))
         return torch.cat(pieces, dim=2)
 

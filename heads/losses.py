@@ -116,18 +116,18 @@ class _FusedCTC(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count, frames, hidden = frames_NTH.shape
         size = labels_NU.shape[1]
-        losses = torch.zeros(count, dtype=torch.float32, device=frames_NTH.device)
+        losses = frames_NTH.new_zeros(count, dtype=torch.promote_types(frames_NTH.dtype, torch.float32))
         infeasible = torch.zeros(count, dtype=torch.bool, device=frames_NTH.device)
         grad_frames = torch.zeros_like(frames_NTH) if need_grad else None
-        grad_weight = torch.zeros_like(blank_weight_H, dtype=torch.float32)
-        grad_bias = torch.zeros_like(blank_bias, dtype=torch.float32)
+        grad_weight = torch.zeros_like(blank_weight_H, dtype=losses.dtype)
+        grad_bias = torch.zeros_like(blank_bias, dtype=losses.dtype)
         for start in range(0, count, chunk):
             rows = slice(start, min(start + chunk, count))
             x = frames_NTH[rows].reshape(-1, hidden).to(lm_head_VH.dtype)  # [n·T, H]
             labels = labels_NU[rows]
             index = labels[:, None, :].expand(-1, frames, -1).reshape(-1, size)  # [n·T, U]
-            logits = F.linear(x, lm_head_VH, lm_bias_V).float()  # [n·T, V], overwritten below
-            blank = (x @ blank_weight_H.to(x.dtype)).float() + blank_bias.float()  # [n·T]
+            logits = F.linear(x, lm_head_VH, lm_bias_V).to(losses.dtype)  # [n·T, V], overwritten below
+            blank = (x @ blank_weight_H.to(x.dtype)).to(losses.dtype) + blank_bias.to(losses.dtype)  # [n·T]
             label_logits = logits.gather(1, index)
             peak = torch.maximum(logits.amax(-1), blank)
             exped = logits.sub_(peak[:, None]).exp_()
@@ -155,7 +155,7 @@ class _FusedCTC(torch.autograd.Function):
             grad_x = grad_logits.to(x.dtype) @ lm_head_VH
             grad_x += (grad_blank[:, None] * blank_weight_H).to(x.dtype)
             grad_frames[rows] = grad_x.view(-1, frames, hidden)
-            grad_weight += grad_blank @ x.float()
+            grad_weight += grad_blank @ x.to(losses.dtype)
             grad_bias += grad_blank.sum()
 
         if grad_frames is not None:
@@ -187,7 +187,7 @@ def ctc_loss_fused(
     blank_weight  [H], blank_bias [1]: the learned extra row that gives the blank logit
     lm_head       [V, H] frozen; lm_bias [V] or None
     labels        [N, U] int64; lengths [N] int64 (0…U); closed [N] bool (see the module's head)
-    chunk_bytes   bound on the one logits buffer, float32; None: `logits_bytes`
+    chunk_bytes   bound on the one logits buffer, counted as float32; None: `logits_bytes`
     """
     count, per_window, _ = frames.shape
     chunk = max(1, min(count, (chunk_bytes or logits_bytes(frames)) // (4 * per_window * lm_head.shape[0])))

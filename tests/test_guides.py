@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from draft_heads.data.options import option_names
 from draft_heads.data.synthetic.corpus import conversations
 from draft_heads.heads import base
+from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 from tests.running import ROOT, run_script
@@ -115,6 +117,12 @@ def words_of(command):
     return [word for word in words if word != "--bf16"] + SHORT.get(
         "train" if words[0].startswith("train/") else words[0], ""
     ).split()
+
+
+def test_the_table_of_options_names_every_option_of_every_head():
+    table = re.findall(r"^\| (`--.*?) \|", (ROOT / "docs/training.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"--(\w+)", " ".join(table)))
+    assert {name for kind in HEADS for name in option_names(head_classes(kind)[1])} <= named
 
 
 @pytest.mark.parametrize("command", COMMANDS)

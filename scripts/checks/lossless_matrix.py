@@ -3,10 +3,10 @@
     python scripts/checks/lossless_matrix.py --targets data/tiny_target --prompts 200 --output runs/lossless
 
 Targets are the folders given and random-weight Llama, Mistral, Qwen2 and Qwen3 with sliding windows shorter than the
-prompts. Every prompt is decoded with every kind of head (CTC with all its tree modes), untrained and trained on the
-spot on the target's own answers, with every training-free drafter and with hybrids of both; node budgets 1, 2, 4, … 64
-take turns over the prompts. Draft models are the target with noise on its weights or a layer skipped. Writes
-lossless_matrix.json and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
+prompts. Every prompt is decoded with every kind of head and its options (`HEADS`), untrained and trained on the spot on
+the target's own answers (then with all its trees), with every training-free drafter and with hybrids of both.
+Node budgets 1, 2, 4, … 64 take turns over the prompts. Draft models are the target with noise on its weights or a layer
+skipped. Writes lossless_matrix.json and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
+from draft_heads.heads.draft_vocab import frequent_tokens
+from draft_heads.heads.eagle3 import Eagle3Config
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
@@ -42,12 +44,29 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import script_parser
 
+_LAYERS: dict[str, Any] = {"target_layers": []}  # EAGLE-3's choice of the target's layers: three, where it has them
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ctc_hidden": {"kind": "ctc", "context": "hidden"},
+    "ctc_chained": {"kind": "ctc", "frames_from": "chain"},
+    "ctc_cut": {"kind": "ctc", "blocks": 2, "draft_vocab_size": 100},
+    "chimera_shared": {"kind": "chimera", "projection": "shared", **_LAYERS},
+    "chimera_plain": {"kind": "chimera", "residual": False},
+    "medusa_layers": {"kind": "medusa", **_LAYERS},
+    "hydra_layers": {"kind": "hydra", "prefix_attention": True, **_LAYERS},
+    "hydra_plain": {"kind": "hydra"},
+    "eagle3_cut": {"kind": "eagle3", "draft_vocab_size": 100, **_LAYERS},
+}
 HEADS: dict[str, dict[str, Any]] = {
-    **{"ctc": {}, "chimera": {}, "medusa": {}},
-    **{"hydra": {"prefix_attention": True}, "eagle3": {"target_layers": [1]}},
-    "context": {"kind": "ctc", "label_context": 8, "target_layers": [1]},
+    **{"ctc": {}, "chimera": {}, "medusa": {}, "hydra": {"prefix_attention": True}, "eagle3": {**_LAYERS}},
+    "context": {"kind": "ctc", "label_context": 8, **_LAYERS},
+    **OPTIONS,
 }
 """Name → the settings of a head, of this kind where none is given."""
+TREES: dict[str, Sequence[str]] = {
+    "ctc": TREE_MODES,
+    **dict.fromkeys(("context", "chimera", "hydra", "eagle3"), ("", "chain")),
+}
+"""Name of a head → the trees it is decoded with, the usual one first; those that are not named have that one only."""
 FREE = {
     "ngram": "ngram",
     "ngram tree, kept": "ngram,branches=4,keep=1",
@@ -65,9 +84,11 @@ HYBRIDS = {
     "chimera": ("ouroboros",),
     "hydra": ("lookahead", "ngram"),
     "eagle3": ("ngram",),
+    "context": ("ngram",),
 }
-"""Kind of head → the training-free drafters that share a tree with it."""
+"""Name of a head → the training-free drafters that share a tree with it."""
 KINDS = (*HEADS, "free", "hybrid")
+USUAL = tuple(kind for kind in KINDS if kind not in OPTIONS)
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -129,8 +150,15 @@ def untrained_head(target: Target, kind: str = "ctc", **settings: Any) -> DraftH
 def trained_head(
     target: Target, texts: list[tuple[list[int], list[int]]], steps: int = 200, kind: str = "ctc", **settings: Any
 ) -> DraftHead:
-    """A head fitted to (prompt, greedy answer) pairs, so that many drafts are accepted."""
+    """A head fitted to (prompt, greedy answer) pairs, so that many drafts are accepted.
+
+    A draft vocabulary has the answers' most frequent tokens.
+    """
     head = untrained_head(target, kind, **settings).train()
+    if size := head.config.draft_vocab_size:
+        said = torch.tensor([token for _, answer in texts for token in answer])
+        counts = said.bincount(minlength=head.config.vocab_size)
+        head.set_draft_vocab(frequent_tokens(counts, size, head.config.end_token_ids))
     head.config.anchors = 16
     view = target.view()
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
@@ -170,14 +198,12 @@ class _Cell:
             yield from ((label, "free", text) for label, text in FREE.items())
         elif kind == "hybrid":
             for head, others in HYBRIDS.items():
-                yield (
-                    " + ".join([head, *others]),
-                    "yes",
-                    "+".join([f"{head}:{head}-yes", *(FREE[name] for name in others)]),
-                )
+                text = "+".join([f"{HEADS[head].get('kind', head)}:{head}-yes", *(FREE[name] for name in others)])
+                yield " + ".join([head, *others]), "yes", text
         else:
             for trained in ("no", "yes"):
-                for mode in TREE_MODES if kind == "ctc" else [""]:
+                trees = TREES.get(kind, ("",))
+                for mode in trees if trained == "yes" else trees[:1]:
                     text = f"{HEADS[kind].get('kind', kind)}:{kind}-{trained}" + (mode and f",tree={mode}")
                     yield f"{kind} {mode}".strip(), trained, text
 
@@ -201,6 +227,8 @@ class _Cell:
         """A head as training starts it ("NAME-no"), or fitted to the target's own answers ("NAME-yes")."""
         name, _, trained = path.partition("-")
         settings = {**HEADS[name], "kind": kind}
+        if "target_layers" in settings:
+            settings["target_layers"] = Eagle3Config.usual_layers(self.target.config.num_hidden_layers)
         if trained == "no":
             return untrained_head(self.target, **settings)
         texts = [(prompt, self.oracle.answer(prompt)) for prompt in self.prompts]

@@ -96,6 +96,21 @@ def test_both_attention_paths_equal_one_call_with_the_whole_mask(chunk):
     assert torch.allclose(flex, expected, atol=1e-5)
 
 
+def test_the_frames_of_an_anchor_share_one_row_of_the_mask():
+    anchors, segments = torch.tensor([[1, 4, 9], [0, 2, 8]]), torch.tensor([[1] * 5 + [2] * 7, [1] * 12])
+    whole, asked = dense_frame_mask(anchors, segments, 4), []
+    assert torch.equal(whole, whole[:, ::4].repeat_interleave(4, dim=1))
+    visible, left = frame_mask(anchors, segments, 4), (torch.randn(2, 2, 12, 8),) * 2
+
+    def counting(b, head, query, key):
+        asked.append(query.unique().tolist())
+        return visible(b, head, query, key)
+
+    own = torch.randn(2, 2, 12, 8)
+    dense_anchor_attention(counting, anchors, 4, left, anchors_per_chunk=2)(own, own, own)
+    assert asked == [[0, 4], [8]]
+
+
 def test_training_starts_with_frames_that_differ_and_a_blank_of_one_half(view):
     torch.manual_seed(0)
     head = CTCHead(CTCConfig(**SIZES))

@@ -9,6 +9,7 @@ from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 from tests.heads.small import disturbed, lent_target, text
 
 PASSES = 4
+SOME = torch.arange(61)[torch.arange(61) % 3 != 1]  # a draft vocabulary of 41
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +62,11 @@ def test_all_anchors_in_one_pass_equal_each_anchor_alone(view, layers):
             assert torch.allclose(together[anchor, k], expected, atol=1e-10), (anchor, k)
 
 
-@pytest.mark.parametrize("size", [0, 40])
-def test_the_loss_is_the_decayed_sum_of_cross_entropies_to_the_targets_distribution(view, size):
-    head, rows = make_head(draft_vocab_size=size, decay=0.5), make_text(rows=2, length=12)
+@pytest.mark.parametrize("drafted", [torch.arange(61), SOME], ids=["whole", "cut"])
+def test_the_loss_is_the_decayed_sum_of_cross_entropies_to_the_targets_distribution(view, drafted):
+    head, rows = make_head(draft_vocab_size=len(drafted) % 61, decay=0.5), make_text(rows=2, length=12)
+    if head.draft_vocab is not None:
+        head.set_draft_vocab(drafted)
     lent = head.draft_view(view)
     ids = rows.input_ids
     loss = head(rows.hidden, ids, ids, torch.ones_like(ids, dtype=torch.bool), view)
@@ -73,7 +76,7 @@ def test_the_loss_is_the_decayed_sum_of_cross_entropies_to_the_targets_distribut
         for anchor in range(10):
             for k, state in enumerate(one_alone(head, alone, anchor, view)):
                 at = anchor + 2 + k  # what this pass drafts
-                if at < 12 and (not size or ids[row, at] < size):
+                if at < 12 and ids[row, at] in drafted:
                     wanted = lent.logits(alone.hidden[0, at - 1]).softmax(-1)
                     total -= 0.5**k * float((wanted * head.next_log_probs(state)).sum())
     assert float(loss.total) == pytest.approx(total, rel=1e-6)
@@ -101,6 +104,13 @@ def test_it_starts_at_the_high_layer_and_the_targets_lm_head(view):
     assert torch.equal(head.lm_head.weight, view.lm_head_weight)
     states = head.train_states(rows, torch.arange(4)[None], view)[0]
     assert torch.allclose(states[:, 0], rows.aux_hidden[0, :4, -32:])
+
+
+def test_a_cut_lm_head_starts_as_the_rows_of_the_draft_vocabulary(view):
+    head = Eagle3Head(make_head(draft_vocab_size=len(SOME)).config).double()
+    head.set_draft_vocab(SOME)
+    head.start_from(make_text().hidden, view)
+    assert torch.equal(head.lm_head.weight, view.lm_head_weight[SOME])
 
 
 @pytest.mark.parametrize("settings", [{"passes": 0}, {"decay": 0.0}])

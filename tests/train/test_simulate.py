@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from draft_heads.heads.base import Rows
-from draft_heads.inference.drafters.heads.ctc import CTCDrafter
-from draft_heads.inference.drafters.heads.ctc_search import build_tree
+from draft_heads.inference.drafters.heads import ctc
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.checks.lossless_matrix import load_target, make_prompts, trained_head
@@ -29,29 +30,37 @@ def test_only_turns_that_are_greedy_throughout_are_walked():
     assert list(answers(mask, text, greedy)) == [(1, 3)]
 
 
-@pytest.mark.parametrize("mode", ["prefix", "raw"])
-def test_simulated_beta_is_the_decoders_beta(mode):
+@pytest.mark.parametrize(
+    "kind,settings,tree",
+    [
+        ("ctc", {}, "prefix"),
+        ("ctc", {}, "raw"),
+        ("ctc", {"label_context": 4}, "prefix"),
+        ("ctc", {"frames_from": "chain"}, "prefix"),
+        ("chimera", {}, "best"),
+        ("eagle3", {"target_layers": [1]}, "best"),
+        ("hydra", {"prefix_attention": True}, "best"),
+        ("medusa", {}, "best"),
+    ],
+)
+def test_simulated_beta_is_the_decoders_beta(monkeypatch, kind, settings, tree):
     target = load_target("llama", torch.float64)
-    prompts, settings = make_prompts(target, 6), GenerationSettings(48)
-    texts = [
-        (p, DecodingEngine(target, CTCDrafter(_head(target), target, 4)).generate(p, settings).tokens) for p in prompts
-    ]
-    head = trained_head(target, texts, steps=60)
-    engine = DecodingEngine(target, CTCDrafter(head, target, 16, mode))
+    prompts, rules = make_prompts(target, 4), GenerationSettings(48)
+    oracle = Oracle(target, rules)
+    texts = [(prompt, oracle.answer(prompt)) for prompt in prompts]
+    head = trained_head(target, texts, steps=60, kind=kind, **settings)
+    engine = DecodingEngine(target, drafter_for(head, target, 16, tree=tree))
+    monkeypatch.setattr(ctc.draft_tree, "__defaults__", (tree,))  # training simulates prefix trees only
+    steps = 0
     for prompt, answer in texts:
         row = torch.tensor([prompt + answer])
-        positions = torch.arange(row.shape[1])[None]
-        segments = torch.ones_like(row)
-        hidden, _ = target.forward_rows(row, segments, positions)
+        positions, segments = torch.arange(row.shape[1])[None], torch.ones_like(row)
+        hidden, aux_hidden = target.forward_rows(row, segments, positions, head.config.target_layers)
         with torch.no_grad():
-            frames = head.train_frames(Rows(hidden, row, segments, positions), positions, target.view())
-            log_probs = head.frame_log_probs(frames, target.view())[0]
-        simulated = walk(row[0], len(prompt), row.shape[1], lambda n, lp=log_probs: build_tree(lp[n], 16, mode))
-        decoded = engine.generate(prompt, settings)
+            rows = Rows(hidden, row, segments, positions, aux_hidden)
+            propose_at = HEAD_DRAFTERS[kind].propose_from(head, rows, target.view(), 16)
+            simulated = walk(row[0], len(prompt), row.shape[1], propose_at)
+        decoded = engine.generate(prompt, rules)
         assert simulated == (len(decoded.tokens), decoded.target_steps)
-
-
-def _head(target):
-    from draft_heads.scripts.checks.lossless_matrix import untrained_head
-
-    return untrained_head(target).to(target.dtype)
+        steps += decoded.target_steps
+    assert steps < 0.95 * 4 * 48  # drafts were accepted
