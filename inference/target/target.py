@@ -197,13 +197,15 @@ class Target:
         config = load_config(path)
         _check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)
-        chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        chosen: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
         placed: dict[str, Any] = {"device_map": "auto"} if spread else {}
         if split:
             sharded.check_run(config, adapter)
+            if chosen == "auto":  # DeepSpeed must know it before the weights are read
+                chosen = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
         load = partial(model_class(config).from_pretrained, path, dtype=chosen, **placed)
         try:
-            with sharded.loading(split):
+            with sharded.loading(chosen if split else None):
                 try:
                     model = load(attn_implementation="sdpa")
                 except ValueError as error:

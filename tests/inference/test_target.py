@@ -1,10 +1,14 @@
 """Loading a target, and the target as a labeller."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, save_target, template
 
@@ -59,3 +63,39 @@ def test_a_model_that_is_no_causal_lm_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"\(clip\) is no causal LM"):
         Target.from_pretrained(folder)
+
+
+def test_a_split_target_keeps_the_type_that_was_asked_for(tmp_path):
+    """DeepSpeed's process group outlives a test, so another process loads the target."""
+    code = f"""
+import torch.distributed as dist
+from draft_heads.inference.target import sharded
+from draft_heads.inference.target.target import Target
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+sharded.check_run = lambda *_: None
+target = Target.from_pretrained({save_target(tmp_path)!r}, "bfloat16", "cpu", split=True)
+print({{p.dtype for p in target.model.parameters()}}, {{p.ds_tensor.dtype for p in target.decoder.parameters()}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": "0"}, capture_output=True, text=True, check=False
+    )
+    assert "{torch.bfloat16} {torch.bfloat16}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, None])
+def test_a_split_target_on_a_gpu_has_the_type_of_its_config(tmp_path, monkeypatch, own):
+    folder = save_target(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dtype"] = own and "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = []
+
+    def loading(dtype):
+        asked.append(dtype)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sharded, "check_run", lambda *_: None)
+    monkeypatch.setattr(sharded, "loading", loading)
+    with pytest.raises(ZeroDivisionError):
+        Target.from_pretrained(folder, device="cuda", split=True)
+    assert asked == [own or torch.float32]
