@@ -102,8 +102,8 @@ class TrainingOptions:
                 raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
         if self.save_total_limit == 1:
             raise ValueError(
-                "--save_total_limit must be at least 2, got 1: the older checkpoint is deleted before the newer one is "
-                "known to be complete"
+                "--save_total_limit must be at least 2, got 1: should the newest checkpoint be damaged, the one before "
+                "it is needed; raise it"
             )
         if self.patience:
             self.load_best_model_at_end, self.metric_for_best_model = True, "eval_loss"

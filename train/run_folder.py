@@ -19,6 +19,7 @@ SETTINGS = "run.json"
 _OWN = {"runs", f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
 # May differ between a run and its resumption: they change where and how often, not what is learned.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
+_FREE |= {"save_total_limit"}
 
 
 def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
@@ -38,7 +39,8 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
         )
     if begun and newest_complete_checkpoint(folder):
         before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
+        keys = (settings.keys() | before.keys()) - _FREE  # older runs wrote some of these
+        changed = sorted(key for key in keys if settings.get(key) != before.get(key))
         if changed:
             differences = "; ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
             raise ValueError(

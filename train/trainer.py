@@ -246,6 +246,15 @@ class DraftHeadTrainer(Trainer):
             self._check_losses()
         super()._maybe_log_save_evaluate(*args, **options)
 
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """As transformers does, which would then delete checkpoints by the time stamps of their folders: `WallClock`
+        deletes them by their steps, once this one is complete."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(*args, **options)
+        finally:
+            self.args.save_total_limit = limit
+
     def _check_losses(self) -> None:
         """ValueError on every process if a loss since the last log is no finite number; nothing bad is saved."""
         finite = torch.stack([loss for loss, _, _ in self._since_log] or [torch.zeros(())]).isfinite().tolist()

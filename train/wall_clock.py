@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ _RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
 
 
 class WallClock(TrainerCallback):
-    """Counts training minutes, stops at `max_minutes` (0: never), and marks checkpoints that are whole.
+    """Counts training minutes, stops at `max_minutes` (0: never), marks checkpoints that are whole, deletes old ones.
 
     The first process's clock is everyone's: ranks with clocks of their own would use different learning rates.
     """
@@ -78,11 +79,15 @@ class WallClock(TrainerCallback):
             control.should_save = True  # a kill between here and the export costs nothing
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called when every file of the checkpoint has been written."""
+        """Called when this process has written its files of the checkpoint; older ones go when all have."""
         minutes = self._before + (time.monotonic() - self._start) / 60
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if args.world_size > 1:
+            torch.distributed.barrier()
         if state.is_world_process_zero and folder.is_dir():
             write_text(folder / MARKER, json.dumps({"minutes": minutes, "step": state.global_step}))
+            best = state.best_model_checkpoint
+            delete_old_checkpoints(folder, args.save_total_limit, Path(best).name if best else None)
 
 
 class MinutesBar(ProgressCallback):
@@ -131,10 +136,25 @@ def incomplete_checkpoints(run: Path) -> list[Path]:
     return sorted(path for path in run.glob("checkpoint-*") if not (path / MARKER).is_file())
 
 
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints whose writing was finished, in the order of their steps; clocks may have been moved."""
+    whole = [path for path in run.glob("checkpoint-*") if (path / MARKER).is_file()]
+    return sorted(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
 def newest_complete_checkpoint(run: Path) -> Path | None:
     """The last checkpoint whose writing was finished."""
-    whole = [path for path in run.glob("checkpoint-*") if (path / MARKER).is_file()]
-    return max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+    return next(reversed(complete_checkpoints(run)), None)
+
+
+def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) -> None:
+    """Keep `limit` complete checkpoints (None or 0: all): the newest and the best, then those of the last steps."""
+    complete = complete_checkpoints(newest.parent)
+    spare = [path for path in complete if path.name not in (newest.name, best)]
+    surplus = len(complete) - limit if limit else 0
+    for path in spare[: max(surplus, 0)]:
+        (path / MARKER).unlink()  # first: a kill in between leaves an incomplete checkpoint
+        shutil.rmtree(path)
 
 
 def wall_time_scheduler(name: Any, optimizer: Any, warmup_steps: int, clock: WallClock) -> LambdaLR:

@@ -288,6 +288,22 @@ def test_a_run_killed_behind_its_last_step_exports_the_same_head(dataset, uninte
     assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["steps"] == 6
 
 
+def test_checkpoints_of_the_future_do_not_displace_new_ones(dataset, uninterrupted, tmp_path):
+    """The clock was set back between a run and its resumption, which may also keep fewer."""
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    for later in ("head", "checkpoint-6"):
+        shutil.rmtree(output / later)
+    shutil.copytree(output / "checkpoint-4", output / "checkpoint-3")
+    for step in (3, 4):
+        os.utime(output / f"checkpoint-{step}", (2**32, 2**32))
+    settings = json.loads((output / "run.json").read_text()) | {"output_dir": str(output), "save_total_limit": 9}
+    (output / "run.json").write_text(json.dumps(settings))
+    status, told = run(dataset, output, "--save_total_limit", "2")
+    assert status == 0 and "resuming" in told, told
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+
+
 def test_a_spread_target_trains_the_same_head(dataset, uninterrupted, tmp_path):
     status, told = run(dataset, tmp_path / "run", "--target_device", "auto")
     assert status == 0, told

@@ -1,11 +1,12 @@
-"""Progress of a training run in a log file."""
+"""Progress of a training run in a log file; which checkpoints are kept."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
 
 from draft_heads.data.progress import ProgressLines
-from draft_heads.train.wall_clock import TrainingLines, WallClock
+from draft_heads.train.wall_clock import TrainingLines, WallClock, complete_checkpoints
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,34 @@ def test_a_log_file_gets_a_line_every_half_minute(minutes, first, count, monkeyp
         state.global_step, clock.elapsed = step, now / 60
         lines.on_step_end(None, state, None)
     assert (written[0], len(written)) == (first, count)
+
+
+def saved(run, step, limit=2, best=None):
+    """A checkpoint of a step, saved as the trainer does."""
+    (run / f"checkpoint-{step}").mkdir()
+    args = SimpleNamespace(output_dir=str(run), world_size=1, save_total_limit=limit)
+    best = best and str(run / f"checkpoint-{best}")
+    state = SimpleNamespace(global_step=step, is_world_process_zero=True, best_model_checkpoint=best)
+    WallClock(0).on_save(args, state, None)
+    return [int(path.name.split("-")[1]) for path in complete_checkpoints(run)]
+
+
+def test_the_last_checkpoints_by_step_are_kept_wherever_the_clock_stood(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()  # never finished: neither counted nor deleted
+    assert saved(tmp_path, 9) == [9]
+    assert saved(tmp_path, 10) == [9, 10]
+    for step in (9, 10):
+        os.utime(tmp_path / f"checkpoint-{step}", (2**32, 2**32))
+    assert saved(tmp_path, 11) == [10, 11]
+    assert saved(tmp_path, 12, limit=None) == [10, 11, 12]
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    assert [saved(tmp_path, step, best=best) for step, best in ((2, 2), (4, 2), (6, 2), (8, 2), (10, 10))] == [
+        [2],
+        [2, 4],
+        [2, 6],
+        [2, 8],
+        [8, 10],
+    ]
