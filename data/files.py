@@ -1,9 +1,11 @@
-"""Files that appear complete or not at all."""
+"""Files that appear complete or not at all, and the checksums of their content."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+import xxhash
 
 
 def write_text(path: Path, text: str) -> None:
@@ -19,3 +21,12 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def checksum(path: Path) -> str:
+    """xxh3 of a file, 16 hex digits."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()

@@ -24,9 +24,8 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-import xxhash
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import checksum, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -241,12 +240,8 @@ def _damage(folder: Path, shard: dict[str, Any]) -> str | None:
 
 @functools.cache
 def _checksum(path: Path, changed: int) -> str:
-    """xxh3 of a file (16 hex digits); `changed` is its time stamp, so that a file is read once."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(2**24):
-            digest.update(block)
-    return digest.hexdigest()
+    """Of a file's content; `changed` is its time stamp, so that a file is read once."""
+    return checksum(path)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def explained(left: Callable[[], str], folder: Path) -> Iterator[None]:
                 f"a checkpoint could not be written to {folder}, whose disk has {free:,.0f} MiB left; free some, or "
                 f"lower --save_total_limit; {left()}"
             ) from error
+        if isinstance(error, SafetensorError):
+            raise ValueError(f"a checkpoint in {folder} cannot be read ({told}); {left()}") from error
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in told:
             raise
         raise ValueError(

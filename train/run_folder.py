@@ -13,7 +13,12 @@ from draft_heads.data.files import write_text
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
-from draft_heads.train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
+from draft_heads.train.wall_clock import (
+    complete_checkpoints,
+    damage,
+    incomplete_checkpoints,
+    newest_complete_checkpoint,
+)
 
 SETTINGS = "run.json"
 _OWN = {"runs", f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
@@ -67,6 +72,7 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
             for cut_short in incomplete_checkpoints(folder):
                 print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
                 shutil.rmtree(cut_short)
+            set_damaged_aside(folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
     resume: Path | None = broadcast_object_list([newest_complete_checkpoint(folder)])[0]
@@ -76,6 +82,17 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
             "there or name a shared folder"
         )
     return resume
+
+
+def set_damaged_aside(folder: Path) -> None:
+    """Rename the newest checkpoints, up to the first whose files are as they were written."""
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        if (wrong := damage(checkpoint)) is None:
+            return
+        aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        print(f"{checkpoint} is damaged: {wrong}; not resumed there, kept as {aside.name}", flush=True)
 
 
 def kept(folder: Path) -> str:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import checksum, write_text
 from draft_heads.data.progress import Update
 
 MARKER = "complete.json"
@@ -85,7 +85,7 @@ class WallClock(TrainerCallback):
         if args.world_size > 1:
             torch.distributed.barrier()
         if state.is_world_process_zero and folder.is_dir():
-            write_text(folder / MARKER, json.dumps({"minutes": minutes, "step": state.global_step}))
+            mark_complete(folder, minutes=minutes, step=state.global_step)
             best = state.best_model_checkpoint
             delete_old_checkpoints(folder, args.save_total_limit, Path(best).name if best else None)
 
@@ -143,8 +143,33 @@ def complete_checkpoints(run: Path) -> list[Path]:
 
 
 def newest_complete_checkpoint(run: Path) -> Path | None:
-    """The last checkpoint whose writing was finished."""
-    return next(reversed(complete_checkpoints(run)), None)
+    """The last checkpoint whose writing was finished and whose files have the sizes that they had then."""
+    return next((path for path in reversed(complete_checkpoints(run)) if not damage(path, contents=False)), None)
+
+
+def mark_complete(checkpoint: Path, **facts: Any) -> None:
+    """Write the marker of a checkpoint whose files are all there: `facts`, and size and checksum of every file."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARKER)
+    found = {str(path.relative_to(checkpoint)): [path.stat().st_size, checksum(path)] for path in files}
+    write_text(checkpoint / MARKER, json.dumps({**facts, "files": found}))
+
+
+def damage(checkpoint: Path, contents: bool = True) -> str | None:
+    """What is wrong with the files of a complete checkpoint, None for nothing; older markers list no files.
+
+    contents: their checksums are compared too
+    """
+    try:
+        files = json.loads((checkpoint / MARKER).read_text(encoding="utf-8")).get("files", {})
+        for name, (size, xxh3) in files.items():
+            path = checkpoint / name
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if contents and checksum(path) != xxh3:
+                return f"{name} has other content than was written (its checksum differs)"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{' '.join(str(error).split())}"
+    return None
 
 
 def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) -> None:

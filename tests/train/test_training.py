@@ -288,6 +288,21 @@ def test_a_run_killed_behind_its_last_step_exports_the_same_head(dataset, uninte
     assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["steps"] == 6
 
 
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_resumed(dataset, uninterrupted, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    shutil.rmtree(output / "head")
+    settings = json.loads((output / "run.json").read_text()) | {"output_dir": str(output)}
+    (output / "run.json").write_text(json.dumps(settings))
+    os.truncate(output / "checkpoint-6" / "optimizer.pt", 1000)
+    status, told = run(dataset, output)
+    assert status == 0 and "Traceback" not in told, told
+    assert re.search(r"checkpoint-6 is damaged: optimizer.pt has 1000 bytes instead of \d{4,}; not resumed", told)
+    assert f"resuming {output / 'checkpoint-4'}" in told and (output / "damaged-checkpoint-6").is_dir()
+    whole, resumed = (load_file(folder / "head" / "model.safetensors") for folder in (uninterrupted, output))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
 def test_checkpoints_of_the_future_do_not_displace_new_ones(dataset, uninterrupted, tmp_path):
     """The clock was set back between a run and its resumption, which may also keep fewer."""
     output = tmp_path / "run"

@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from draft_heads.data.progress import ProgressLines
-from draft_heads.train.wall_clock import TrainingLines, WallClock, complete_checkpoints
+from draft_heads.train.wall_clock import (
+    TrainingLines,
+    WallClock,
+    complete_checkpoints,
+    damage,
+    newest_complete_checkpoint,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +65,26 @@ def test_the_best_checkpoint_is_kept(tmp_path):
         [2, 8],
         [8, 10],
     ]
+
+
+def test_damage_is_found_by_size_or_checksum(tmp_path):
+    saved(tmp_path, 1)
+    checkpoint = tmp_path / "checkpoint-2"
+    (checkpoint / "global_step2").mkdir(parents=True)
+    file = checkpoint / "global_step2" / "rank_0.pt"
+    file.write_bytes(b"weights")
+    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1, save_total_limit=None)
+    state = SimpleNamespace(global_step=2, is_world_process_zero=True, best_model_checkpoint=None)
+    WallClock(0).on_save(args, state, None)
+    assert damage(checkpoint) is None and newest_complete_checkpoint(tmp_path) == checkpoint
+    file.write_bytes(b"WEIGHTS")
+    assert "rank_0.pt has other content than was written" in damage(checkpoint)
+    file.write_bytes(b"w")
+    assert "global_step2/rank_0.pt has 1 bytes instead of 7" in damage(checkpoint)
+    file.unlink()
+    assert "rank_0.pt" in damage(checkpoint)
+    assert newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    (checkpoint / "complete.json").write_text("{")
+    assert damage(checkpoint) and newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    (checkpoint / "complete.json").write_text('{"minutes": 1.0}')  # as older versions wrote it
+    assert damage(checkpoint) is None
