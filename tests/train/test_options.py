@@ -57,9 +57,12 @@ def test_every_recipe_parses(tmp_path, kind):
             "--use_cpu",
             "true",
         ]
-        _, head, training = parse_options(config, [*arguments, "--output_dir", str(tmp_path)])
+        run, head, training = parse_options(config, [*arguments, "--output_dir", str(tmp_path)])
         config(**head)
         assert training.max_grad_norm == 0.5
+        assert not run.packing  # several conversations a row need a dense mask in the target's forward
+        if recipe.stem in {name for _, name in SIZE_CLASSES[1:]}:
+            assert training.tokens_per_batch >= run.max_length > 0
 
 
 def test_a_recipe_of_another_head_is_refused(tmp_path, capsys):
