@@ -23,6 +23,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from draft_heads.data.config_file import on_interrupt
@@ -75,6 +76,7 @@ def distill(
                 tokens = distiller.count_tokens(rest)
                 print(check_disk(tokens, options.labels == "argmax", width, distiller.hidden_dtype, output))
             folder.begin()
+    processes.check_shared(Path(output), "--output")
     folder = folder or ShardFolder.joined(output)
     starts = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
     # what is counted: answers to generate, or conversations to label; of this process's shards

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
+TOKEN = ".shared-"  # how a file's name begins that tells whether processes see the same folder
 _LONGEST_WAIT = timedelta(days=7)  # for a process whose share of the work takes longer
 
 
@@ -53,6 +56,26 @@ class Processes:
         if told[0] is not None:
             raise ValueError(told[0])
         yield False
+
+    def check_shared(self, folder: Path, flag: str) -> None:
+        """ValueError on every process unless all see a file that the first one has just written to the folder."""
+        if self.count == 1:
+            return
+        name = [uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        written = folder / f"{TOKEN}{name[0]}"
+        if self.rank == 0:
+            written.touch()
+        self.wait()
+        seen: list[bool | None] = [None] * self.count
+        dist.all_gather_object(seen, written.is_file())
+        if self.rank == 0:
+            written.unlink()
+        if not all(seen):
+            raise ValueError(
+                f"{flag} must be a folder that all nodes share; what the first process writes to {folder} is not on "
+                "the disk of every node; name a shared folder"
+            )
 
 
 ALONE = Processes()

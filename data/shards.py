@@ -26,6 +26,7 @@ import datasets
 import pyarrow as pa
 
 from draft_heads.data.files import checksum, write_text
+from draft_heads.data.processes import TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +278,11 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_own_file(path: Path) -> bool:
-    return path.name in {MANIFEST, _LOCK, f".{MANIFEST}.partial"} or (
-        path.name.lstrip(".").startswith("shard-")
-        and path.name.endswith((".arrow", ".arrow.tmp", ".json", ".json.partial"))
+    return (
+        path.name in {MANIFEST, _LOCK, f".{MANIFEST}.partial"}
+        or path.name.startswith(TOKEN)
+        or (
+            path.name.lstrip(".").startswith("shard-")
+            and path.name.endswith((".arrow", ".arrow.tmp", ".json", ".json.partial"))
+        )
     )

@@ -92,6 +92,7 @@ def decode_and_judge(
         if first:
             parts.begin(identity(options, target, benchmarks), options.overwrite)
             clear_output(options.output, finished)
+    processes.check_shared(parts.folder, "--output")
     groups = len(groups_of(benchmarks, group_size))
     with on_interrupt(lambda: parts.kept(groups)), progress_bar(console, show=processes.rank == 0) as progress:
         oracle, render = Oracle(target, generation_settings(options)), partial(render_prompt, target.tokenizer)

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
 from draft_heads.data.files import write_text
+from draft_heads.data.processes import Processes
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -30,9 +31,17 @@ _FREE |= {"save_total_limit"}
 def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
     """ValueError, naming --overwrite, if --output_dir holds a finished run, one of other settings, or something else.
 
+    The first process looks, and all raise what it found.
+
     A run that ended before its first checkpoint, say for want of memory, may be begun again with other settings.
     Nothing is written or deleted: that is `begin`'s, when everything else has been checked too.
     """
+    with _processes(args).first_alone() as first:
+        if first:
+            _check_folder(args, settings)
+
+
+def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
     folder = Path(args.output_dir or "")
     begun = (folder / SETTINGS).is_file()
     if args.overwrite:
@@ -62,11 +71,11 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
 def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
     """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start.
 
-    The first process chooses for all. ValueError on every process if the checkpoint is not on every node's disk.
+    The first process chooses for all. ValueError on every process if they do not share the folder.
     """
-    folder = Path(args.output_dir or "")
-    with args.main_process_first(desc="preparing the run's folder"):
-        if args.process_index == 0:
+    folder, resume, processes = Path(args.output_dir or ""), None, _processes(args)
+    with processes.first_alone() as first:
+        if first:
             if args.overwrite and folder.exists():
                 shutil.rmtree(folder)
             for cut_short in incomplete_checkpoints(folder):
@@ -75,13 +84,14 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
             set_damaged_aside(folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    resume: Path | None = broadcast_object_list([newest_complete_checkpoint(folder)])[0]
-    if resume and not all(gather_object([resume.is_dir()])):
-        raise ValueError(
-            f"--output_dir must be a folder that all nodes share; {resume} is not on the disk of every node; copy it "
-            "there or name a shared folder"
-        )
-    return resume
+            resume = newest_complete_checkpoint(folder)
+    processes.check_shared(folder, "--output_dir")
+    chosen: Path | None = broadcast_object_list([resume])[0]
+    return chosen
+
+
+def _processes(args: HeadTrainingArguments) -> Processes:
+    return Processes(args.process_index, args.world_size)
 
 
 def set_damaged_aside(folder: Path) -> None:

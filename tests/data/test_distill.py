@@ -19,6 +19,7 @@ from draft_heads.data.distiller import Distiller
 from draft_heads.data.rendering import ChatRenderer, render_conversation, render_prompt
 from draft_heads.data.shards import load_distilled
 from draft_heads.inference.target.target import Target
+from tests.running import ROOT, on_two_nodes
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs, write_sharegpt
 
 
@@ -382,6 +383,15 @@ def test_processes_share_the_rows_and_go_on_after_a_kill(target, source, tmp_pat
     assert (out / "manifest.json").read_text() == (tmp_path / "whole" / "manifest.json").read_text()
     again = launched(str(script), [target, source, str(out), "nobody"])
     assert again.returncode != 0 and again.stderr.count("already complete") >= 1
+
+
+def test_nodes_that_do_not_share_the_output_folder_are_told_so(target, source, tmp_path):
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    command = [str(ROOT / "scripts" / "distill.py"), "--target", target, "--dataset", source, "--labels", "argmax"]
+    for status, told in on_two_nodes([*command, "--output", "out"], *nodes):
+        assert status == 2 and "--output must be a folder that all nodes share" in told, told
 
 
 def test_a_folder_that_another_run_writes_is_refused(target, source, tmp_path):

@@ -16,6 +16,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts import evaluate, lossless
 from draft_heads.scripts.decoding_options import IncrementalStop, drafter_specs
+from tests.running import on_two_nodes
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</s>' }}{% endfor %}"
@@ -288,6 +289,16 @@ def put(self, group, part, own=PartFolder.put):
 PartFolder.put = put
 evaluate.main(sys.argv[1:])
 """
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_share_the_output_folder_are_told_so(command, tmp_path):
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    script = str(Path(evaluate.__file__).resolve())
+    for status, told in on_two_nodes([script, *command, "--output", "out"], *nodes):
+        assert status == 2 and "--output must be a folder that all nodes share" in told, told
 
 
 @pytest.mark.slow

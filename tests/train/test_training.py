@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,7 +29,7 @@ from draft_heads.train.options import RunOptions
 from draft_heads.train.run import explained
 from draft_heads.train.run_folder import check_folder
 from draft_heads.train.training_data import load_data
-from tests.running import ROOT, run_script
+from tests.running import ROOT, free_port, on_two_nodes, run_script
 
 TARGET = str(ROOT / "tests" / "tiny_target")
 SMALL = shlex.split(
@@ -74,13 +73,6 @@ def command(dataset, output, *extra, batch=4, kind="ctc"):
 
 def run(*arguments, **options):
     return run_script(*command(*arguments, **options))
-
-
-def free_port():
-    """A port nobody listens on: two tests may launch at the same moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def launch(*arguments, **options):
@@ -452,7 +444,7 @@ def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
 
 
 def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
-    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False)
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1)
     (tmp_path / "run.json").write_text('{"seed": 1}')
     (tmp_path / "checkpoint-3").mkdir()
     check_folder(args, {"seed": 2})
@@ -460,6 +452,35 @@ def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_pa
     check_folder(args, {"seed": 1})
     with pytest.raises(ValueError, match=r"other settings \(seed was 1, now 2\).*--overwrite"):
         check_folder(args, {"seed": 2})
+
+
+NODES = """
+from accelerate import PartialState
+from types import SimpleNamespace
+from draft_heads.train.run_folder import begin, check_folder
+rank = PartialState(cpu=True).process_index
+for output, use in (("foreign", check_folder), ("own", check_folder), ("own", begin)):
+    try:
+        use(SimpleNamespace(output_dir=output, overwrite=False, process_index=rank, world_size=2), {})
+        print("fine")
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_nodes_agree_on_a_folder_and_refuse_one_that_they_do_not_share(tmp_path):
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    (nodes[0] / "foreign").mkdir()
+    (nodes[0] / "foreign" / "thesis.txt").touch()
+    for status, told in on_two_nodes(["-c", NODES], *nodes):
+        refused, fine, alone = told.splitlines()[-3:]
+        assert status == 0 and "foreign is not empty" in refused and fine == "fine", told
+        assert alone.startswith("--output_dir must be a folder that all nodes share; what the first process writes")
+    for _, told in on_two_nodes(["-c", NODES], nodes[0], nodes[0]):
+        assert "fine\nfine\n" in told
 
 
 def test_a_head_that_reads_layers_trains_on_cached_and_on_computed_states(distil, dataset, tmp_path):
