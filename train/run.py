@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         if args.process_index == 0:
             print(coverage, flush=True)
     propose_from = HEAD_DRAFTERS[kind].propose_from
-    resume = begin(args, every_setting)
+    resume, lock = begin(args, every_setting)
     trainer = DraftHeadTrainer(
         head,
         target,
@@ -78,7 +78,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         trainer.close_progress()
         return kept(folder)
 
-    with on_interrupt(left), explained(left, folder):
+    with lock or nullcontext(), on_interrupt(left), explained(left, folder):
         trainer.start_head()
         if args.process_index == 0:
             print(trainer.plan(), flush=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from accelerate.utils import broadcast_object_list
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import LOCK, lock_folder, write_text
 from draft_heads.data.processes import Processes
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
@@ -22,7 +22,7 @@ from draft_heads.train.wall_clock import (
 )
 
 SETTINGS = "run.json"
-_OWN = {"runs", f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
+_OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
 # May differ between a run and its resumption: they change where and how often, not what is learned.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
 _FREE |= {"save_total_limit"}
@@ -44,6 +44,8 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
 def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
     folder = Path(args.output_dir or "")
     begun = (folder / SETTINGS).is_file()
+    if (folder / LOCK).is_file():
+        lock_folder(folder, "--output_dir").close()  # refused now rather than when the target is loaded
     if args.overwrite:
         return
     if (folder / "head" / CONFIG).is_file():
@@ -68,26 +70,30 @@ def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None
         )
 
 
-def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
-    """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start.
+def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path | None, TextIO | None]:
+    """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start, and the
+    folder's lock, which the first process holds.
 
     The first process chooses for all. ValueError on every process if they do not share the folder.
     """
-    folder, resume, processes = Path(args.output_dir or ""), None, _processes(args)
+    folder, resume, lock, processes = Path(args.output_dir or ""), None, None, _processes(args)
     with processes.first_alone() as first:
         if first:
-            if args.overwrite and folder.exists():
-                shutil.rmtree(folder)
+            lock = lock_folder(folder, "--output_dir")
+            for path in folder.iterdir() if args.overwrite else ():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:
+                    path.unlink()
             for cut_short in incomplete_checkpoints(folder):
                 print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
                 shutil.rmtree(cut_short)
             set_damaged_aside(folder)
-            folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
             resume = newest_complete_checkpoint(folder)
     processes.check_shared(folder, "--output_dir")
     chosen: Path | None = broadcast_object_list([resume])[0]
-    return chosen
+    return chosen, lock
 
 
 def _processes(args: HeadTrainingArguments) -> Processes:

@@ -27,7 +27,7 @@ from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import explained
-from draft_heads.train.run_folder import check_folder
+from draft_heads.train.run_folder import begin, check_folder
 from draft_heads.train.training_data import load_data
 from tests.running import ROOT, free_port, on_two_nodes, run_script
 
@@ -452,6 +452,21 @@ def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_pa
     check_folder(args, {"seed": 1})
     with pytest.raises(ValueError, match=r"other settings \(seed was 1, now 2\).*--overwrite"):
         check_folder(args, {"seed": 2})
+
+
+def test_a_second_run_in_the_folder_of_a_running_one_is_refused(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path / "run"), overwrite=False, process_index=0, world_size=1)
+    _, lock = begin(args, {})
+    (tmp_path / "run" / "checkpoint-1").mkdir()  # it is being written
+    args.overwrite = True
+    for use in (check_folder, begin):
+        with pytest.raises(ValueError, match=r"--output_dir .*/run is being written by another run; wait for its end"):
+            use(args, {})
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    lock.close()
+    check_folder(args, {})
+    begin(args, {})
+    assert not (tmp_path / "run" / "checkpoint-1").exists()
 
 
 NODES = """
