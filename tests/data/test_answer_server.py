@@ -1,7 +1,11 @@
 """Answers from a /v1/completions server: a stub on 127.0.0.1 that serves a tiny target, and stubs that misbehave."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -142,6 +146,52 @@ def test_a_request_that_fails_is_repeated(monkeypatch, fault):
         server.shutdown()
         server.server_close()
     assert answer.tokens == [5, 2] and len(asked) == 3
+
+
+INTERRUPTED = """
+import sys
+from draft_heads.data.answer_server import AnswerServer
+from draft_heads.data.config_file import exit_status
+server = AnswerServer(sys.argv[1], [2], 300, "stub", 2, cut_loops=False)
+sys.exit(exit_status(lambda: server.answers([[1]] * 5, [8] * 5)))
+"""
+
+
+def test_an_interrupt_ends_at_once_though_the_server_hangs():
+    hang, asked = threading.Event(), threading.Event()
+
+    def complete(request):
+        asked.set()
+        hang.wait(60)
+        return {}
+
+    with serving(complete) as url:
+        process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, url], stderr=subprocess.PIPE)
+        try:
+            assert asked.wait(60)
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130 and time.monotonic() - start < 10
+        finally:
+            process.kill()
+            process.communicate()
+            hang.set()
+
+
+def test_one_refusal_ends_the_other_requests(monkeypatch):
+    hang = threading.Event()
+
+    def complete(request):
+        if request["prompt"] == [1]:
+            hang.wait(30)
+        return {"text": "Hello"}
+
+    with serving(complete) as url:
+        start = time.monotonic()
+        with pytest.raises(ValueError, match="returns text but no token ids"):
+            AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1], [2], [3]], [8] * 3)
+        assert time.monotonic() - start < 10
+        hang.set()
 
 
 def test_a_server_that_answers_no_json_is_named(monkeypatch):
