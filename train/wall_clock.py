@@ -21,6 +21,7 @@ from draft_heads.data.progress import Update
 
 MARKER = "complete.json"
 ASK_EVERY = 8  # steps after which several processes agree on whether one of them was told to end
+_SLOW_STEP = 1.0  # seconds; after a step that took longer they ask again: launchers kill 30 s after SIGTERM
 _RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
 
 
@@ -34,9 +35,10 @@ class WallClock(TrainerCallback):
         self.max_minutes = max_minutes
         self.elapsed = 0.0  # minutes, agreed on at the end of each step
         self._before = 0.0  # minutes of the runs this one resumes
-        self._start = time.monotonic()
+        self._start = self._step_start = time.monotonic()
         self.terminated = False  # by SIGTERM, which all processes have agreed on
         self._signalled = False
+        self._ask_at = 0  # step
 
     @contextmanager
     def stopped_by_sigterm(self) -> Iterator[None]:
@@ -57,15 +59,18 @@ class WallClock(TrainerCallback):
         self._before = self.elapsed = float(json.loads((checkpoint / MARKER).read_text())["minutes"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._start = time.monotonic()
+        self._start = self._step_start = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.terminated = self._signalled
-        if args.world_size > 1:  # asked for every few steps: the answer is waited for
-            signalled = torch.tensor(int(self._signalled), device=args.device)
-            if agreed := state.global_step % ASK_EVERY == 0:
-                torch.distributed.all_reduce(signalled)
-            self.terminated = bool(agreed and signalled)
+        slow, self._step_start = time.monotonic() - self._step_start > _SLOW_STEP, time.monotonic()
+        if args.world_size > 1:  # asked for every few short steps: the answer is waited for
+            self.terminated = False
+            if state.global_step >= self._ask_at:
+                asked = torch.tensor([self._signalled, slow], dtype=torch.int32, device=args.device)
+                torch.distributed.all_reduce(asked)
+                self.terminated, slow_somewhere = asked.bool().tolist()
+                self._ask_at = state.global_step + (1 if slow_somewhere else ASK_EVERY)
         if self.terminated:
             control.should_training_stop = control.should_save = True
         if not self.max_minutes:

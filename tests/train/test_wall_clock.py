@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from draft_heads.data.progress import ProgressLines
 from draft_heads.train.wall_clock import (
@@ -88,3 +89,25 @@ def test_damage_is_found_by_size_or_checksum(tmp_path):
     assert damage(checkpoint) and newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
     (checkpoint / "complete.json").write_text('{"minutes": 1.0}')  # as older versions wrote it
     assert damage(checkpoint) is None
+
+
+def test_processes_ask_each_other_after_every_step_that_is_slow_on_one_of_them(monkeypatch):
+    now, asked, slow_elsewhere = 0.0, [], False
+
+    def all_reduce(tensor):
+        asked.append(state.global_step)
+        tensor += torch.tensor([0, slow_elsewhere])
+
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+    clock, control = WallClock(0), SimpleNamespace(should_training_stop=False, should_save=False)
+    args, state = SimpleNamespace(world_size=2, device="cpu"), SimpleNamespace(global_step=0)
+    clock.on_train_begin(args, state, control)
+    for step in range(1, 31):
+        state.global_step, slow_elsewhere = step, step == 19
+        now += 2.0 if step in (9, 10) else 0.1
+        clock._signalled = step >= 27
+        clock.on_step_end(args, state, control)
+        if clock.terminated:
+            break
+    assert asked == [1, 9, 10, 11, 19, 20, 28] and control.should_training_stop and control.should_save
