@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,15 +132,40 @@ class TrainingOptions:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
 
 
-def check_build_locks(older_than: float = 900.0) -> None:
-    """ValueError for the lock of a build of DeepSpeed's operators that was killed: later runs would wait for it."""
+def check_build_locks(pause: float = 2.0) -> None:
+    """ValueError for the lock of a build of DeepSpeed's operators that was killed: later runs would wait for it.
+
+    Builds run in the folder of their lock. A line says so where one is going on; where there is no /proc to tell,
+    locks of more than 15 minutes are refused.
+    """
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     for lock in folder.glob("**/lock"):
-        if (age := time.time() - lock.stat().st_mtime) > older_than:
+        if not (builders := _working_in(lock.parent)):
+            time.sleep(pause)  # a build has its lock for a moment before and after the compiler runs
+            builders = _working_in(lock.parent)
+        if not lock.is_file():
+            continue
+        age = (time.time() - lock.stat().st_mtime) / 60
+        if builders == [] or (builders is None and age > 15):
             raise ValueError(
-                f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's operators was killed, and runs would "
-                "wait for it forever; delete the file, unless a build is going on"
+                f"{lock} is {age:.0f} minutes old and no compiler works there: a build of DeepSpeed's operators was "
+                "killed, and runs would wait for it forever; delete the file, unless another machine builds there"
             )
+        if os.environ.get("RANK", "0") == "0":
+            at_work = f" by {', '.join(builders)}" if builders else ""
+            print(f"waiting for a build of DeepSpeed's operators{at_work} ({lock})", flush=True)
+
+
+def _working_in(folder: Path) -> list[str] | None:
+    """The programs whose working folder this is, None where the system does not tell."""
+    if not Path("/proc/self/cwd").exists():
+        return None
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended, or is another user's
+            if (process / "cwd").resolve() == folder.resolve():
+                found.append(f"{(process / 'comm').read_text().strip()} ({process.name})")
+    return found
 
 
 def recipe_defaults(

@@ -180,13 +180,20 @@ def test_help_all_lists_every_flag_of_transformers(capsys):
     assert told.index("--frames") < told.index("--adam_beta1")
 
 
-def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch):
+def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, capsys):
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     check_build_locks()
     lock.touch()
-    check_build_locks()
-    os.utime(lock, (0, 0))
-    with pytest.raises(ValueError, match=r"shm_comm/lock is \d+ minutes old: .*delete the file, unless a build"):
+    with pytest.raises(ValueError, match=r"shm_comm/lock is 0 minutes old .*delete the file, unless another machine"):
+        check_build_locks(pause=0)
+    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as build:
         check_build_locks()
+        build.kill()
+    assert f"waiting for a build of DeepSpeed's operators by sleep ({build.pid}) ({lock})" in capsys.readouterr().out
+    monkeypatch.setattr("draft_heads.train.options._working_in", lambda folder: None)
+    check_build_locks(pause=0)
+    os.utime(lock, (0, 0))
+    with pytest.raises(ValueError, match="no compiler works there"):
+        check_build_locks(pause=0)
