@@ -39,7 +39,7 @@ from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
-from draft_heads.data.options import dtype_name
+from draft_heads.data.options import dtype_name, memory_explained
 from draft_heads.data.processes import Processes
 from draft_heads.data.progress import progress_bar
 from draft_heads.data.shards import ShardFolder
@@ -84,7 +84,12 @@ def distill(
     total, done = sum(map(sum, sizes)), 0
     show_progress = show_progress and processes.rank == 0
     kept = folder.kept if processes.rank == 0 else lambda: ""  # the first process collects
-    with on_interrupt(kept), progress_bar(first="distilling", show=show_progress) as show:
+
+    def lower() -> str:
+        return f"lower --batch_size, or use a smaller --dtype or --device auto; {kept()}".removesuffix("; ")
+
+    explained = memory_explained("distillation", lower)
+    with explained, on_interrupt(kept), progress_bar(first="distilling", show=show_progress) as show:
 
         def advance(units: int) -> None:
             nonlocal done

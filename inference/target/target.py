@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import target_fingerprint, weights_hash
 from draft_heads.data.labeller import Labelled
-from draft_heads.data.options import dtype_named
+from draft_heads.data.options import dtype_named, memory_explained
 from draft_heads.data.pretrained import load_config, model_class
 from draft_heads.data.rendering import end_token_ids, said, special_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
@@ -34,6 +34,11 @@ from draft_heads.inference.target.tree_attention import behind_text, masks_by_la
 logger = logging.getLogger(__name__)
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
+
+_LESS_MEMORY = (
+    "name a smaller type (--dtype), several GPUs (--device auto) or a smaller target; in training those are "
+    "--target_dtype and --target_device auto, or --shard_target splits it among the processes"
+)
 
 
 def _check_decoder_only(config: Any, name: str) -> None:
@@ -170,6 +175,7 @@ class Target:
         return self.fused
 
     @classmethod
+    @memory_explained("loading the target", lambda: _LESS_MEMORY)
     def from_pretrained(
         cls,
         path: str,

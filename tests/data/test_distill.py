@@ -289,6 +289,16 @@ run_distill(target, source, output, labels="generate", max_new_tokens=12)
 """
 
 
+def test_running_out_of_memory_names_the_options_and_what_is_done(target, source, tmp_path, monkeypatch):
+    def full(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    monkeypatch.setattr(Distiller, "rows", full)
+    rule = r"distillation ran out of memory; lower --batch_size.*; no shard was finished: the same command"
+    with pytest.raises(ValueError, match=rule):
+        run_distill(target, source, str(tmp_path / "out"))
+
+
 def test_an_interrupted_run_says_what_is_done(target, source, tmp_path, monkeypatch):
     def interrupted(distiller, conversations, first=0, own=Distiller.rows):
         if first == 4:

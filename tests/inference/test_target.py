@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
@@ -99,3 +100,16 @@ def test_a_split_target_on_a_gpu_has_the_type_of_its_config(tmp_path, monkeypatc
     with pytest.raises(ZeroDivisionError):
         Target.from_pretrained(folder, device="cuda", split=True)
     assert asked == [own or torch.float32]
+
+
+@pytest.mark.parametrize("step", ["to", "__call__"])
+def test_a_target_too_large_for_the_memory_names_the_options_that_lower_it(tmp_path, monkeypatch, step):
+    """step: the weights do not fit, or they leave too little for the probe's forward."""
+
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    folder = save_target(tmp_path)
+    monkeypatch.setattr(LlamaForCausalLM, step, full)
+    with pytest.raises(ValueError, match=r"loading the target ran out of memory; .*--dtype.*--device auto"):
+        Target.from_pretrained(folder)

@@ -115,6 +115,15 @@ def test_lossless_has_no_row_that_compares_generate_with_itself(command, capsys)
     assert "'transformers' is reserved" in capsys.readouterr().err
 
 
+def test_running_out_of_memory_names_the_options_that_lower_it(command, capsys, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(evaluate, "decode", full)
+    assert evaluate.main(command) == 2
+    assert "decoding ran out of memory; lower --batch_size or --max_nodes" in capsys.readouterr().err
+
+
 def test_limit_takes_the_first_questions_of_each_benchmark(command, tmp_path):
     assert evaluate.main([*command, "--limit", "1"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
