@@ -106,6 +106,11 @@ class TrainingOptions:
                 "--save_total_limit must be at least 2, got 1: should the newest checkpoint be damaged, the one before "
                 "it is needed; raise it"
             )
+        if self.patience and self.eval_strategy == "no":
+            raise ValueError(
+                f"--patience {self.patience} counts evaluations, got --eval_strategy no; pass --eval_strategy steps "
+                "or drop --patience"
+            )
         if self.patience:
             self.load_best_model_at_end, self.metric_for_best_model = True, "eval_loss"
             self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.logging_steps

@@ -154,6 +154,7 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--target", "tests/tiny_target/config.json"], "config.json is a file"),
         (["--clip", "both"], "--clip must be norm or value"),
         (["--max_minutes", "-1"], "--max_minutes"),
+        (["--patience", "1", "--eval_strategy", "no"], "--patience 1 counts evaluations, got --eval_strategy no"),
         (["--held_out", "0"], "--held_out"),
         (["--max_length", "3"], "--max_length"),
         (["--target_dtype", "int8"], "--target_dtype"),
