@@ -244,6 +244,15 @@ SHAPES = {
 }
 """Llama shapes: those of the papers' targets (7b, 13b, 33b) and one of today's for each size class."""
 
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Operations a second of GPUs by what their names contain: dense, bfloat16."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Of a GPU that `PEAK_FLOPS` knows."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
 
 def count_parameters(config: Any) -> int:
     """Parameters of the decoder that a config describes, every expert counted; made without memory."""

@@ -47,11 +47,10 @@ from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, pro
 from draft_heads.scripts.bench.scripted import ScriptedEngine
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS, make_prompts, untrained_head
 from draft_heads.scripts.decoding_options import script_parser
-from draft_heads.train.options import RECIPES, SHAPES
+from draft_heads.train.options import PEAK_FLOPS, RECIPES, SHAPES
 
 NODES = (8, 16, 32, 64)
 ACCEPTED = 3.6  # tokens a step of a CTC head in its paper
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, bfloat16
 FREE = ("ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
 
 

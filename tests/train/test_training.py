@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draft_heads.data.collate import DraftCollator, label_counts
 from draft_heads.data.shards import load_distilled
@@ -134,7 +135,23 @@ def test_a_run_leaves_a_head_with_its_history(uninterrupted):
     (typed,) = re.findall(r"^    (\S+ \S*train/ctc.py .*)", (head / "README.md").read_text(), re.MULTILINE)
     assert str(uninterrupted) in shlex.split(typed)
     assert len(losses(uninterrupted)) == 6
-    assert list(uninterrupted.rglob("events.out.tfevents*"))
+
+
+def test_the_log_has_the_parts_of_the_loss_memory_and_mfu(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("draft_heads.train.trainer.peak_flops", lambda device: 1e9)
+    status, told = run(dataset, tmp_path / "run", "--logging_steps", "3", kind="medusa")
+    assert status == 0, told
+    history = json.loads((tmp_path / "run" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    head = sum(weight.numel() for weight in load_file(tmp_path / "run" / "head" / "model.safetensors").values())
+    target = sum(weight.numel() for weight in load_file(Path(TARGET) / "model.safetensors").values())
+    for entry in history:
+        if "loss" in entry:  # of a mean over steps and one over windows
+            assert entry["loss_ce_0"] + 0.8 * entry["loss_ce_1"] == pytest.approx(entry["loss"], rel=0.02)
+            flops = entry["tokens_per_second"] * (6 * head + 2 * target)
+            assert entry["mfu"] == pytest.approx(flops / 1e9, rel=0.01) and entry["memory_mib"] > 100
+    events = (tmp_path / "run").rglob("events.out.tfevents*")
+    shown = {tag for file in events for tag in EventAccumulator(str(file)).Reload().Tags()["scalars"]}
+    assert {"train/loss_ce_1", "train/memory_mib", "train/mfu"} <= shown
 
 
 def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninterrupted, tmp_path):
