@@ -82,9 +82,23 @@ ALONE = Processes()
 
 
 def own_device(device: str | None) -> str | None:
-    """The device of this process: where several share a node and none is named, the GPU of its local rank."""
+    """The device of this process: where several share a node and none is named, the GPU of its local rank.
+
+    Where every process sees GPUs of its own, as under Slurm, the local rank may exceed their number. ValueError for
+    `auto` in several processes, and for more processes than GPUs on a node.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if device == "auto" and count > 1:
+        raise ValueError(
+            f"--device auto spreads the target over the GPUs of one process; this run has {count}; start one, or leave "
+            "it out, and each process takes a GPU"
+        )
     local = os.environ.get("LOCAL_RANK")
     if local is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device
-    torch.cuda.set_device(int(local))
-    return f"cuda:{local}"
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here > gpus:
+        raise ValueError(f"each process of a node needs a GPU; got {here} processes and {gpus}; start {gpus}")
+    own = int(local) % gpus
+    torch.cuda.set_device(own)
+    return f"cuda:{own}"

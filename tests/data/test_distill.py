@@ -16,6 +16,7 @@ from draft_heads.data.conversations import ConversationError, load_conversations
 from draft_heads.data.distill import distill
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Distiller
+from draft_heads.data.processes import own_device
 from draft_heads.data.rendering import ChatRenderer, render_conversation, render_prompt
 from draft_heads.data.shards import load_distilled
 from draft_heads.inference.target.target import Target
@@ -393,6 +394,36 @@ def test_processes_share_the_rows_and_go_on_after_a_kill(target, source, tmp_pat
     assert (out / "manifest.json").read_text() == (tmp_path / "whole" / "manifest.json").read_text()
     again = launched(str(script), [target, source, str(out), "nobody"])
     assert again.returncode != 0 and again.stderr.count("already complete") >= 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "own"),
+    [
+        ({}, 2, None),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2, "cuda:1"),
+        ({"LOCAL_RANK": "3"}, 1, "cuda:0"),  # Slurm shows each task a GPU of its own
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 2, "each process of a node needs a GPU; got 4 processes and 2"),
+    ],
+)
+def test_a_process_takes_a_gpu_that_it_sees(monkeypatch, environment, gpus, own):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    set_to = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    if own and not own.startswith("cuda"):
+        with pytest.raises(ValueError, match=own):
+            own_device(None)
+        return
+    assert own_device(None) == own_device("cuda" if own else None) == own
+    assert own_device("cuda:7") == "cuda:7" and own_device("auto") == "auto"
+    assert set(set_to) == ({int(own[-1])} if own else set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--device auto spreads the target over the GPUs of one process; this run has"):
+        own_device("auto")
 
 
 def test_nodes_that_do_not_share_the_output_folder_are_told_so(target, source, tmp_path):
