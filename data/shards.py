@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+from uuid import uuid4
 
 import datasets
 import pyarrow as pa
@@ -121,12 +122,13 @@ class ShardFolder:
     ) -> None:
         """Write one shard; `entry` (first_row, source_rows, skipped …) is added to the manifest as it is.
 
+        A shard that another process has finished meanwhile is kept instead.
         states: the columns of raw bytes, an [L, ·] tensor each, its type in the manifest
         """
         number = entry["first_row"] // self.manifest["settings"]["shard_rows"]
         name = f"shard-{number:05d}.arrow"
         path = self.folder / name
-        temporary = path.with_suffix(".arrow.tmp")
+        temporary = path.with_suffix(f".{uuid4().hex}.arrow.tmp")  # a process of an earlier run may still be writing
         columns: dict[str, Any] = {
             "id": datasets.Value("string"),
             "input_ids": datasets.List(datasets.Value("int32")),
@@ -145,6 +147,10 @@ class ShardFolder:
                     written += len(batch)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            temporary.unlink()
+            logger.warning("%s was finished by another process; that one is kept", path)
+            return
         temporary.replace(path)
         status = path.stat()
         file_of = {"file": name, "rows": written, "bytes": status.st_size, "xxh3": _checksum(path, status.st_mtime_ns)}

@@ -18,7 +18,7 @@ from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Distiller
 from draft_heads.data.processes import own_device
 from draft_heads.data.rendering import ChatRenderer, render_conversation, render_prompt
-from draft_heads.data.shards import load_distilled
+from draft_heads.data.shards import ShardFolder, load_distilled
 from draft_heads.inference.target.target import Target
 from tests.running import ROOT, on_two_nodes
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs, write_sharegpt
@@ -433,6 +433,27 @@ def test_nodes_that_do_not_share_the_output_folder_are_told_so(target, source, t
     command = [str(ROOT / "scripts" / "distill.py"), "--target", target, "--dataset", source, "--labels", "argmax"]
     for status, told in on_two_nodes([*command, "--output", "out"], *nodes):
         assert status == 2 and "--output must be a folder that all nodes share" in told, told
+
+
+def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path):
+    out = tmp_path / "out"
+    manifest = run_distill(target, source, str(out))
+    shard, entry = (out / "shard-00000.arrow"), out / "shard-00000.json"
+    before = shard.read_bytes()
+    straggler = ShardFolder.joined(str(out))
+    row = {"id": "late", "input_ids": [1], "assistant_mask": [True], "greedy_ids": [1]}
+    straggler.write([row], {"first_row": 0, "source_rows": 4}, {})
+    assert shard.read_bytes() == before and not entry.exists() and not list(out.glob("*.tmp"))
+    shard.unlink()
+
+    def rows():
+        (temporary,) = out.glob("*.tmp")  # a second one at work has a name of its own
+        ShardFolder.joined(str(out)).write([row], {"first_row": 0, "source_rows": 4}, {"rows": 1})
+        assert temporary.exists()
+        yield row
+
+    straggler.write(rows(), {"first_row": 0, "source_rows": 4}, {"rows": 2})
+    assert json.loads(entry.read_text())["counts"] == {"rows": 1} and manifest["complete"]
 
 
 def test_a_folder_that_another_run_writes_is_refused(target, source, tmp_path):
