@@ -205,6 +205,8 @@ class Target:
         tokenizer = load_tokenizer(path, chat_template)
         chosen: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
         placed: dict[str, Any] = {"device_map": "auto"} if spread else {}
+        if device.type == "cuda" and not (spread or split or lend_to or adapter):
+            placed = {"device_map": {"": device}}  # weight by weight, without a copy of all in host memory
         if split:
             sharded.check_run(config, adapter)
             if chosen == "auto":  # DeepSpeed must know it before the weights are read
@@ -231,7 +233,7 @@ class Target:
             adapted = PeftModel.from_pretrained(model, adapter)
             sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
             model = adapted.merge_and_unload()
-        if not spread and not split and not lend_to:
+        if not placed and not split and not lend_to:
             model.to(device)
         target = cls(model, tokenizer, path, adapter)
         if lend_to:

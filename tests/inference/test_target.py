@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
@@ -113,3 +113,21 @@ def test_a_target_too_large_for_the_memory_names_the_options_that_lower_it(tmp_p
     monkeypatch.setattr(LlamaForCausalLM, step, full)
     with pytest.raises(ValueError, match=r"loading the target ran out of memory; .*--dtype.*--device auto"):
         Target.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("device", "adapter", "placed"),
+    [("cuda:1", None, {"": torch.device("cuda:1")}), ("cuda:1", "folder", None), ("cpu", None, None)],
+)
+def test_weights_go_to_a_gpu_one_by_one(tmp_path, monkeypatch, device, adapter, placed):
+    asked = []
+
+    def load(*args, **options):
+        asked.append(options.get("device_map"))
+        raise ZeroDivisionError
+
+    folder = save_target(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(ZeroDivisionError):
+        Target.from_pretrained(folder, device=device, adapter=adapter)
+    assert asked == [placed]
