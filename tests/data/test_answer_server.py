@@ -1,13 +1,16 @@
 """Answers from a /v1/completions server: a stub on 127.0.0.1 that serves a tiny target, and stubs that misbehave."""
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,7 @@ from draft_heads.data.distill import distill
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.shards import load_distilled
 from draft_heads.inference.target.target import Target
+from tests.running import free_port
 from tests.tiny_chat import save_target, write_sharegpt
 
 
@@ -206,3 +210,22 @@ def test_server_that_is_not_there_is_named(monkeypatch):
         AnswerServer("http://127.0.0.1:9/v1/", [2], 300, None, 2, cut_loops=False)
     with pytest.raises(ValueError, match="is no http"):
         AnswerServer("127.0.0.1:8000", [2], 300, None, 2, cut_loops=False)
+
+
+@pytest.mark.slow
+def test_transformers_serve_which_returns_no_token_ids_is_refused(folder):
+    port, transformers = free_port(), str(Path(sys.executable).parent / "transformers")
+    command = [transformers, "serve", folder, "--device", "cpu", "--host", "127.0.0.1", "--port", port]
+    with subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}) as server:
+        try:
+            for _ in range(600):
+                assert server.poll() is None
+                with socket.socket() as asked:
+                    if asked.connect_ex(("127.0.0.1", int(port))) == 0:
+                        break
+                time.sleep(0.2)
+            served = AnswerServer(f"http://127.0.0.1:{port}/v1", [2], 300, folder, 2, cut_loops=False)
+            with pytest.raises(ValueError, match=r"cannot be used \(status 422: .*return_token_ids"):
+                served.answers([[1, 5], [1, 6]], [8, 8])
+        finally:
+            server.kill()
