@@ -172,8 +172,8 @@ def damage(checkpoint: Path, contents: bool = True) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes instead of {size}"
             if contents and checksum(path) != xxh3:
                 return f"{name} has other content than was written (its checksum differs)"
-    except (OSError, ValueError, AttributeError) as error:
-        return f"{' '.join(str(error).split())}"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return " ".join(str(error).split())
     return None
 
 
@@ -183,8 +183,8 @@ def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) ->
     spare = [path for path in complete if path.name not in (newest.name, best)]
     surplus = len(complete) - limit if limit else 0
     for path in spare[: max(surplus, 0)]:
-        (path / MARKER).unlink()  # first: a kill in between leaves an incomplete checkpoint
-        shutil.rmtree(path)
+        (path / MARKER).unlink()  # first: what stays after a kill, or in use, is an incomplete checkpoint
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def wall_time_scheduler(name: Any, optimizer: Any, warmup_steps: int, clock: WallClock) -> LambdaLR:
