@@ -49,9 +49,9 @@ lint: $(READY)
 lossless: $(READY)
 	$(BIN)/python scripts/checks/lossless_matrix.py --prompts 200 --targets $(TARGET) $(TARGETS) --output runs/lossless
 
-# Kills training at 100 points and distillation at 50, resumes each time, compares with undisturbed runs.
+# Kills training at 100 points and distillation at 60, resumes each time, compares with undisturbed runs.
 survival: $(READY)
-	$(BIN)/python scripts/checks/survival.py
+	$(BIN)/python scripts/checks/survival.py --training 100 --distillation 60 --seed 2
 
 # vLLM's pinned torch must not meet ours. Its CPU build needs none of torchvision, torchaudio and torchcodec.
 ENGINES := .venv-engines

@@ -14,7 +14,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 from draft_heads.data.answers import Answer
@@ -53,13 +55,40 @@ class AnswerServer:
     def answers(
         self, prompts: list[list[int]], limits: list[int], progress: Callable[[int], None] = lambda count: None
     ) -> list[Answer]:
-        """One greedy answer per prompt, in order; `limits` as in `data.answers.answer_prompts`."""
-        answers = []
-        with ThreadPoolExecutor(self._concurrency) as pool:
-            for answer in pool.map(self._answer, prompts, limits):
-                answers.append(answer)
+        """One greedy answer per prompt, in order; `limits` as in `data.answers.answer_prompts`.
+
+        Ctrl-C and errors end it at once, whatever the server does: daemon threads, unlike an executor's, are not waited
+        for.
+        """
+        jobs: SimpleQueue[tuple[int, list[int], int]] = SimpleQueue()
+        done: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
+        for number, (prompt, limit) in enumerate(zip(prompts, limits)):
+            jobs.put((number, prompt, limit))
+
+        def work() -> None:
+            with suppress(Empty):
+                while True:
+                    number, prompt, limit = jobs.get_nowait()
+                    try:
+                        done.put((number, self._answer(prompt, limit)))
+                    except Exception as error:
+                        done.put((number, error))
+
+        for _ in range(min(self._concurrency, len(prompts))):
+            Thread(target=work, daemon=True).start()
+        answers: dict[int, Answer] = {}
+        try:
+            while len(answers) < len(prompts):
+                number, answer = done.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                answers[number] = answer
                 progress(1)
-        return answers
+        finally:
+            with suppress(Empty):
+                while True:  # nothing more is asked
+                    jobs.get_nowait()
+        return [answers[number] for number in range(len(prompts))]
 
     def _answer(self, prompt: list[int], limit: int) -> Answer:
         asked = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}

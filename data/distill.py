@@ -23,6 +23,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from draft_heads.data.config_file import on_interrupt
@@ -38,7 +39,7 @@ from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
-from draft_heads.data.options import dtype_name
+from draft_heads.data.options import dtype_name, memory_explained
 from draft_heads.data.processes import Processes
 from draft_heads.data.progress import progress_bar
 from draft_heads.data.shards import ShardFolder
@@ -75,6 +76,7 @@ def distill(
                 tokens = distiller.count_tokens(rest)
                 print(check_disk(tokens, options.labels == "argmax", width, distiller.hidden_dtype, output))
             folder.begin()
+    processes.check_shared(Path(output), "--output")
     folder = folder or ShardFolder.joined(output)
     starts = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
     # what is counted: answers to generate, or conversations to label; of this process's shards
@@ -82,7 +84,12 @@ def distill(
     total, done = sum(map(sum, sizes)), 0
     show_progress = show_progress and processes.rank == 0
     kept = folder.kept if processes.rank == 0 else lambda: ""  # the first process collects
-    with on_interrupt(kept), progress_bar(first="distilling", show=show_progress) as show:
+
+    def lower() -> str:
+        return f"lower --batch_size, or use a smaller --dtype or --device auto; {kept()}".removesuffix("; ")
+
+    explained = memory_explained("distillation", lower)
+    with explained, on_interrupt(kept), progress_bar(first="distilling", show=show_progress) as show:
 
         def advance(units: int) -> None:
             nonlocal done

@@ -1,9 +1,16 @@
-"""Files that appear complete or not at all."""
+"""Files that appear complete or not at all, the checksums of their content, and folders that one run writes to."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 from pathlib import Path
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -19,3 +26,31 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def checksum(path: Path) -> str:
+    """xxh3 of a file, 16 hex digits."""
+    import xxhash  # comes with `datasets`; whoever only decodes needs neither
+
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def lock_folder(folder: Path, flag: str) -> TextIO:
+    """ValueError while another run writes to the folder, which is made; the lock ends when what is returned is closed,
+    or with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(
+            f"{flag} {folder} is being written by another run; wait for its end or pick another folder"
+        ) from None
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s): a second run in it would not be noticed", folder, error.strerror)
+    return lock

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -70,6 +71,22 @@ def use_threads(threads: int) -> None:
         raise ValueError(f"--threads must be 0 (torch's choice) or more; got {threads}")
     if threads:
         torch.set_num_threads(threads)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether torch had too little memory; only on a GPU its error has a type of its own."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+
+
+@contextmanager
+def memory_explained(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """Inside, an error of torch for want of memory becomes a ValueError: what ran out of it, and a remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ValueError(f"{what} ran out of memory; {remedy()}") from error
 
 
 def true_or_false(text: str) -> bool:

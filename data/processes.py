@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
+TOKEN = ".shared-"  # how a file's name begins that tells whether processes see the same folder
 _LONGEST_WAIT = timedelta(days=7)  # for a process whose share of the work takes longer
 
 
@@ -54,14 +57,48 @@ class Processes:
             raise ValueError(told[0])
         yield False
 
+    def check_shared(self, folder: Path, flag: str) -> None:
+        """ValueError on every process unless all see a file that the first one has just written to the folder."""
+        if self.count == 1:
+            return
+        name = [uuid4().hex]
+        dist.broadcast_object_list(name, src=0)
+        written = folder / f"{TOKEN}{name[0]}"
+        if self.rank == 0:
+            written.touch()
+        self.wait()
+        seen: list[bool | None] = [None] * self.count
+        dist.all_gather_object(seen, written.is_file())
+        if self.rank == 0:
+            written.unlink()
+        if not all(seen):
+            raise ValueError(
+                f"{flag} must be a folder that all nodes share; what the first process writes to {folder} is not on "
+                "the disk of every node; name a shared folder"
+            )
+
 
 ALONE = Processes()
 
 
 def own_device(device: str | None) -> str | None:
-    """The device of this process: where several share a node and none is named, the GPU of its local rank."""
+    """The device of this process: where several share a node and none is named, the GPU of its local rank.
+
+    Where every process sees GPUs of its own, as under Slurm, the local rank may exceed their number. ValueError for
+    `auto` in several processes, and for more processes than GPUs on a node.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if device == "auto" and count > 1:
+        raise ValueError(
+            f"--device auto spreads the target over the GPUs of one process; this run has {count}; start one, or leave "
+            "it out, and each process takes a GPU"
+        )
     local = os.environ.get("LOCAL_RANK")
     if local is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device
-    torch.cuda.set_device(int(local))
-    return f"cuda:{local}"
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if here > gpus:
+        raise ValueError(f"each process of a node needs a GPU; got {here} processes and {gpus}; start {gpus}")
+    own = int(local) % gpus
+    torch.cuda.set_device(own)
+    return f"cuda:{own}"

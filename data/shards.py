@@ -10,7 +10,6 @@ processes may write shards of one folder; the first of them begins and finishes 
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import itertools
 import json
@@ -20,19 +19,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+from uuid import uuid4
 
 import datasets
 import pyarrow as pa
-import xxhash
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import LOCK, checksum, lock_folder, write_text
+from draft_heads.data.processes import TOKEN
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-_LOCK = ".lock"
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
 
@@ -60,6 +59,7 @@ class ShardFolder:
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.manifest = manifest
+        self._lock: TextIO | None = None  # held while this process may write
 
     @classmethod
     def joined(cls, output: str) -> ShardFolder:
@@ -81,7 +81,7 @@ class ShardFolder:
             raise ValueError(f"--output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
         opened = cls(folder, fresh)
-        opened._lock_folder()
+        opened._lock = lock_folder(folder, "--output")
         if not goes_on:
             return opened
         opened.manifest = _read_manifest(folder)
@@ -102,22 +102,11 @@ class ShardFolder:
             raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
         return opened
 
-    def _lock_folder(self) -> None:
-        """ValueError while another run writes to the folder; the lock ends with the process that holds it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / _LOCK).open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"--output {self.folder} is being written by another run; wait for its end or pick another folder"
-            ) from None
-
     def begin(self) -> None:
         """Remove shards that the manifest does not list, and temporary files; write the manifest."""
         if not self.manifest["shards"]:
             (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
-        named = {MANIFEST, _LOCK, *(shard["file"] for shard in self.manifest["shards"])}
+        named = {MANIFEST, LOCK, *(shard["file"] for shard in self.manifest["shards"])}
         for path in self.folder.iterdir():
             if _is_own_file(path) and path.name not in named:
                 path.unlink()
@@ -133,12 +122,13 @@ class ShardFolder:
     ) -> None:
         """Write one shard; `entry` (first_row, source_rows, skipped …) is added to the manifest as it is.
 
+        A shard that another process has finished meanwhile is kept instead.
         states: the columns of raw bytes, an [L, ·] tensor each, its type in the manifest
         """
         number = entry["first_row"] // self.manifest["settings"]["shard_rows"]
         name = f"shard-{number:05d}.arrow"
         path = self.folder / name
-        temporary = path.with_suffix(".arrow.tmp")
+        temporary = path.with_suffix(f".{uuid4().hex}.arrow.tmp")  # a process of an earlier run may still be writing
         columns: dict[str, Any] = {
             "id": datasets.Value("string"),
             "input_ids": datasets.List(datasets.Value("int32")),
@@ -157,6 +147,10 @@ class ShardFolder:
                     written += len(batch)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            temporary.unlink()
+            logger.warning("%s was finished by another process; that one is kept", path)
+            return
         temporary.replace(path)
         status = path.stat()
         file_of = {"file": name, "rows": written, "bytes": status.st_size, "xxh3": _checksum(path, status.st_mtime_ns)}
@@ -190,7 +184,7 @@ class ShardFolder:
             raise ValueError(f"{self.folder} lacks shards of a process that ended early; run the same command again")
         self.manifest["complete"] = True
         self._save()
-        (self.folder / _LOCK).unlink(missing_ok=True)
+        (self.folder / LOCK).unlink(missing_ok=True)
 
     def _save(self) -> None:
         totals: Counter[str] = Counter()
@@ -241,12 +235,8 @@ def _damage(folder: Path, shard: dict[str, Any]) -> str | None:
 
 @functools.cache
 def _checksum(path: Path, changed: int) -> str:
-    """xxh3 of a file (16 hex digits); `changed` is its time stamp, so that a file is read once."""
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(2**24):
-            digest.update(block)
-    return digest.hexdigest()
+    """Of a file's content; `changed` is its time stamp, so that a file is read once."""
+    return checksum(path)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -282,7 +272,11 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_own_file(path: Path) -> bool:
-    return path.name in {MANIFEST, _LOCK, f".{MANIFEST}.partial"} or (
-        path.name.lstrip(".").startswith("shard-")
-        and path.name.endswith((".arrow", ".arrow.tmp", ".json", ".json.partial"))
+    return (
+        path.name in {MANIFEST, LOCK, f".{MANIFEST}.partial"}
+        or path.name.startswith(TOKEN)
+        or (
+            path.name.lstrip(".").startswith("shard-")
+            and path.name.endswith((".arrow", ".arrow.tmp", ".json", ".json.partial"))
+        )
     )

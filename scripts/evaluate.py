@@ -27,6 +27,7 @@ from draft_heads.data.config_file import exit_status, on_interrupt
 from rich.console import Console
 
 from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
+from draft_heads.data.options import memory_explained
 from draft_heads.data.processes import Processes
 from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import render_prompt
@@ -92,8 +93,16 @@ def decode_and_judge(
         if first:
             parts.begin(identity(options, target, benchmarks), options.overwrite)
             clear_output(options.output, finished)
+    processes.check_shared(parts.folder, "--output")
     groups = len(groups_of(benchmarks, group_size))
-    with on_interrupt(lambda: parts.kept(groups)), progress_bar(console, show=processes.rank == 0) as progress:
+    memory = memory_explained(
+        "decoding", lambda: f"lower --batch_size or --max_nodes, or use a smaller --dtype; {parts.kept(groups)}"
+    )
+    with (
+        memory,
+        on_interrupt(lambda: parts.kept(groups)),
+        progress_bar(console, show=processes.rank == 0) as progress,
+    ):
         oracle, render = Oracle(target, generation_settings(options)), partial(render_prompt, target.tokenizer)
         decode(engines, oracle, benchmarks, render, parts, progress, group_size, processes)
         processes.wait()

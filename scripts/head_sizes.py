@@ -8,7 +8,8 @@ level, and the LM head once a level where heads share it.
 
 Memory is an estimate for the recipe of the target's size class: the target in 16 bits, whole on every GPU; 16 bytes for
 each parameter of the head (weight and gradient in 16 bits, a float32 weight and two Adam moments), of which ZeRO 1
-shards 12, ZeRO 2 also the gradients, ZeRO 3 all; activations of one micro-batch; 2 GiB for CUDA itself.
+shards 12, ZeRO 2 also the gradients, ZeRO 3 all; activations of one micro-batch, at most: of short conversations every
+token is an anchor; 2 GiB for CUDA itself.
 """
 
 from __future__ import annotations
@@ -73,8 +74,10 @@ def training_memory(config: Any, kind: str, recipe: dict[str, Any]) -> dict[str,
     """GiB on each GPU by part, and in all by ZeRO stage on 8 GPUs: target, head, activations, zero0 … zero3."""
     head = make_head(config, kind, {key: recipe[key] for key in option_names(head_classes(kind)[1]) if key in recipe})
     parameters, sizes = sum(p.numel() for p in head.parameters()), head.config
-    tokens = recipe["per_device_train_batch_size"] * recipe["max_length"]
-    anchors = recipe["per_device_train_batch_size"] * (recipe["anchors"] or recipe["max_length"])
+    rows, longest = recipe.get("per_device_train_batch_size", 1), recipe["max_length"]
+    tokens, anchors = rows * longest, rows * (recipe["anchors"] or longest)
+    if by_tokens := recipe.get("tokens_per_batch"):
+        tokens = anchors = by_tokens  # a batch of rows that have no more than `anchors` tokens each
     drafted = anchors * getattr(sizes, "frames", sizes.offsets)
     read = tokens if any(isinstance(module, DecoderBlock) for module in head.modules()) else 0
     forward = tokens * (8 * sizes.hidden_size + 3 * sizes.intermediate_size)  # of one layer of the target at a time

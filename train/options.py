@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,13 @@ class TrainingOptions:
                 raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
         if self.save_total_limit == 1:
             raise ValueError(
-                "--save_total_limit must be at least 2, got 1: the older checkpoint is deleted before the newer one is "
-                "known to be complete"
+                "--save_total_limit must be at least 2, got 1: should the newest checkpoint be damaged, the one before "
+                "it is needed; raise it"
+            )
+        if self.patience and self.eval_strategy == "no":
+            raise ValueError(
+                f"--patience {self.patience} counts evaluations, got --eval_strategy no; pass --eval_strategy steps "
+                "or drop --patience"
             )
         if self.patience:
             self.load_best_model_at_end, self.metric_for_best_model = True, "eval_loss"
@@ -131,15 +137,40 @@ class TrainingOptions:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
 
 
-def check_build_locks(older_than: float = 900.0) -> None:
-    """ValueError for the lock of a build of DeepSpeed's operators that was killed: later runs would wait for it."""
+def check_build_locks(pause: float = 2.0) -> None:
+    """ValueError for the lock of a build of DeepSpeed's operators that was killed: later runs would wait for it.
+
+    Builds run in the folder of their lock. A line says so where one is going on; where there is no /proc to tell,
+    locks of more than 15 minutes are refused.
+    """
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     for lock in folder.glob("**/lock"):
-        if (age := time.time() - lock.stat().st_mtime) > older_than:
+        if not (builders := _working_in(lock.parent)):
+            time.sleep(pause)  # a build has its lock for a moment before and after the compiler runs
+            builders = _working_in(lock.parent)
+        if not lock.is_file():
+            continue
+        age = (time.time() - lock.stat().st_mtime) / 60
+        if builders == [] or (builders is None and age > 15):
             raise ValueError(
-                f"{lock} is {age / 60:.0f} minutes old: a build of DeepSpeed's operators was killed, and runs would "
-                "wait for it forever; delete the file, unless a build is going on"
+                f"{lock} is {age:.0f} minutes old and no compiler works there: a build of DeepSpeed's operators was "
+                "killed, and runs would wait for it forever; delete the file, unless another machine builds there"
             )
+        if os.environ.get("RANK", "0") == "0":
+            at_work = f" by {', '.join(builders)}" if builders else ""
+            print(f"waiting for a build of DeepSpeed's operators{at_work} ({lock})", flush=True)
+
+
+def _working_in(folder: Path) -> list[str] | None:
+    """The programs whose working folder this is, None where the system does not tell."""
+    if not Path("/proc/self/cwd").exists():
+        return None
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended, or is another user's
+            if (process / "cwd").resolve() == folder.resolve():
+                found.append(f"{(process / 'comm').read_text().strip()} ({process.name})")
+    return found
 
 
 def recipe_defaults(
@@ -212,6 +243,15 @@ SHAPES = {
     }.items()
 }
 """Llama shapes: those of the papers' targets (7b, 13b, 33b) and one of today's for each size class."""
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Operations a second of GPUs by what their names contain: dense, bfloat16."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Of a GPU that `PEAK_FLOPS` knows."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
 
 
 def count_parameters(config: Any) -> int:

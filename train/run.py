@@ -8,19 +8,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from draft_heads.data.config_file import on_interrupt
 
-import torch
 from safetensors import SafetensorError
 from transformers import set_seed
 
 from draft_heads.data.collate import label_counts
-from draft_heads.data.options import use_threads
+from draft_heads.data.options import memory_explained, use_threads
 from draft_heads.data.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import target_licence
@@ -62,23 +61,24 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         if args.process_index == 0:
             print(coverage, flush=True)
     propose_from = HEAD_DRAFTERS[kind].propose_from
-    resume = begin(args, every_setting)
-    trainer = DraftHeadTrainer(
-        head,
-        target,
-        args,
-        collator,
-        training,
-        held_out,
-        simulate_dataset=held_out.select(range(min(run.simulate_rows, len(held_out)))),
-        propose_from=lambda head, rows, view: propose_from(head, rows, view, run.simulate_nodes),
-    )
+    resume, lock = begin(args, every_setting)
+    with explained(lambda: kept(folder), folder):
+        trainer = DraftHeadTrainer(
+            head,
+            target,
+            args,
+            collator,
+            training,
+            held_out,
+            simulate_dataset=held_out.select(range(min(run.simulate_rows, len(held_out)))),
+            propose_from=lambda head, rows, view: propose_from(head, rows, view, run.simulate_nodes),
+        )
 
     def left() -> str:
         trainer.close_progress()
         return kept(folder)
 
-    with on_interrupt(left), explained(left, folder):
+    with lock or nullcontext(), on_interrupt(left), explained(left, folder):
         trainer.start_head()
         if args.process_index == 0:
             print(trainer.plan(), flush=True)
@@ -118,9 +118,18 @@ def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
 @contextmanager
 def explained(left: Callable[[], str], folder: Path) -> Iterator[None]:
     """ValueErrors with a remedy instead of torch's own errors when memory or the disk is full."""
+
+    def lower() -> str:
+        return (
+            "lower --per_device_train_batch_size or --tokens_per_batch (raise --gradient_accumulation_steps by as "
+            "much), --anchors or --max_length, set --draft_vocab_size, or shard with --deepspeed and --shard_target; "
+            f"{left()}"
+        )
+
     try:
-        yield
-    except (RuntimeError, OSError, SafetensorError) as error:  # torch.OutOfMemoryError is one; on a CPU it is plain
+        with memory_explained("training", lower):
+            yield
+    except (RuntimeError, OSError, SafetensorError) as error:
         told = str(error)
         if any(sign in told for sign in ("inline_container", "No space left", "PytorchStreamWriter")):
             free = shutil.disk_usage(folder).free / 2**20
@@ -128,13 +137,9 @@ def explained(left: Callable[[], str], folder: Path) -> Iterator[None]:
                 f"a checkpoint could not be written to {folder}, whose disk has {free:,.0f} MiB left; free some, or "
                 f"lower --save_total_limit; {left()}"
             ) from error
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in told:
-            raise
-        raise ValueError(
-            "training ran out of memory; lower --per_device_train_batch_size or --tokens_per_batch (raise "
-            "--gradient_accumulation_steps by as much), --anchors or --max_length, set --draft_vocab_size, or shard "
-            f"with --deepspeed and --shard_target; {left()}"
-        ) from error
+        if isinstance(error, SafetensorError):
+            raise ValueError(f"a checkpoint in {folder} cannot be read ({told}); {left()}") from error
+        raise
 
 
 def measured(metrics: dict[str, float]) -> str:

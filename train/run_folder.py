@@ -5,30 +5,47 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import LOCK, lock_folder, write_text
+from draft_heads.data.processes import Processes
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
-from draft_heads.train.wall_clock import incomplete_checkpoints, newest_complete_checkpoint
+from draft_heads.train.wall_clock import (
+    complete_checkpoints,
+    damage,
+    incomplete_checkpoints,
+    newest_complete_checkpoint,
+)
 
 SETTINGS = "run.json"
-_OWN = {"runs", f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
+_OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
 # May differ between a run and its resumption: they change where and how often, not what is learned.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
+_FREE |= {"save_total_limit"}
 
 
 def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
     """ValueError, naming --overwrite, if --output_dir holds a finished run, one of other settings, or something else.
 
+    The first process looks, and all raise what it found.
+
     A run that ended before its first checkpoint, say for want of memory, may be begun again with other settings.
     Nothing is written or deleted: that is `begin`'s, when everything else has been checked too.
     """
+    with _processes(args).first_alone() as first:
+        if first:
+            _check_folder(args, settings)
+
+
+def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
     folder = Path(args.output_dir or "")
     begun = (folder / SETTINGS).is_file()
+    if (folder / LOCK).is_file():
+        lock_folder(folder, "--output_dir").close()  # refused now rather than when the target is loaded
     if args.overwrite:
         return
     if (folder / "head" / CONFIG).is_file():
@@ -38,7 +55,8 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
         )
     if begun and newest_complete_checkpoint(folder):
         before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        changed = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
+        keys = (settings.keys() | before.keys()) - _FREE  # older runs wrote some of these
+        changed = sorted(key for key in keys if settings.get(key) != before.get(key))
         if changed:
             differences = "; ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
             raise ValueError(
@@ -52,28 +70,45 @@ def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
         )
 
 
-def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> Path | None:
-    """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start.
+def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path | None, TextIO | None]:
+    """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start, and the
+    folder's lock, which the first process holds.
 
-    The first process chooses for all. ValueError on every process if the checkpoint is not on every node's disk.
+    The first process chooses for all. ValueError on every process if they do not share the folder.
     """
-    folder = Path(args.output_dir or "")
-    with args.main_process_first(desc="preparing the run's folder"):
-        if args.process_index == 0:
-            if args.overwrite and folder.exists():
-                shutil.rmtree(folder)
+    folder, resume, lock, processes = Path(args.output_dir or ""), None, None, _processes(args)
+    with processes.first_alone() as first:
+        if first:
+            lock = lock_folder(folder, "--output_dir")
+            for path in folder.iterdir() if args.overwrite else ():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:
+                    path.unlink()
             for cut_short in incomplete_checkpoints(folder):
                 print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
                 shutil.rmtree(cut_short)
-            folder.mkdir(parents=True, exist_ok=True)
+            set_damaged_aside(folder)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-    resume: Path | None = broadcast_object_list([newest_complete_checkpoint(folder)])[0]
-    if resume and not all(gather_object([resume.is_dir()])):
-        raise ValueError(
-            f"--output_dir must be a folder that all nodes share; {resume} is not on the disk of every node; copy it "
-            "there or name a shared folder"
-        )
-    return resume
+            resume = newest_complete_checkpoint(folder)
+    processes.check_shared(folder, "--output_dir")
+    chosen: Path | None = broadcast_object_list([resume])[0]
+    return chosen, lock
+
+
+def _processes(args: HeadTrainingArguments) -> Processes:
+    return Processes(args.process_index, args.world_size)
+
+
+def set_damaged_aside(folder: Path) -> None:
+    """Rename the newest checkpoints, up to the first whose files are as they were written."""
+    for checkpoint in reversed(complete_checkpoints(folder)):
+        if (wrong := damage(checkpoint)) is None:
+            return
+        aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        print(f"{checkpoint} is damaged: {wrong}; not resumed there, kept as {aside.name}", flush=True)
 
 
 def kept(folder: Path) -> str:

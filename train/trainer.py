@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, TokenBatches
 from draft_heads.train.optimizer import MuonWithAdamW
+from draft_heads.train.options import peak_flops
 from draft_heads.train.run_folder import kept
 from draft_heads.train.simulate import simulate_row
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -62,7 +64,9 @@ class DraftHeadTrainer(Trainer):
         self.clock = WallClock(args.max_minutes)
         self.simulate_dataset = simulate_dataset
         self.propose_from = propose_from
-        self._logged_parts: dict[str, float] = {}
+        # parts of the loss since the last log, summed over windows, and the number of those
+        self._parts: dict[str, Tensor] = {}
+        self._windows = torch.zeros(())
         # loss, tokens and segments of the batches since the last log
         self._since_log: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=1024)
         self._logged_at = time.monotonic()
@@ -148,8 +152,8 @@ class DraftHeadTrainer(Trainer):
     ) -> Any:
         loss = self.head_loss(model, inputs, seed=self.state.global_step)
         for name, value in loss.parts.items():
-            if name.endswith("_count") and int(value):
-                self._logged_parts[name] = self._logged_parts.get(name, 0) + int(value)
+            self._parts[name] = self._parts.get(name, 0) + value
+        self._windows = self._windows.to(loss.windows.device) + loss.windows
         windows = loss.windows if num_items_in_batch is None else num_items_in_batch
         mean = loss.total * self.args.world_size / max(float(windows), 1.0)  # DDP averages over processes
         self._since_log.append((mean.detach(), inputs["input_ids"], inputs["segment_ids"]))
@@ -216,20 +220,45 @@ class DraftHeadTrainer(Trainer):
         return super()._clip_grad_norm(model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what the loss counted since the last log, such as infeasible windows, and the minutes used."""
+        """Adds the loss's parts, speed and memory since the last log, and the minutes used."""
         if "loss" in logs:
-            logs = {**logs, **self._logged_parts, **self._throughput(), "minutes": round(self.clock.elapsed, 3)}
-            self._logged_parts = {}
+            logs = {**logs, **self._parts_of_loss(), **self._throughput(), "minutes": round(self.clock.elapsed, 3)}
         super().log(logs, start_time)
 
+    def _parts_of_loss(self) -> dict[str, float]:
+        """Of this process's batches since the last log: unweighted means per window, and counts that are not 0."""
+        names, windows = list(self._parts), float(self._windows)
+        values = torch.stack([self._parts[name].double() for name in names]).tolist() if names else []
+        self._parts, self._windows = {}, torch.zeros(())
+        found: dict[str, float] = {}
+        for name, value in zip(names, values):
+            if not name.endswith("_count"):
+                found[f"loss_{name}"] = round(value / max(windows, 1), 5)
+            elif value:
+                found[name] = int(value)
+        return found
+
     def _throughput(self) -> dict[str, float]:
-        """Since the last log: tokens a second of all processes, the share of batches that is no padding, memory."""
+        """Since the last log: tokens a second of all processes, the share of batches that is no padding; peak memory.
+
+        mfu, on a GPU whose peak is known: 6 operations for each parameter of the head and 2 for each of the target
+        (none with cached states) a token, over the peak; attention and the head's several drafts a token do not count.
+        """
         now, batches = time.monotonic(), [segments for _, _, segments in self._since_log]
         tokens = int(torch.stack([segments.count_nonzero() for segments in batches]).sum()) if batches else 0
-        found = {"tokens_per_second": round(tokens * self.args.world_size / (now - self._logged_at))}
+        per_second = tokens / (now - self._logged_at)  # of this process
+        found = {"tokens_per_second": round(per_second * self.args.world_size)}
         found |= {"fill": round(tokens / max(sum(segments.numel() for segments in batches), 1), 3)}
+        if (peak := peak_flops(self.args.device)) is not None:
+            collator: Any = self.data_collator
+            per_token = 6 * sum(sharded.size_of(p) for p in self.model.parameters())
+            per_token += 0 if collator.hidden_dtype else 2 * self.target.parameters
+            found["mfu"] = round(per_second * per_token / peak, 3)
         if self.args.device.type == "cuda":
             found["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        else:
+            kib = getrusage(RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+            found["memory_mib"] = round(kib / 1024)
         self._since_log.clear()
         self._logged_at = now
         return found
@@ -245,6 +274,15 @@ class DraftHeadTrainer(Trainer):
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
             self._check_losses()
         super()._maybe_log_save_evaluate(*args, **options)
+
+    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
+        """As transformers does, which would then delete checkpoints by the time stamps of their folders: `WallClock`
+        deletes them by their steps, once this one is complete."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(*args, **options)
+        finally:
+            self.args.save_total_limit = limit
 
     def _check_losses(self) -> None:
         """ValueError on every process if a loss since the last log is no finite number; nothing bad is saved."""

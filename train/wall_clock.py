@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -15,16 +16,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import checksum, write_text
 from draft_heads.data.progress import Update
 
 MARKER = "complete.json"
 ASK_EVERY = 8  # steps after which several processes agree on whether one of them was told to end
+_SLOW_STEP = 1.0  # seconds; after a step that took longer they ask again: launchers kill 30 s after SIGTERM
 _RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
 
 
 class WallClock(TrainerCallback):
-    """Counts training minutes, stops at `max_minutes` (0: never), and marks checkpoints that are whole.
+    """Counts training minutes, stops at `max_minutes` (0: never), marks checkpoints that are whole, deletes old ones.
 
     The first process's clock is everyone's: ranks with clocks of their own would use different learning rates.
     """
@@ -33,9 +35,10 @@ class WallClock(TrainerCallback):
         self.max_minutes = max_minutes
         self.elapsed = 0.0  # minutes, agreed on at the end of each step
         self._before = 0.0  # minutes of the runs this one resumes
-        self._start = time.monotonic()
+        self._start = self._step_start = time.monotonic()
         self.terminated = False  # by SIGTERM, which all processes have agreed on
         self._signalled = False
+        self._ask_at = 0  # step
 
     @contextmanager
     def stopped_by_sigterm(self) -> Iterator[None]:
@@ -56,15 +59,18 @@ class WallClock(TrainerCallback):
         self._before = self.elapsed = float(json.loads((checkpoint / MARKER).read_text())["minutes"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._start = time.monotonic()
+        self._start = self._step_start = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.terminated = self._signalled
-        if args.world_size > 1:  # asked for every few steps: the answer is waited for
-            signalled = torch.tensor(int(self._signalled), device=args.device)
-            if agreed := state.global_step % ASK_EVERY == 0:
-                torch.distributed.all_reduce(signalled)
-            self.terminated = bool(agreed and signalled)
+        slow, self._step_start = time.monotonic() - self._step_start > _SLOW_STEP, time.monotonic()
+        if args.world_size > 1:  # asked for every few short steps: the answer is waited for
+            self.terminated = False
+            if state.global_step >= self._ask_at:
+                asked = torch.tensor([self._signalled, slow], dtype=torch.int32, device=args.device)
+                torch.distributed.all_reduce(asked)
+                self.terminated, slow_somewhere = asked.bool().tolist()
+                self._ask_at = state.global_step + (1 if slow_somewhere else ASK_EVERY)
         if self.terminated:
             control.should_training_stop = control.should_save = True
         if not self.max_minutes:
@@ -78,11 +84,15 @@ class WallClock(TrainerCallback):
             control.should_save = True  # a kill between here and the export costs nothing
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called when every file of the checkpoint has been written."""
+        """Called when this process has written its files of the checkpoint; older ones go when all have."""
         minutes = self._before + (time.monotonic() - self._start) / 60
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if args.world_size > 1:
+            torch.distributed.barrier()
         if state.is_world_process_zero and folder.is_dir():
-            write_text(folder / MARKER, json.dumps({"minutes": minutes, "step": state.global_step}))
+            mark_complete(folder, minutes=minutes, step=state.global_step)
+            best = state.best_model_checkpoint
+            delete_old_checkpoints(folder, args.save_total_limit, Path(best).name if best else None)
 
 
 class MinutesBar(ProgressCallback):
@@ -131,10 +141,50 @@ def incomplete_checkpoints(run: Path) -> list[Path]:
     return sorted(path for path in run.glob("checkpoint-*") if not (path / MARKER).is_file())
 
 
-def newest_complete_checkpoint(run: Path) -> Path | None:
-    """The last checkpoint whose writing was finished."""
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints whose writing was finished, in the order of their steps; clocks may have been moved."""
     whole = [path for path in run.glob("checkpoint-*") if (path / MARKER).is_file()]
-    return max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]), default=None)
+    return sorted(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def newest_complete_checkpoint(run: Path) -> Path | None:
+    """The last checkpoint whose writing was finished and whose files have the sizes that they had then."""
+    return next((path for path in reversed(complete_checkpoints(run)) if not damage(path, contents=False)), None)
+
+
+def mark_complete(checkpoint: Path, **facts: Any) -> None:
+    """Write the marker of a checkpoint whose files are all there: `facts`, and size and checksum of every file."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARKER)
+    found = {str(path.relative_to(checkpoint)): [path.stat().st_size, checksum(path)] for path in files}
+    write_text(checkpoint / MARKER, json.dumps({**facts, "files": found}))
+
+
+def damage(checkpoint: Path, contents: bool = True) -> str | None:
+    """What is wrong with the files of a complete checkpoint, None for nothing; older markers list no files.
+
+    contents: their checksums are compared too
+    """
+    try:
+        files = json.loads((checkpoint / MARKER).read_text(encoding="utf-8")).get("files", {})
+        for name, (size, xxh3) in files.items():
+            path = checkpoint / name
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if contents and checksum(path) != xxh3:
+                return f"{name} has other content than was written (its checksum differs)"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) -> None:
+    """Keep `limit` complete checkpoints (None or 0: all): the newest and the best, then those of the last steps."""
+    complete = complete_checkpoints(newest.parent)
+    spare = [path for path in complete if path.name not in (newest.name, best)]
+    surplus = len(complete) - limit if limit else 0
+    for path in spare[: max(surplus, 0)]:
+        (path / MARKER).unlink()  # first: what stays after a kill, or in use, is an incomplete checkpoint
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def wall_time_scheduler(name: Any, optimizer: Any, warmup_steps: int, clock: WallClock) -> LambdaLR:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import quote
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import LOCK, lock_folder, write_text
 from draft_heads.inference.generation import Generation
 
 Prompt = tuple[int, ...]
@@ -104,13 +104,20 @@ class PartFolder(Parts):
     def __init__(self, output: Path) -> None:
         super().__init__()
         self.folder = output / "parts"
+        self._lock: TextIO | None = None  # held from `begin` on
 
     def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
-        """Start, or go on with a run of the same settings; ValueError naming what differs for another run's parts."""
+        """Start, or go on with a run of the same settings; ValueError naming what differs for another run's parts.
+
+        Also while another process is at work on them.
+        """
         known = self.folder / "run.json"
         wanted = json.loads(json.dumps(settings))
+        self._lock = lock_folder(self.folder, "--output")
         if overwrite:
-            self.clear()
+            for path in self.folder.iterdir():
+                if path.name != LOCK:
+                    path.unlink()
         elif known.is_file():
             before = json.loads(known.read_text(encoding="utf-8"))
             changed = sorted(key for key in wanted.keys() | before.keys() if wanted.get(key) != before.get(key))
@@ -120,7 +127,6 @@ class PartFolder(Parts):
                     f"--output {self.folder.parent} holds an unfinished run with other settings ({differences}); "
                     "repeat those, choose another folder or add --overwrite"
                 )
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_text(known, json.dumps(wanted, indent=2))
 
     def clear(self) -> None:

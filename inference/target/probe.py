@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import out_of_memory
 from draft_heads.heads.base import LogitsRule
 from draft_heads.inference.tree import ancestor_rows, depths
 
@@ -88,6 +89,8 @@ def probe(target: Target) -> tuple[LogitsRule, bool]:
         with _short_window(target):
             found, uniform, behind, gaps = _compare(target)
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise ValueError(f"{rule} failed a trial forward ({error}); pick another --target") from error
     exact = target.dtype in (torch.float32, torch.float64)
     tolerance = 3e-4 if exact else 0.1

@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 _MEMORY = {"stage": 3, "memory_efficient_linear": False}  # which would replace torch's `linear` in the whole process
-_ZERO_3: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": _MEMORY}
+
+
+def _zero_3(dtype: torch.dtype, **memory: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration for weights of a type; without it every weight would become float32."""
+    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    precision = {half: {"enabled": True}} if half else {}
+    return {"train_micro_batch_size_per_gpu": 1, **precision, "zero_optimization": {**_MEMORY, **memory}}
 
 
 def check_run(config: Any, adapter: str | None) -> None:
@@ -33,13 +39,16 @@ def check_run(config: Any, adapter: str | None) -> None:
 
 
 @contextmanager
-def loading(split: bool) -> Iterator[None]:
-    """transformers' `from_pretrained` splits weights in here, or does not, whatever the head's own ZeRO stage."""
+def loading(split: torch.dtype | None) -> Iterator[None]:
+    """transformers' `from_pretrained` splits weights in here, or does not (None), whatever the head's own ZeRO stage.
+
+    split: the weights' type, which DeepSpeed gives them
+    """
     from transformers.integrations import deepspeed as integration
 
     given: Any = integration._hf_deepspeed_config_weak_ref
     integration.unset_hf_deepspeed_config()
-    own = integration.HfDeepSpeedConfig(_ZERO_3) if split else None
+    own = integration.HfDeepSpeedConfig(_zero_3(split)) if split else None
     try:
         yield
     finally:
@@ -81,10 +90,8 @@ def gather_in_forward(decoder: nn.Module, layers: int, dtype: torch.dtype) -> No
     import deepspeed
 
     two_layers = 2 * sum(size_of(p) for p in decoder.parameters()) // layers
-    memory = {**_MEMORY, "stage3_max_live_parameters": two_layers, "stage3_max_reuse_distance": 0}
-    half = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
-    precision = {half: {"enabled": True}} if half else {}
-    deepspeed.initialize(model=decoder, config={**_ZERO_3, **precision, "zero_optimization": memory})
+    memory = {"stage3_max_live_parameters": two_layers, "stage3_max_reuse_distance": 0}
+    deepspeed.initialize(model=decoder, config=_zero_3(dtype, **memory))
 
 
 def gather_until_step(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import target_fingerprint, weights_hash
 from draft_heads.data.labeller import Labelled
-from draft_heads.data.options import dtype_named
+from draft_heads.data.options import dtype_named, memory_explained
 from draft_heads.data.pretrained import load_config, model_class
 from draft_heads.data.rendering import end_token_ids, said, special_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
@@ -34,6 +34,11 @@ from draft_heads.inference.target.tree_attention import behind_text, masks_by_la
 logger = logging.getLogger(__name__)
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
+
+_LESS_MEMORY = (
+    "name a smaller type (--dtype), several GPUs (--device auto) or a smaller target; in training those are "
+    "--target_dtype and --target_device auto, or --shard_target splits it among the processes"
+)
 
 
 def _check_decoder_only(config: Any, name: str) -> None:
@@ -170,6 +175,7 @@ class Target:
         return self.fused
 
     @classmethod
+    @memory_explained("loading the target", lambda: _LESS_MEMORY)
     def from_pretrained(
         cls,
         path: str,
@@ -197,13 +203,17 @@ class Target:
         config = load_config(path)
         _check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)
-        chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        chosen: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
         placed: dict[str, Any] = {"device_map": "auto"} if spread else {}
+        if device.type == "cuda" and not (spread or split or lend_to or adapter):
+            placed = {"device_map": {"": device}}  # weight by weight, without a copy of all in host memory
         if split:
             sharded.check_run(config, adapter)
+            if chosen == "auto":  # DeepSpeed must know it before the weights are read
+                chosen = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
         load = partial(model_class(config).from_pretrained, path, dtype=chosen, **placed)
         try:
-            with sharded.loading(split):
+            with sharded.loading(chosen if split else None):
                 try:
                     model = load(attn_implementation="sdpa")
                 except ValueError as error:
@@ -223,7 +233,7 @@ class Target:
             adapted = PeftModel.from_pretrained(model, adapter)
             sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
             model = adapted.merge_and_unload()
-        if not spread and not split and not lend_to:
+        if not placed and not split and not lend_to:
             model.to(device)
         target = cls(model, tokenizer, path, adapter)
         if lend_to:

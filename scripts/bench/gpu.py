@@ -53,11 +53,10 @@ from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, pro
 from draft_heads.scripts.bench.scripted import ScriptedEngine
 from draft_heads.scripts.checks.lossless_matrix import FREE, RANDOM_TARGETS, make_prompts, untrained_head
 from draft_heads.scripts.decoding_options import script_parser
-from draft_heads.train.options import RECIPES, SHAPES
+from draft_heads.train.options import RECIPES, SHAPES, peak_flops
 
 NODES = (1, 8, 16, 32, 64)
 ACCEPTED = 3.6  # tokens a step of a CTC head in its paper
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense, bfloat16
 HEAD_WORDS = tuple(f"{kind}:head" for kind in sorted(HEADS))
 TIMED = (*HEAD_WORDS, "ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
 CHECKED = (
@@ -301,8 +300,7 @@ def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     flops = per_token * ids.numel() + rows * (
         6 * sum(p.numel() for p in head.blocks.parameters()) + 4 * head.config.classes * width
     )
-    name = torch.cuda.get_device_name(device) if on_gpu else ""
-    peak = next((value for key, value in PEAK_FLOPS.items() if key in name), None)
+    peak = peak_flops(device)
     return {
         "tokens_per_second": round(ids.numel() / seconds),
         "mfu": None if peak is None else round(flops / seconds / peak, 3),

@@ -1,9 +1,16 @@
 """Answers from a /v1/completions server: a stub on 127.0.0.1 that serves a tiny target, and stubs that misbehave."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +21,7 @@ from draft_heads.data.distill import distill
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.shards import load_distilled
 from draft_heads.inference.target.target import Target
+from tests.running import free_port
 from tests.tiny_chat import save_target, write_sharegpt
 
 
@@ -144,6 +152,52 @@ def test_a_request_that_fails_is_repeated(monkeypatch, fault):
     assert answer.tokens == [5, 2] and len(asked) == 3
 
 
+INTERRUPTED = """
+import sys
+from draft_heads.data.answer_server import AnswerServer
+from draft_heads.data.config_file import exit_status
+server = AnswerServer(sys.argv[1], [2], 300, "stub", 2, cut_loops=False)
+sys.exit(exit_status(lambda: server.answers([[1]] * 5, [8] * 5)))
+"""
+
+
+def test_an_interrupt_ends_at_once_though_the_server_hangs():
+    hang, asked = threading.Event(), threading.Event()
+
+    def complete(request):
+        asked.set()
+        hang.wait(60)
+        return {}
+
+    with serving(complete) as url:
+        process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, url], stderr=subprocess.PIPE)
+        try:
+            assert asked.wait(60)
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130 and time.monotonic() - start < 10
+        finally:
+            process.kill()
+            process.communicate()
+            hang.set()
+
+
+def test_one_refusal_ends_the_other_requests(monkeypatch):
+    hang = threading.Event()
+
+    def complete(request):
+        if request["prompt"] == [1]:
+            hang.wait(30)
+        return {"text": "Hello"}
+
+    with serving(complete) as url:
+        start = time.monotonic()
+        with pytest.raises(ValueError, match="returns text but no token ids"):
+            AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1], [2], [3]], [8] * 3)
+        assert time.monotonic() - start < 10
+        hang.set()
+
+
 def test_a_server_that_answers_no_json_is_named(monkeypatch):
     monkeypatch.setattr(answer_server, "_PAUSES", (0.0,))
     with serving(lambda request: {}) as url, pytest.raises(ValueError, match="cannot be used"):
@@ -156,3 +210,22 @@ def test_server_that_is_not_there_is_named(monkeypatch):
         AnswerServer("http://127.0.0.1:9/v1/", [2], 300, None, 2, cut_loops=False)
     with pytest.raises(ValueError, match="is no http"):
         AnswerServer("127.0.0.1:8000", [2], 300, None, 2, cut_loops=False)
+
+
+@pytest.mark.slow
+def test_transformers_serve_which_returns_no_token_ids_is_refused(folder):
+    port, transformers = free_port(), str(Path(sys.executable).parent / "transformers")
+    command = [transformers, "serve", folder, "--device", "cpu", "--host", "127.0.0.1", "--port", port]
+    with subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}) as server:
+        try:
+            for _ in range(600):
+                assert server.poll() is None
+                with socket.socket() as asked:
+                    if asked.connect_ex(("127.0.0.1", int(port))) == 0:
+                        break
+                time.sleep(0.2)
+            served = AnswerServer(f"http://127.0.0.1:{port}/v1", [2], 300, folder, 2, cut_loops=False)
+            with pytest.raises(ValueError, match=r"cannot be used \(status 422: .*return_token_ids"):
+                served.answers([[1, 5], [1, 6]], [8, 8])
+        finally:
+            server.kill()

@@ -16,9 +16,11 @@ from draft_heads.data.conversations import ConversationError, load_conversations
 from draft_heads.data.distill import distill
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Distiller
+from draft_heads.data.processes import own_device
 from draft_heads.data.rendering import ChatRenderer, render_conversation, render_prompt
-from draft_heads.data.shards import load_distilled
+from draft_heads.data.shards import ShardFolder, load_distilled
 from draft_heads.inference.target.target import Target
+from tests.running import ROOT, on_two_nodes
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs, write_sharegpt
 
 
@@ -288,6 +290,16 @@ run_distill(target, source, output, labels="generate", max_new_tokens=12)
 """
 
 
+def test_running_out_of_memory_names_the_options_and_what_is_done(target, source, tmp_path, monkeypatch):
+    def full(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    monkeypatch.setattr(Distiller, "rows", full)
+    rule = r"distillation ran out of memory; lower --batch_size.*; no shard was finished: the same command"
+    with pytest.raises(ValueError, match=rule):
+        run_distill(target, source, str(tmp_path / "out"))
+
+
 def test_an_interrupted_run_says_what_is_done(target, source, tmp_path, monkeypatch):
     def interrupted(distiller, conversations, first=0, own=Distiller.rows):
         if first == 4:
@@ -382,6 +394,66 @@ def test_processes_share_the_rows_and_go_on_after_a_kill(target, source, tmp_pat
     assert (out / "manifest.json").read_text() == (tmp_path / "whole" / "manifest.json").read_text()
     again = launched(str(script), [target, source, str(out), "nobody"])
     assert again.returncode != 0 and again.stderr.count("already complete") >= 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "own"),
+    [
+        ({}, 2, None),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2, "cuda:1"),
+        ({"LOCAL_RANK": "3"}, 1, "cuda:0"),  # Slurm shows each task a GPU of its own
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 2, "each process of a node needs a GPU; got 4 processes and 2"),
+    ],
+)
+def test_a_process_takes_a_gpu_that_it_sees(monkeypatch, environment, gpus, own):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    set_to = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    if own and not own.startswith("cuda"):
+        with pytest.raises(ValueError, match=own):
+            own_device(None)
+        return
+    assert own_device(None) == own_device("cuda" if own else None) == own
+    assert own_device("cuda:7") == "cuda:7" and own_device("auto") == "auto"
+    assert set(set_to) == ({int(own[-1])} if own else set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--device auto spreads the target over the GPUs of one process; this run has"):
+        own_device("auto")
+
+
+def test_nodes_that_do_not_share_the_output_folder_are_told_so(target, source, tmp_path):
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    command = [str(ROOT / "scripts" / "distill.py"), "--target", target, "--dataset", source, "--labels", "argmax"]
+    for status, told in on_two_nodes([*command, "--output", "out"], *nodes):
+        assert status == 2 and "--output must be a folder that all nodes share" in told, told
+
+
+def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path):
+    out = tmp_path / "out"
+    manifest = run_distill(target, source, str(out))
+    shard, entry = (out / "shard-00000.arrow"), out / "shard-00000.json"
+    before = shard.read_bytes()
+    straggler = ShardFolder.joined(str(out))
+    row = {"id": "late", "input_ids": [1], "assistant_mask": [True], "greedy_ids": [1]}
+    straggler.write([row], {"first_row": 0, "source_rows": 4}, {})
+    assert shard.read_bytes() == before and not entry.exists() and not list(out.glob("*.tmp"))
+    shard.unlink()
+
+    def rows():
+        (temporary,) = out.glob("*.tmp")  # a second one at work has a name of its own
+        ShardFolder.joined(str(out)).write([row], {"first_row": 0, "source_rows": 4}, {"rows": 1})
+        assert temporary.exists()
+        yield row
+
+    straggler.write(rows(), {"first_row": 0, "source_rows": 4}, {"rows": 2})
+    assert json.loads(entry.read_text())["counts"] == {"rows": 1} and manifest["complete"]
 
 
 def test_a_folder_that_another_run_writes_is_refused(target, source, tmp_path):

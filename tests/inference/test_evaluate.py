@@ -230,10 +230,15 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
         run(engines, parts=parts)
     assert parts.kept(3) == f"1 of 3 groups of questions are kept in {tmp_path}/parts: the same command goes on there"
     again, asked = PartFolder(tmp_path), [StubEngine(), StubEngine(2)]
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="is being written by another run; wait for its end"):
+            again.begin(settings, overwrite)
+    parts._lock.close()  # as the end of its process does
     again.begin(settings, False)
     resumed = run(dict(zip(("vanilla", "fast"), asked)), parts=again)
     assert figures(resumed) == figures(whole)
     assert [text for text, most in asked[0].prompts if most == 64] == ["hi", "jk"]
+    again._lock.close()
     with pytest.raises(ValueError, match=r"an unfinished run with other settings \(limit was 3, now 4\).*overwrite"):
         PartFolder(tmp_path).begin({"limit": 4}, False)
     PartFolder(tmp_path).begin({"limit": 4}, True)

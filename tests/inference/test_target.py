@@ -1,10 +1,15 @@
 """Loading a target, and the target as a labeller."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, save_target, template
 
@@ -59,3 +64,70 @@ def test_a_model_that_is_no_causal_lm_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"\(clip\) is no causal LM"):
         Target.from_pretrained(folder)
+
+
+def test_a_split_target_keeps_the_type_that_was_asked_for(tmp_path):
+    """DeepSpeed's process group outlives a test, so another process loads the target."""
+    code = f"""
+import torch.distributed as dist
+from draft_heads.inference.target import sharded
+from draft_heads.inference.target.target import Target
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+sharded.check_run = lambda *_: None
+target = Target.from_pretrained({save_target(tmp_path)!r}, "bfloat16", "cpu", split=True)
+print({{p.dtype for p in target.model.parameters()}}, {{p.ds_tensor.dtype for p in target.decoder.parameters()}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": "0"}, capture_output=True, text=True, check=False
+    )
+    assert "{torch.bfloat16} {torch.bfloat16}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("own", [torch.bfloat16, None])
+def test_a_split_target_on_a_gpu_has_the_type_of_its_config(tmp_path, monkeypatch, own):
+    folder = save_target(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["dtype"] = own and "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = []
+
+    def loading(dtype):
+        asked.append(dtype)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sharded, "check_run", lambda *_: None)
+    monkeypatch.setattr(sharded, "loading", loading)
+    with pytest.raises(ZeroDivisionError):
+        Target.from_pretrained(folder, device="cuda", split=True)
+    assert asked == [own or torch.float32]
+
+
+@pytest.mark.parametrize("step", ["to", "__call__"])
+def test_a_target_too_large_for_the_memory_names_the_options_that_lower_it(tmp_path, monkeypatch, step):
+    """step: the weights do not fit, or they leave too little for the probe's forward."""
+
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    folder = save_target(tmp_path)
+    monkeypatch.setattr(LlamaForCausalLM, step, full)
+    with pytest.raises(ValueError, match=r"loading the target ran out of memory; .*--dtype.*--device auto"):
+        Target.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("device", "adapter", "placed"),
+    [("cuda:1", None, {"": torch.device("cuda:1")}), ("cuda:1", "folder", None), ("cpu", None, None)],
+)
+def test_weights_go_to_a_gpu_one_by_one(tmp_path, monkeypatch, device, adapter, placed):
+    asked = []
+
+    def load(*args, **options):
+        asked.append(options.get("device_map"))
+        raise ZeroDivisionError
+
+    folder = save_target(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(ZeroDivisionError):
+        Target.from_pretrained(folder, device=device, adapter=adapter)
+    assert asked == [placed]

@@ -66,7 +66,7 @@ def test_it_needs_neither_datasets_nor_deepspeed_nor_an_installed_package(tmp_pa
     program = (
         "import sys, importlib.machinery as m\n"
         "real = m.PathFinder.find_spec\n"
-        "absent = ('datasets', 'deepspeed', 'peft', 'tensorboard', 'matplotlib', 'fastapi')\n"
+        "absent = ('datasets', 'xxhash', 'deepspeed', 'peft', 'tensorboard', 'matplotlib', 'fastapi')\n"
         "m.PathFinder.find_spec = staticmethod("
         "lambda name, *rest: None if name.split('.')[0] in absent else real(name, *rest))\n"
         "import draft_heads.scripts.bench.gpu"

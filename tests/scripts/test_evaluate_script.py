@@ -16,6 +16,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts import evaluate, lossless
 from draft_heads.scripts.decoding_options import IncrementalStop, drafter_specs
+from tests.running import on_two_nodes
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</s>' }}{% endfor %}"
@@ -112,6 +113,15 @@ def test_transformers_is_a_baseline_with_a_row_of_its_own(drawn, command, tmp_pa
 def test_lossless_has_no_row_that_compares_generate_with_itself(command, capsys):
     assert lossless.main([*command, "--drafters", "transformers"]) == 2
     assert "'transformers' is reserved" in capsys.readouterr().err
+
+
+def test_running_out_of_memory_names_the_options_that_lower_it(command, capsys, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(evaluate, "decode", full)
+    assert evaluate.main(command) == 2
+    assert "decoding ran out of memory; lower --batch_size or --max_nodes" in capsys.readouterr().err
 
 
 def test_limit_takes_the_first_questions_of_each_benchmark(command, tmp_path):
@@ -288,6 +298,16 @@ def put(self, group, part, own=PartFolder.put):
 PartFolder.put = put
 evaluate.main(sys.argv[1:])
 """
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_share_the_output_folder_are_told_so(command, tmp_path):
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    script = str(Path(evaluate.__file__).resolve())
+    for status, told in on_two_nodes([script, *command, "--output", "out"], *nodes):
+        assert status == 2 and "--output must be a folder that all nodes share" in told, told
 
 
 @pytest.mark.slow

@@ -57,9 +57,12 @@ def test_every_recipe_parses(tmp_path, kind):
             "--use_cpu",
             "true",
         ]
-        _, head, training = parse_options(config, [*arguments, "--output_dir", str(tmp_path)])
+        run, head, training = parse_options(config, [*arguments, "--output_dir", str(tmp_path)])
         config(**head)
         assert training.max_grad_norm == 0.5
+        assert not run.packing  # several conversations a row need a dense mask in the target's forward
+        if recipe.stem in {name for _, name in SIZE_CLASSES[1:]}:
+            assert training.tokens_per_batch >= run.max_length > 0
 
 
 def test_the_ctc_papers_own_settings_are_a_recipe_by_name():
@@ -161,6 +164,7 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--target", "tests/tiny_target/config.json"], "config.json is a file"),
         (["--clip", "both"], "--clip must be norm or value"),
         (["--max_minutes", "-1"], "--max_minutes"),
+        (["--patience", "1", "--eval_strategy", "no"], "--patience 1 counts evaluations, got --eval_strategy no"),
         (["--held_out", "0"], "--held_out"),
         (["--max_length", "3"], "--max_length"),
         (["--target_dtype", "int8"], "--target_dtype"),
@@ -187,13 +191,20 @@ def test_help_all_lists_every_flag_of_transformers(capsys):
     assert told.index("--frames") < told.index("--adam_beta1")
 
 
-def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch):
+def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, capsys):
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     check_build_locks()
     lock.touch()
-    check_build_locks()
-    os.utime(lock, (0, 0))
-    with pytest.raises(ValueError, match=r"shm_comm/lock is \d+ minutes old: .*delete the file, unless a build"):
+    with pytest.raises(ValueError, match=r"shm_comm/lock is 0 minutes old .*delete the file, unless another machine"):
+        check_build_locks(pause=0)
+    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as build:
         check_build_locks()
+        build.kill()
+    assert f"waiting for a build of DeepSpeed's operators by sleep ({build.pid}) ({lock})" in capsys.readouterr().out
+    monkeypatch.setattr("draft_heads.train.options._working_in", lambda folder: None)
+    check_build_locks(pause=0)
+    os.utime(lock, (0, 0))
+    with pytest.raises(ValueError, match="no compiler works there"):
+        check_build_locks(pause=0)

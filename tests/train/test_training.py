@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draft_heads.data.collate import DraftCollator, label_counts
 from draft_heads.data.shards import load_distilled
@@ -28,9 +28,9 @@ from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import explained
-from draft_heads.train.run_folder import check_folder
+from draft_heads.train.run_folder import begin, check_folder
 from draft_heads.train.training_data import load_data
-from tests.running import ROOT, run_script
+from tests.running import ROOT, free_port, on_two_nodes, run_script
 
 TARGET = str(ROOT / "tests" / "tiny_target")
 SMALL = shlex.split(
@@ -74,13 +74,6 @@ def command(dataset, output, *extra, batch=4, kind="ctc"):
 
 def run(*arguments, **options):
     return run_script(*command(*arguments, **options))
-
-
-def free_port():
-    """A port nobody listens on: two tests may launch at the same moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def launch(*arguments, **options):
@@ -144,7 +137,23 @@ def test_a_run_leaves_a_head_with_its_history(uninterrupted):
     (typed,) = re.findall(r"^    (\S+ train/ctc.py .*)", (head / "README.md").read_text(), re.MULTILINE)
     assert uninterrupted.name in shlex.split(typed)  # without this machine's folders
     assert len(losses(uninterrupted)) == 6
-    assert list(uninterrupted.rglob("events.out.tfevents*"))
+
+
+def test_the_log_has_the_parts_of_the_loss_memory_and_mfu(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("draft_heads.train.trainer.peak_flops", lambda device: 1e9)
+    status, told = run(dataset, tmp_path / "run", "--logging_steps", "3", kind="medusa")
+    assert status == 0, told
+    history = json.loads((tmp_path / "run" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    head = sum(weight.numel() for weight in load_file(tmp_path / "run" / "head" / "model.safetensors").values())
+    target = sum(weight.numel() for weight in load_file(Path(TARGET) / "model.safetensors").values())
+    for entry in history:
+        if "loss" in entry:  # of a mean over steps and one over windows
+            assert entry["loss_ce_0"] + 0.8 * entry["loss_ce_1"] == pytest.approx(entry["loss"], rel=0.02)
+            flops = entry["tokens_per_second"] * (6 * head + 2 * target)
+            assert entry["mfu"] == pytest.approx(flops / 1e9, rel=0.01) and entry["memory_mib"] > 100
+    events = (tmp_path / "run").rglob("events.out.tfevents*")
+    shown = {tag for file in events for tag in EventAccumulator(str(file)).Reload().Tags()["scalars"]}
+    assert {"train/loss_ce_1", "train/memory_mib", "train/mfu"} <= shown
 
 
 def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninterrupted, tmp_path):
@@ -290,6 +299,37 @@ def test_a_run_killed_behind_its_last_step_exports_the_same_head(dataset, uninte
     assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["steps"] == 6
 
 
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_resumed(dataset, uninterrupted, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    shutil.rmtree(output / "head")
+    settings = json.loads((output / "run.json").read_text()) | {"output_dir": str(output)}
+    (output / "run.json").write_text(json.dumps(settings))
+    os.truncate(output / "checkpoint-6" / "optimizer.pt", 1000)
+    status, told = run(dataset, output)
+    assert status == 0 and "Traceback" not in told, told
+    assert re.search(r"checkpoint-6 is damaged: optimizer.pt has 1000 bytes instead of \d{4,}; not resumed", told)
+    assert f"resuming {output / 'checkpoint-4'}" in told and (output / "damaged-checkpoint-6").is_dir()
+    whole, resumed = (load_file(folder / "head" / "model.safetensors") for folder in (uninterrupted, output))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_checkpoints_of_the_future_do_not_displace_new_ones(dataset, uninterrupted, tmp_path):
+    """The clock was set back between a run and its resumption, which may also keep fewer."""
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    for later in ("head", "checkpoint-6"):
+        shutil.rmtree(output / later)
+    shutil.copytree(output / "checkpoint-4", output / "checkpoint-3")
+    for step in (3, 4):
+        os.utime(output / f"checkpoint-{step}", (2**32, 2**32))
+    settings = json.loads((output / "run.json").read_text()) | {"output_dir": str(output), "save_total_limit": 9}
+    (output / "run.json").write_text(json.dumps(settings))
+    status, told = run(dataset, output, "--save_total_limit", "2")
+    assert status == 0 and "resuming" in told, told
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+
+
 def test_a_spread_target_trains_the_same_head(dataset, uninterrupted, tmp_path):
     status, told = run(dataset, tmp_path / "run", "--target_device", "auto")
     assert status == 0, told
@@ -424,7 +464,7 @@ def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
 
 
 def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
-    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False)
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1)
     (tmp_path / "run.json").write_text('{"seed": 1}')
     (tmp_path / "checkpoint-3").mkdir()
     check_folder(args, {"seed": 2})
@@ -432,6 +472,50 @@ def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_pa
     check_folder(args, {"seed": 1})
     with pytest.raises(ValueError, match=r"other settings \(seed was 1, now 2\).*--overwrite"):
         check_folder(args, {"seed": 2})
+
+
+def test_a_second_run_in_the_folder_of_a_running_one_is_refused(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path / "run"), overwrite=False, process_index=0, world_size=1)
+    _, lock = begin(args, {})
+    (tmp_path / "run" / "checkpoint-1").mkdir()  # it is being written
+    args.overwrite = True
+    for use in (check_folder, begin):
+        with pytest.raises(ValueError, match=r"--output_dir .*/run is being written by another run; wait for its end"):
+            use(args, {})
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    lock.close()
+    check_folder(args, {})
+    begin(args, {})
+    assert not (tmp_path / "run" / "checkpoint-1").exists()
+
+
+NODES = """
+from accelerate import PartialState
+from types import SimpleNamespace
+from draft_heads.train.run_folder import begin, check_folder
+rank = PartialState(cpu=True).process_index
+for output, use in (("foreign", check_folder), ("own", check_folder), ("own", begin)):
+    try:
+        use(SimpleNamespace(output_dir=output, overwrite=False, process_index=rank, world_size=2), {})
+        print("fine")
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_nodes_agree_on_a_folder_and_refuse_one_that_they_do_not_share(tmp_path):
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    (nodes[0] / "foreign").mkdir()
+    (nodes[0] / "foreign" / "thesis.txt").touch()
+    for status, told in on_two_nodes(["-c", NODES], *nodes):
+        refused, fine, alone = told.splitlines()[-3:]
+        assert status == 0 and "foreign is not empty" in refused and fine == "fine", told
+        assert alone.startswith("--output_dir must be a folder that all nodes share; what the first process writes")
+    for _, told in on_two_nodes(["-c", NODES], nodes[0], nodes[0]):
+        assert "fine\nfine\n" in told
 
 
 def test_a_head_that_reads_layers_trains_on_cached_and_on_computed_states(distil, dataset, tmp_path):
