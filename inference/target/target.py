@@ -44,6 +44,21 @@ def _check_decoder_only(config: Any, name: str) -> None:
         )
 
 
+def _most_positions(config: Any, name: str) -> int:
+    """How many tokens fit, prompt and answer together.
+
+    Long-rope models rotate every position of a longer text by other frequencies, but cached keys keep the old ones:
+    their texts end where the frequencies change.
+    """
+    positions = int(getattr(config, "max_position_embeddings", 2**31))
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # one for all layers, or one per layer type
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            positions = min(positions, int(rope["original_max_position_embeddings"]))
+            logger.info("%s has other rotary frequencies behind %d tokens: texts end there", name, positions)
+    return positions
+
+
 class TargetOutput(NamedTuple):
     """What a forward gives.
 
@@ -75,6 +90,7 @@ class Target:
         self.adapter = adapter
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         self.config = config.get_text_config(decoder=True)
+        self.max_positions = _most_positions(self.config, self.name)  # of prompt and answer together
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
         self.split = any(sharded.is_split(p) for p in self.embedding.parameters())
@@ -241,11 +257,6 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Of states and logits; quantised weights may have another."""
         return self.embedding.weight.dtype
-
-    @property
-    def max_positions(self) -> int:
-        """How many tokens fit, prompt and answer together."""
-        return int(getattr(self.config, "max_position_embeddings", 2**31))
 
     @property
     def vocab_size(self) -> int:

@@ -50,6 +50,17 @@ def test_forked_trees_give_the_models_own_answer_and_logits(model_type):
         assert target.rule.cap == 2.0
 
 
+def test_a_long_rope_text_ends_where_the_frequencies_change():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    settings = {"rope_parameters": rope, "original_max_position_embeddings": 40}
+    target = Target(_model("phi3", **settings), name="phi3")
+    prompt = [1 + 7 * i % 210 for i in range(30)]
+    answer = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 30:].tolist()
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, GenerationSettings(20, ()))
+    assert generated.tokens == answer[:10] and generated.finish_reason == "context"
+    assert len(generated.accept_lengths) < 6  # drafts that hang over the end are accepted up to it
+
+
 @pytest.mark.slow
 def test_ten_architectures_loaded_from_folders_answer_as_generate():
     names = [
