@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import hf_generate
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target import target as target_module
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.checks.architectures import check_all
 from tests.inference.models import ForkedDrafter
@@ -48,6 +49,32 @@ def test_forked_trees_give_the_models_own_answer_and_logits(model_type):
         torch.testing.assert_close(target.view().head_logits(hidden), own, rtol=1e-4, atol=1e-4)
     else:
         assert target.rule.cap == 2.0
+
+
+def _siblings_see_each_other(monkeypatch):
+    own = target_module.behind_text
+    monkeypatch.setattr(target_module, "behind_text", lambda sees, *rest: own(torch.ones_like(sees).tril(), *rest))
+
+
+def _window_of_eight(monkeypatch):
+    own = target_module.masks_by_layer_type
+
+    def masks(visible, queries, keys, *rest):
+        recent = keys[:, None] > queries[:, :, None] - 8
+        return {layer_type: mask & recent for layer_type, mask in own(visible, queries, keys, *rest).items()}
+
+    monkeypatch.setattr(target_module, "masks_by_layer_type", masks)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm4", *SERVED])
+def test_in_half_precision_wrong_masks_are_refused_and_right_ones_served(model_type, monkeypatch):
+    settings = SERVED.get(model_type, {})
+    Target(_model(model_type, **settings).bfloat16(), name=model_type)
+    for defect in (_siblings_see_each_other, _window_of_eight)[: 2 - ("sliding_window" in settings)]:
+        with monkeypatch.context() as patched:
+            defect(patched)
+            with pytest.raises(ValueError, match="logits that differ"):
+                Target(_model(model_type, **settings).bfloat16(), name=model_type)
 
 
 def test_a_long_rope_text_ends_where_the_frequencies_change():
