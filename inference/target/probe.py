@@ -27,8 +27,10 @@ _FIRST, _SECOND = (0, 1, 3), (0, 2, 4)  # rows of the two paths
 def _unfit(target: Target) -> str | None:
     """Why the architecture cannot follow a tree, where that can be read from its signature and config."""
     taken = inspect.signature(target.decoder.forward).parameters
-    if "past_key_values" not in taken:
+    if {"cache_params", "state"} & set(taken):
         return "keeps a recurrent state instead of keys and values, and a state cannot branch"
+    if "past_key_values" not in taken:
+        return "takes no cached keys and values (`past_key_values`), behind which a tree would stand"
     if getattr(target.config, "alibi", False) or "position_ids" not in taken:
         return "takes no position ids (as with ALiBi), so siblings of a tree cannot stand at one position"
     if "recurrent" in (getattr(target.config, "block_types", None) or ()):

@@ -66,6 +66,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         f"{name}, long rope": settings | {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 50}
         for name, settings in {"phi3": _HEADS, "phimoe": _HEADS | _EXPERTS, "llama": _HEADS}.items()
     },
+    **{
+        f"{name}, stray window": _HEADS | _EXPERTS | {"sliding_window": 50}
+        for name in ("arcee", "gpt_bigcode", "minimax_m2")
+    },
     **{name: _HEADS | _SLIDING for name in ("gemma2", "gemma3_text", "gemma4_text")},
     **{name: _HEADS | _EXPERTS for name in ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "llama4_text"]},
     "granite": _HEADS | {"logits_scaling": 3.0},
@@ -178,7 +182,8 @@ Small models with random weights decode draft trees of which every second node i
 
 A long-rope model (`"rope_type": "longrope"`: Phi-3, Phi-4-mini and others) has other rotary frequencies for texts of more than
 `original_max_position_embeddings` tokens, which cached keys cannot follow. Prompt and answer together end at that length, which a line says
-when the target is loaded; a longer prompt is refused.
+when the target is loaded; a longer prompt is refused. So it is where a config has a `sliding_window` that the model's attention ignores
+but the cache of `generate` does not.
 
 """  # noqa: E501
 

@@ -105,9 +105,24 @@ def test_ten_architectures_loaded_from_folders_answer_as_generate():
         assert holds and row.count("2 of 2 identical") == 2, row
 
 
-@pytest.mark.parametrize(
-    "model_type, reason", [("mpt", "takes no position ids"), ("qwen3_next", "layers of type linear_attention")]
-)
+def test_where_only_the_cache_of_generate_has_a_window_texts_end_at_it():
+    target = Target(_model("arcee", sliding_window=32), name="arcee")
+    prompt = [1 + 7 * i % 210 for i in range(20)]
+    answer = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 20:].tolist()
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, GenerationSettings(20, ()))
+    assert generated.tokens == answer[:12] and generated.finish_reason == "context"
+    assert Target(_model("starcoder2", sliding_window=32), name="starcoder2").max_positions == 256
+
+
+REFUSED = {
+    "mpt": "takes no position ids",
+    "qwen3_next": "layers of type linear_attention",
+    "rwkv": "keeps a recurrent state",
+    "openai-gpt": "takes no cached keys and values",
+}
+
+
+@pytest.mark.parametrize("model_type, reason", REFUSED.items())
 def test_what_cannot_follow_a_tree_is_refused_with_the_reason(model_type, reason):
     with pytest.raises(ValueError, match=reason):
         Target(_model(model_type), name=model_type)
