@@ -85,7 +85,7 @@ class Comparison:
         args = self.args
         command = [
             *(f"train/{arm.kind}.py", "--target", args.target, "--dataset", *args.dataset, "--output_dir", str(folder)),
-            *("--max_minutes", "0", "--max_steps", str(steps), "--seed", str(seed), "--threads", str(args.threads)),
+            *("--max_steps", str(steps), "--seed", str(seed), "--threads", str(args.threads)),
             *("--eval_strategy", "no", "--disable_tqdm", "true", *arm.options),
         ]
         return cpu_seconds(command, folder.with_suffix(".log"))
@@ -178,7 +178,9 @@ class Comparison:
                     row[f"spread{variant}_{benchmark}"] = round(max(betas) - min(betas), 3)
             rows = [decoded[name + variant][b] for name in names for variant in VARIANTS for b in decoded["vanilla"]]
             row["unexplained"] = sum(one["lossless"]["unexplained"] for one in rows)
-            row["draft_share"] = mean([decoded[name][b]["time_share"]["draft"] for name in names for b in decoded[name]])
+            row["draft_share"] = mean(
+                [decoded[name][b]["time_share"]["draft"] for name in names for b in decoded[name]]
+            )
             row["accuracy"] = [mean(list(at)) for at in zip(*(accuracy[name] for name in names))]
             row["parameters"] = sum(p.numel() for p in heads[0].parameters())
             row["bytes_read"] = heads[0].weights_read() * heads[0].dtype.itemsize
