@@ -185,6 +185,11 @@ A long-rope model (`"rope_type": "longrope"`: Phi-3, Phi-4-mini and others) has 
 when the target is loaded; a longer prompt is refused. So it is where a config has a `sliding_window` that the model's attention ignores
 but the cache of `generate` does not.
 
+Targets that transformers loads quantised run through their modules. Tried on a CPU with torchao 0.18.0, torch 2.13.0 and transformers
+5.23.0: the embedded target with int8 weights (`TorchAoConfig(Int8WeightOnlyConfig())`, saved and loaded as a folder) writes labels, trains
+all five heads and decodes as its own `generate` does. With int8 activations (`Int8DynamicActivationInt8WeightConfig`) it is refused in
+float32: where two forwards round differently, a value moves by a whole int8 step.
+
 """  # noqa: E501
 
 

@@ -10,7 +10,7 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target import target as target_module
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.checks.architectures import check_all
-from tests.inference.models import ForkedDrafter
+from tests.inference.models import ForkedDrafter, make_head
 
 _SIZES = {
     **{"vocab_size": 211, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.3},
@@ -49,6 +49,32 @@ def test_forked_trees_give_the_models_own_answer_and_logits(model_type):
         torch.testing.assert_close(target.view().head_logits(hidden), own, rtol=1e-4, atol=1e-4)
     else:
         assert target.rule.cap == 2.0
+
+
+def test_a_target_of_int8_weights_labels_trains_and_decodes_through_its_modules():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = _model("llama").float()
+    lm_head = model.get_output_embeddings()
+    quantization.quantize_(
+        model,
+        quantization.Int8WeightOnlyConfig(),
+        filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and module is not lm_head,
+    )
+    target = Target(model, name="int8")
+    assert target.forward_kind == "modules"
+    prompt = [1 + 7 * i % 210 for i in range(30)]
+    settings = GenerationSettings(max_new_tokens=24, eos_token_ids=())
+    answer = hf_generate(target, prompt, settings, 24)
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, settings)
+    assert generated.tokens == answer and len(generated.accept_lengths) < 10
+    labelled = target.label([prompt + answer], keep_hidden=True)[0]
+    assert labelled.greedy_ids[30:] == answer
+    head = make_head(target)
+    head.start_from(labelled.hidden[None], target.view())
+    ids = torch.tensor([prompt + answer])
+    loss = head(labelled.hidden[None], ids, torch.tensor([labelled.greedy_ids]), ids > 0, target.view()).total
+    loss.backward()
+    assert loss.isfinite() and head.frame_queries.grad.abs().sum() > 0
 
 
 def _siblings_see_each_other(monkeypatch):
