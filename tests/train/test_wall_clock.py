@@ -27,3 +27,13 @@ def test_a_log_file_gets_a_line_every_half_minute(minutes, first, count, monkeyp
         state.global_step, clock.elapsed = step, now / 60
         lines.on_step_end(None, state, None)
     assert (written[0], len(written)) == (first, count)
+
+
+def test_the_last_evaluation_is_printed_once_though_it_is_made_twice(capsys):
+    lines = TrainingLines(WallClock(0), ProgressLines(print))
+    state = SimpleNamespace(is_local_process_zero=True, global_step=4)
+    for loss, seconds in ((2.0, 1.0), (2.0, 1.5), (1.5, 1.0)):  # the last is of the best checkpoint
+        lines.on_log(None, state, None, {"eval_loss": loss, "eval_seconds": seconds})
+    state.global_step = 5
+    lines.on_log(None, state, None, {"eval_loss": 1.5, "eval_seconds": 1.0})
+    assert capsys.readouterr().out.count("eval_loss") == 3
