@@ -33,7 +33,7 @@ class OptionParser(argparse.ArgumentParser):
         """Exit with status 2 if anything of the command line was not understood."""
         flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
         if flags:
-            near = difflib.get_close_matches(flags[0], self._option_string_actions, 1)
+            near = difflib.get_close_matches(flags[0], self._option_string_actions, 1, cutoff=0.7)
             self.error(f"unknown flag {flags[0]}; {f'did you mean {near[0]}?' if near else '--help lists the flags'}")
         if unknown:
             self.error(f"{unknown[0]!r} belongs to no flag; --help lists the flags")

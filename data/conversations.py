@@ -168,7 +168,7 @@ def _sound_part(place: str, record: Any) -> tuple[str, list[dict[str, str]], lis
             faults["the conversation has no assistant turn" if messages else "the conversation is empty"] = ""
         messages = []
     row_id = record.get("id")
-    name = f"row-{place.split()[1]}" if row_id is None else str(row_id)
+    name = f"row-{place.split()[1]}" if row_id is None else _encodable(str(row_id))
     return name, messages, [BadRow(place, *fault, len(messages)) for fault in faults.items()]
 
 
@@ -193,4 +193,11 @@ def _fault(turn: Any, role_key: str, text_key: str, before: list[dict[str, str]]
         return "an empty answer"
     if not isinstance(text, str):
         return f"the text of a turn is a string, received {type(text).__name__}"
+    if _encodable(text) != text:
+        return "half a surrogate pair, which is no character"
     return None
+
+
+def _encodable(text: str) -> str:
+    """`text` with half surrogate pairs, which JSON escapes can hold and UTF-8 cannot, replaced by `?`."""
+    return text.encode(errors="replace").decode()

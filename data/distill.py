@@ -59,7 +59,8 @@ def distill(
 
     source: a file, dataset folder or hub id, or what `select_conversations` read of one with these `options`.
     A run that was killed continues with the next shard when it is called again with the same arguments. ValueError for
-    a finished output, or one that other arguments began, unless `overwrite`, and for one that another run writes.
+    a finished output, or one that other arguments began, unless `overwrite`, for one that another run writes, and
+    where every conversation is left out.
     Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
     distiller = Distiller(target, options, server_answerer(target, options))
@@ -107,7 +108,18 @@ def distill(
         if processes.rank == 0:
             folder.finish()
         processes.wait()
+    _check_rows(folder, distiller.max_length)
     return folder.manifest
+
+
+def _check_rows(folder: ShardFolder, max_length: int) -> None:
+    """ValueError where every conversation was left out."""
+    left_out = [row for shard in folder.manifest["shards"] for row in shard["skipped"]]
+    if left_out and not folder.manifest["counts"]["rows"]:
+        raise ValueError(
+            f"no row is left: all {len(left_out)} are left out, the first, {left_out[0]['place']}, because "
+            f"{left_out[0]['reason']}; choose a --max_length above {max_length} or other rows, and add --overwrite"
+        )
 
 
 def _shard(loaded: Conversations, start: int, options: DistillOptions) -> datasets.Dataset:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
+from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, checked_ids, room
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.kv_cache import KVCache
@@ -60,7 +60,7 @@ class BatchEngine:
     def generate(self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None) -> list[Generation]:
         """The answers in the prompts' order, the run's seconds shared by tokens; ContextError if one is too long."""
         settings = settings or GenerationSettings()
-        limits = [room(self.target, len(prompt), settings.max_new_tokens) for prompt in prompts]
+        limits = [room(self.target, len(checked_ids(self.target, p)), settings.max_new_tokens) for p in prompts]
         answers = [Generation() for _ in prompts]
         if not prompts:
             return answers

@@ -2,7 +2,8 @@
 
 A local callable replaces `generate`'s decoding loop and gives the same tokens: stopping criteria are checked after
 every token, left-padded batches are decoded one sequence after another. `generate`'s own `streamer` receives the tokens
-of each target step, for one sequence only. Unsupported arguments raise ValueError.
+of each target step, for one sequence only. Unsupported arguments raise ValueError. transformers does not pass its
+`tokenizer` on to a callable: instead of `stop_strings`, give a `StopStringCriteria`.
 """
 
 from __future__ import annotations

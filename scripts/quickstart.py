@@ -86,7 +86,7 @@ def main() -> None:
         run(
             console, f"{number}/{steps} train {HEADS[kind]}: {args.steps:,} steps",
             f"train/{kind}.py", "--target", target, "--dataset", distilled, "--output_dir", str(output / kind),
-            "--max_minutes", "0", "--max_steps", str(args.steps),
+            "--max_steps", str(args.steps),
         )  # fmt: skip
         drafters += [f"{kind}={head}", *([f"{kind}_ngram={kind}:{head}+ngram"] if number == 2 else [])]
     run(

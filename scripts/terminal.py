@@ -37,7 +37,9 @@ def summary_table(report: dict[str, Any]) -> Table:
     caption = f"γ: times faster than {plain}; β: new tokens per forward of the target" if plain else None
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=name != "lossless")
+        wraps = name in ("drafter", "lossless")
+        justify = "left" if index < 2 else "right"
+        table.add_column(name, justify=justify, no_wrap=not wraps, min_width=len(name), overflow="fold")
     previous = None
     for row in overall(report["results"]):
         if previous not in (None, row["benchmark"]):

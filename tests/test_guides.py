@@ -32,7 +32,7 @@ LAUNCHERS = re.compile(r"^(deepspeed|torchrun)( --(num_gpus|nproc_per_node|hostf
 
 SHORT = {
     "scripts/distill.py": "--limit 6 --max_new_tokens 8 --max_length 96",
-    "train": "--max_steps 2 --max_minutes 0 --held_out 4 --simulate_rows 2 --anchors 4 --eval_strategy no --use_cpu",
+    "train": "--max_steps 2 --held_out 4 --simulate_rows 2 --anchors 4 --eval_strategy no --use_cpu",
     "scripts/evaluate.py": "--limit 1 --max_new_tokens 8",
     "scripts/tune_tree.py": "--rows 4 --prompts 2 --new_tokens 8 --nodes 4 8 --temperatures 1",
     "scripts/chat.py": "--max_new_tokens 8",

@@ -226,7 +226,7 @@ print(len(engine.generate([1, 2, 3]).tokens))
     distil = f"-m draft_heads.scripts.distill --target {tiny} --dataset conversations.jsonl --output distilled"
     run_installed(installed, tmp_path, *distil.split(), "--labels", "argmax")
     train = f"-m draft_heads.train.ctc --target {tiny} --dataset distilled --output_dir run --held_out 2"
-    train += " --max_steps 2 --max_minutes 0 --per_device_train_batch_size 2 --simulate_rows 1 --threads 1"
+    train += " --max_steps 2 --per_device_train_batch_size 2 --simulate_rows 1 --threads 1"
     assert "run/head" in run_installed(installed, tmp_path, *train.split())
     assert (tmp_path / "run" / "head" / "model.safetensors").is_file()
 

@@ -67,7 +67,8 @@ class TrainingOptions:
     """What a head's training adds to transformers' TrainingArguments; `HeadTrainingArguments` are both."""
 
     max_minutes: float = option(
-        0.0, "wall minutes at which the schedule ends, learning rate included; 0: by epochs or steps"
+        0.0,
+        "wall minutes at which the schedule ends, learning rate too; 0: by epochs or steps, as when those are given",
     )
     clip: str = option("norm", "norm (max_grad_norm bounds the norm) or value (every entry)")
     head_optimizer: str = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,19 +29,23 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     """(RunOptions, head settings, HeadTrainingArguments) from the command line and a recipe.
 
     Raises SystemExit with a sentence for anything invalid. Head settings are the fields that `head_config` adds to
-    `HeadConfig`; sizes come from the target and are not options.
+    `HeadConfig`; sizes come from the target and are not options. A recipe's max_minutes gives way to --max_steps and
+    --num_train_epochs.
     """
     parser = TrainerParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
     group = parser.add_argument_group(f"{head_config.kind} head")
     add_flags(group, head_config)
     parser.add_argument("--config", help=CONFIG_HELP)
     try:
-        known, unknown = parser.parse_known_args(arguments)
+        unset = argparse.Namespace(max_steps=None, num_train_epochs=None)  # what the command line does not give stays
+        known, unknown = parser.parse_known_args(arguments, unset)
         parser.refuse(unknown)
         if not known.target:
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
         load_config(known.target)  # a sentence, should there be none
         defaults, taken = recipe_defaults(head_config.kind, known, parser)
+        if known.max_steps is not None or known.num_train_epochs is not None:
+            defaults.pop("max_minutes", None)  # the schedule ends with the steps asked for
         parser.set_defaults(**defaults)
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if not run.dataset:

@@ -5,11 +5,13 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +95,14 @@ class Target:
         self._per_layer_type = "sliding_attention" in layer_types
         slides = self._per_layer_type if layer_types else uses_window
         self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
+        if self.window and not layer_types and not self._code_mentions("sliding_window"):
+            self.max_positions = min(self.max_positions, self.window)
+            logger.info(
+                "%s has a sliding_window that its attention ignores and the cache of `generate` does not: texts end at "
+                "%d tokens; remove it from config.json for longer ones",
+                *(self.name, self.max_positions),
+            )
+            self.window = None
         unknown = set(layer_types) - {"full_attention", "sliding_attention"}
         if unknown or self.lm_head is None:
             reason = f"layers of type {', '.join(sorted(unknown))}" if unknown else "no LM head"
@@ -120,6 +130,10 @@ class Target:
             sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
         self.rule, self._one_size = probe(self)
         self._modules_only = self.split or not (self._one_size and FusedDecoder.can_drive(model))
+
+    def _code_mentions(self, word: str) -> bool:
+        """Whether the file that defines the decoder does."""
+        return word in Path(inspect.getfile(type(self.decoder))).read_text(encoding="utf-8")
 
     @property
     def fused(self) -> FusedDecoder | None:
@@ -252,10 +266,20 @@ class Target:
         """Of states and logits; quantised weights may have another."""
         return self.embedding.weight.dtype
 
-    @property
+    @cached_property
     def max_positions(self) -> int:
-        """How many tokens fit, prompt and answer together."""
-        return int(getattr(self.config, "max_position_embeddings", 2**31))
+        """How many tokens fit, prompt and answer together.
+
+        Long-rope models rotate every position of a longer text by other frequencies, but cached keys keep the old ones:
+        their texts end where the frequencies change.
+        """
+        positions = int(getattr(self.config, "max_position_embeddings", 2**31))
+        ropes = getattr(self.config, "rope_parameters", None) or {}
+        for rope in (ropes, *ropes.values()):  # one for all layers, or one per layer type
+            if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+                positions = min(positions, int(rope["original_max_position_embeddings"]))
+                logger.info("%s has other rotary frequencies behind %d tokens: texts end there", self.name, positions)
+        return positions
 
     @property
     def vocab_size(self) -> int:

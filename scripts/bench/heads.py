@@ -85,7 +85,7 @@ class Comparison:
         args = self.args
         command = [
             *(f"train/{arm.kind}.py", "--target", args.target, "--dataset", *args.dataset, "--output_dir", str(folder)),
-            *("--max_minutes", "0", "--max_steps", str(steps), "--seed", str(seed), "--threads", str(args.threads)),
+            *("--max_steps", str(steps), "--seed", str(seed), "--threads", str(args.threads)),
             *("--eval_strategy", "no", "--disable_tqdm", "true", *arm.options),
         ]
         return cpu_seconds(command, folder.with_suffix(".log"))

@@ -215,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
         run = base / "run"
         train = [str(ROOT / "train" / "ctc.py"), *common, "--dataset", str(data), "--output_dir", str(run)]
         train += shlex.split(
-            f"--max_steps {STEPS} --save_steps {SAVE_STEPS} --eval_strategy no --logging_steps 1 --max_minutes 0 "
+            f"--max_steps {STEPS} --save_steps {SAVE_STEPS} --eval_strategy no --logging_steps 1 "
             "--held_out 4 --simulate_rows 0 --anchors 4 --warmup_steps 2 --per_device_train_batch_size 2"
         )
         found = survive(

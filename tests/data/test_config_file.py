@@ -16,6 +16,7 @@ from draft_heads.data import config_file
     [
         (["--frams", "3"], "error: unknown flag --frams; did you mean --frames?\n"),
         (["--frams=3"], "error: unknown flag --frams; did you mean --frames?\n"),
+        (["--frits"], "error: unknown flag --frits; --help lists the flags\n"),
         (["--xyz"], "error: unknown flag --xyz; --help lists the flags\n"),
         (["stray"], "error: 'stray' belongs to no flag; --help lists the flags\n"),
         (["--frames", "x"], "error: argument --frames: invalid int value: 'x'\n"),

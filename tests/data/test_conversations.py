@@ -62,6 +62,7 @@ BAD = [
     (turns("human"), "the conversation has no assistant turn"),
     (turns("human", "gpt", text=" "), r"an empty answer \(turn 2\)"),
     (turns(), "the conversation is empty"),
+    (turns("human", "gpt", text="q\ud83d"), r"half a surrogate pair, which is no character \(turn 1\)"),
 ]
 
 
@@ -70,6 +71,11 @@ def test_bad_row_stops_the_run_with_file_row_reason_and_remedy(tmp_path, row, re
     file = write_lines(tmp_path / "rows.jsonl", [GOOD, "", row, GOOD])
     with pytest.raises(ConversationError, match=rf"rows\.jsonl, line 3: .*{reason}.*--skip_bad_rows"):
         load_conversations(file)
+
+
+def test_an_id_with_half_a_surrogate_pair_is_kept_without_it(tmp_path):
+    file = write_lines(tmp_path / "rows.jsonl", [GOOD | {"id": "a\ud83d"}])
+    assert load_conversations(file)["id"] == ["a?"]
 
 
 def test_rows_without_a_question_and_its_answer_are_dropped_and_listed(tmp_path):

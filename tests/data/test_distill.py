@@ -266,6 +266,13 @@ def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tm
         load_distilled(str(out))
 
 
+@pytest.mark.parametrize("labels", ["argmax", "generate"])
+def test_an_output_without_a_row_is_an_error_that_says_why(target, source, tmp_path, labels):
+    reason = r"all 10 are left out, .* begins beyond max_length 4; choose a --max_length above 4"
+    with pytest.raises(ValueError, match=reason):
+        run_distill(target, source, str(tmp_path / "out"), labels=labels, max_length=4)
+
+
 def test_max_length_beyond_the_targets_positions_is_refused(target, source, tmp_path):
     with pytest.raises(ValueError, match="--max_length 300 exceeds the target's 256 positions; lower it"):
         run_distill(target, source, str(tmp_path / "out"), max_length=300)

@@ -7,9 +7,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import hf_generate
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target import target as target_module
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.checks.architectures import check_all
-from tests.inference.models import ForkedDrafter
+from tests.inference.models import ForkedDrafter, make_head
 
 _SIZES = {
     **{"vocab_size": 211, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "initializer_range": 0.3},
@@ -50,6 +51,69 @@ def test_forked_trees_give_the_models_own_answer_and_logits(model_type):
         assert target.rule.cap == 2.0
 
 
+def test_a_target_of_int8_weights_labels_trains_and_decodes_through_its_modules():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = _model("llama").float()
+    lm_head = model.get_output_embeddings()
+    quantization.quantize_(
+        model,
+        quantization.Int8WeightOnlyConfig(),
+        filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and module is not lm_head,
+    )
+    target = Target(model, name="int8")
+    assert target.forward_kind == "modules"
+    prompt = [1 + 7 * i % 210 for i in range(30)]
+    settings = GenerationSettings(max_new_tokens=24, eos_token_ids=())
+    answer = hf_generate(target, prompt, settings, 24)
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, settings)
+    assert generated.tokens == answer and len(generated.accept_lengths) < 10
+    labelled = target.label([prompt + answer], keep_hidden=True)[0]
+    assert labelled.greedy_ids[30:] == answer
+    head = make_head(target)
+    head.start_from(labelled.hidden[None], target.view())
+    ids = torch.tensor([prompt + answer])
+    loss = head(labelled.hidden[None], ids, torch.tensor([labelled.greedy_ids]), ids > 0, target.view()).total
+    loss.backward()
+    assert loss.isfinite() and head.frame_queries.grad.abs().sum() > 0
+
+
+def _siblings_see_each_other(monkeypatch):
+    own = target_module.behind_text
+    monkeypatch.setattr(target_module, "behind_text", lambda sees, *rest: own(torch.ones_like(sees).tril(), *rest))
+
+
+def _window_of_eight(monkeypatch):
+    own = target_module.masks_by_layer_type
+
+    def masks(visible, queries, keys, *rest):
+        recent = keys[:, None] > queries[:, :, None] - 8
+        return {layer_type: mask & recent for layer_type, mask in own(visible, queries, keys, *rest).items()}
+
+    monkeypatch.setattr(target_module, "masks_by_layer_type", masks)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm4", *SERVED])
+def test_in_half_precision_wrong_masks_are_refused_and_right_ones_served(model_type, monkeypatch):
+    settings = SERVED.get(model_type, {})
+    Target(_model(model_type, **settings).bfloat16(), name=model_type)
+    for defect in (_siblings_see_each_other, _window_of_eight)[: 2 - ("sliding_window" in settings)]:
+        with monkeypatch.context() as patched:
+            defect(patched)
+            with pytest.raises(ValueError, match="logits that differ"):
+                Target(_model(model_type, **settings).bfloat16(), name=model_type)
+
+
+def test_a_long_rope_text_ends_where_the_frequencies_change():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    settings = {"rope_parameters": rope, "original_max_position_embeddings": 40}
+    target = Target(_model("phi3", **settings), name="phi3")
+    prompt = [1 + 7 * i % 210 for i in range(30)]
+    answer = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 30:].tolist()
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, GenerationSettings(20, ()))
+    assert generated.tokens == answer[:10] and generated.finish_reason == "context"
+    assert len(generated.accept_lengths) < 6  # drafts that hang over the end are accepted up to it
+
+
 @pytest.mark.slow
 def test_ten_architectures_loaded_from_folders_answer_as_generate():
     names = [
@@ -67,9 +131,24 @@ def test_ten_architectures_loaded_from_folders_answer_as_generate():
         assert holds and row.count("2 of 2 identical") == 2, row
 
 
-@pytest.mark.parametrize(
-    "model_type, reason", [("mpt", "takes no position ids"), ("qwen3_next", "layers of type linear_attention")]
-)
+def test_where_only_the_cache_of_generate_has_a_window_texts_end_at_it():
+    target = Target(_model("arcee", sliding_window=32), name="arcee")
+    prompt = [1 + 7 * i % 210 for i in range(20)]
+    answer = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)[0, 20:].tolist()
+    generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, GenerationSettings(20, ()))
+    assert generated.tokens == answer[:12] and generated.finish_reason == "context"
+    assert Target(_model("starcoder2", sliding_window=32), name="starcoder2").max_positions == 256
+
+
+REFUSED = {
+    "mpt": "takes no position ids",
+    "qwen3_next": "layers of type linear_attention",
+    "rwkv": "keeps a recurrent state",
+    "openai-gpt": "takes no cached keys and values",
+}
+
+
+@pytest.mark.parametrize("model_type, reason", REFUSED.items())
 def test_what_cannot_follow_a_tree_is_refused_with_the_reason(model_type, reason):
     with pytest.raises(ValueError, match=reason):
         Target(_model(model_type), name=model_type)

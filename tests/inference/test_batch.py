@@ -79,5 +79,7 @@ def test_what_cannot_be_batched_is_refused(target, prompts):
     assert engine.generate_or_none([[1] * target.max_positions]) == [None]
     with pytest.raises(ContextError, match="positions"):
         engine.generate([prompts[0], [1] * target.max_positions])
+    with pytest.raises(ValueError, match="got 999999"):
+        engine.generate([prompts[0], [1, 999_999]])
     with pytest.raises(ValueError, match="at least 1; got 0"):
         BatchEngine(target, lambda: VanillaDrafter(target.device), 0)

@@ -307,6 +307,12 @@ def test_a_prompt_is_a_text_messages_or_token_ids(tiny_target):
             engine.generate(wrong)
 
 
+@pytest.mark.parametrize("wrong", [999_999, -1])
+def test_a_token_that_the_target_does_not_have_is_named(target, wrong):
+    with pytest.raises(ValueError, match=rf"token ids are 0 to {target.vocab_size - 1}, .* got {wrong};"):
+        DecodingEngine(target, VanillaDrafter()).generate([1, wrong])
+
+
 def test_a_text_needs_a_tokenizer(target):
     engine = DecodingEngine(target, VanillaDrafter())
     with pytest.raises(ValueError, match="a text needs the target's tokenizer"):

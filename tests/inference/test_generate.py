@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
+from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
@@ -13,12 +14,20 @@ from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.generate import generate_fn
+from draft_heads.inference.target.target import Target
 from tests.inference.models import load_target, make_head, make_prompts, small_model
 
 
 @pytest.fixture(scope="module")
 def target():
     return load_target("llama", torch.float64)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A target with a tokenizer, and a prompt."""
+    target = Target.from_pretrained("tests/tiny_target", device="cpu")
+    return target, render_prompt(target.tokenizer, [{"role": "user", "content": "Name a fruit."}])
 
 
 FREE = {
@@ -69,6 +78,17 @@ def test_lists_of_eos_and_stopping_criteria_end_where_generate_ends(target, draf
     ):
         expected, ours = both(target, drafter, [prompt], do_sample=False, **settings)
         assert torch.equal(expected, ours) and ours.shape[1] < len(prompt) + 24
+
+
+def test_stop_strings_given_as_a_criterion_end_where_generate_ends(tiny):
+    target, prompt = tiny
+    text = {"input_ids": torch.tensor([prompt]), "max_new_tokens": 24, "do_sample": False}
+    free = target.model.generate(**text)[0, len(prompt) :].tolist()
+    stop = target.tokenizer.decode(free[3:5])
+    expected = target.model.generate(**text, stop_strings=[stop], tokenizer=target.tokenizer)
+    criteria = [StopStringCriteria(target.tokenizer, [stop])]
+    ours = target.model.generate(**text, stopping_criteria=criteria, custom_generate=generate_fn(NgramDrafter()))
+    assert torch.equal(expected, ours) and len(prompt) < ours.shape[1] <= len(prompt) + 5
 
 
 def test_left_padded_batches_are_decoded_one_by_one(target, drafter):

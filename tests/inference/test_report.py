@@ -159,6 +159,13 @@ def test_the_closing_table_has_one_row_per_benchmark_and_drafter(report):
     assert "2.50×" in text
 
 
+def test_long_names_leave_every_figure_of_the_closing_table_whole_in_80_columns(report):
+    for row in report["results"]:
+        row["drafter"] = f"{row['drafter']}=runs/a_folder_with_a_long_name/head+ngram"
+    text = closing_table(report, width=80)
+    assert "…" not in text and "lossless" in text
+
+
 def test_speedup_bars_are_gamma(report):
     figure = plots.speedup(report)
     lengths = [round(bar.get_width(), 2) for axes in figure.axes for bar in axes.patches]

@@ -39,6 +39,20 @@ def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
     assert run.held_out == recipe["held_out"]
 
 
+@pytest.mark.parametrize(
+    "given, minutes",
+    [
+        (["--max_steps", "5"], 0),
+        (["--num_train_epochs", "3"], 0),
+        (["--max_steps=5", "--max_minutes", "2"], 2),
+        ([], 15),
+    ],
+)
+def test_steps_or_epochs_asked_for_replace_the_minutes_of_the_recipe(given, minutes):
+    _, _, training = parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", "--use_cpu", *given])
+    assert training.max_minutes == minutes
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_recipe_parses(tmp_path, kind):
     config = head_classes(kind)[1]

@@ -34,7 +34,7 @@ from tests.running import ROOT, free_port, on_two_nodes, run_script
 
 TARGET = str(ROOT / "tests" / "tiny_target")
 SMALL = shlex.split(
-    "--anchors 6 --max_steps 6 --max_minutes 0 --logging_steps 1 --save_steps 2 "
+    "--anchors 6 --max_steps 6 --logging_steps 1 --save_steps 2 "
     "--eval_strategy no --held_out 8 --simulate_rows 2 --per_device_eval_batch_size 4 --warmup_steps 2 --threads 1"
 )
 HEADS = {
