@@ -107,9 +107,9 @@ def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_target(options: argparse.Namespace) -> Target:
-    """Load the target as the options say; engines tell of the graphs they capture."""
+    """Load the target as the options say; lines tell how it runs, and what graphs engines capture."""
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("draft_heads.inference.engine").setLevel(logging.INFO)
+    logging.getLogger("draft_heads.inference").setLevel(logging.INFO)
     target = Target.from_pretrained(
         *(options.target, options.dtype, own_device(options.device), options.target_adapter, options.chat_template)
     )

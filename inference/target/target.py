@@ -5,17 +5,14 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,32 +20,21 @@ from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import target_fingerprint, weights_hash
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named, memory_explained
-from draft_heads.data.pretrained import load_config, model_class
+from draft_heads.data.pretrained import load_config
 from draft_heads.data.rendering import end_token_ids, said, special_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target import sharded
+from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import DraftingView, half_precision_product
+from draft_heads.inference.target.loading import LESS_MEMORY, load_model
 from draft_heads.inference.target.probe import probe
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
 
 logger = logging.getLogger(__name__)
 
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
-
-_LESS_MEMORY = (
-    "name a smaller type (--dtype), several GPUs (--device auto) or a smaller target; in training those are "
-    "--target_dtype and --target_device auto, or --shard_target splits it among the processes"
-)
-
-
-def _check_decoder_only(config: Any, name: str) -> None:
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"the target must be a decoder-only causal LM; {name or config.model_type} is an encoder-decoder model "
-            f"({config.model_type}); pick another --target"
-        )
 
 
 class TargetOutput(NamedTuple):
@@ -76,7 +62,7 @@ class Target:
         A model that was loaded split among processes (`sharded.loading`) gets a whole embedding and LM head here.
         """
         config = model.config
-        _check_decoder_only(config, name)
+        check_decoder_only(config, name)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.adapter = adapter
@@ -90,28 +76,10 @@ class Target:
             self.embedding = sharded.whole_copy(self.embedding)
             model.set_output_embeddings(sharded.whole_copy(model.get_output_embeddings()))
         self.lm_head = model.get_output_embeddings()
-        layer_types = list(getattr(self.config, "layer_types", None) or ())
-        uses_window = getattr(self.config, "use_sliding_window", True) is not False
-        self._per_layer_type = "sliding_attention" in layer_types
-        slides = self._per_layer_type if layer_types else uses_window
-        self.window: int | None = getattr(self.config, "sliding_window", None) if slides else None
-        if self.window and not layer_types and not self._code_mentions("sliding_window"):
-            self.max_positions = min(self.max_positions, self.window)
-            logger.info(
-                "%s has a sliding_window that its attention ignores and the cache of `generate` does not: texts end at "
-                "%d tokens; remove it from config.json for longer ones",
-                *(self.name, self.max_positions),
-            )
-            self.window = None
-        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
-        if unknown or self.lm_head is None:
-            reason = f"layers of type {', '.join(sorted(unknown))}" if unknown else "no LM head"
-            raise ValueError(
-                f"the target must be a decoder with full or sliding-window attention and an LM head; {self.name} has "
-                f"{reason}; pick another --target"
-            )
-        everywhere = "full_attention" if self.window is None else "sliding_attention"
-        self.layer_types: list[str] = layer_types or [everywhere] * self.config.num_hidden_layers
+        if self.lm_head is None:
+            raise ValueError(f"the target must have an LM head; {self.name} has none; pick another --target")
+        self.architecture = Architecture.of(self.config, self.decoder, self.name)
+        self.layer_types, self.window = self.architecture.layer_types, self.architecture.window
         self.layer_devices = [next(x.parameters()).device for x in getattr(self.decoder, "layers", ())]
         if self.device.type != "meta" and any(device.type == "meta" for device in self.layer_devices):
             raise ValueError(
@@ -130,10 +98,6 @@ class Target:
             sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
         self.rule, self._one_size = probe(self)
         self._modules_only = self.split or not (self._one_size and FusedDecoder.can_drive(model))
-
-    def _code_mentions(self, word: str) -> bool:
-        """Whether the file that defines the decoder does."""
-        return word in Path(inspect.getfile(type(self.decoder))).read_text(encoding="utf-8")
 
     @property
     def fused(self) -> FusedDecoder | None:
@@ -189,7 +153,7 @@ class Target:
         return self.fused
 
     @classmethod
-    @memory_explained("loading the target", lambda: _LESS_MEMORY)
+    @memory_explained("loading the target", lambda: LESS_MEMORY)
     def from_pretrained(
         cls,
         path: str,
@@ -215,45 +179,14 @@ class Target:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = lend_to or torch.device(default if spread or not device else device)
         config = load_config(path)
-        _check_decoder_only(config, path)
+        check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)
-        chosen: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
-        placed: dict[str, Any] = {"device_map": "auto"} if spread else {}
-        if device.type == "cuda" and not (spread or split or lend_to or adapter):
-            placed = {"device_map": {"": device}}  # weight by weight, without a copy of all in host memory
-        if split:
-            sharded.check_run(config, adapter)
-            if chosen == "auto":  # DeepSpeed must know it before the weights are read
-                chosen = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
-        load = partial(model_class(config).from_pretrained, path, dtype=chosen, **placed)
-        try:
-            with sharded.loading(chosen if split else None):
-                try:
-                    model = load(attn_implementation="sdpa")
-                except ValueError as error:
-                    if "attention" not in str(error):
-                        raise
-                    logger.info("%s has no scaled-dot-product attention; it runs with eager attention", path)
-                    model = load(attn_implementation="eager")
-        except SafetensorError as error:
-            raise ValueError(
-                f"--target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
-            ) from None
-        except ValueError as error:
-            raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
-        if adapter:
-            from peft import PeftModel
-
-            adapted = PeftModel.from_pretrained(model, adapter)
-            sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
-            model = adapted.merge_and_unload()
-        if not placed and not split and not lend_to:
-            model.to(device)
+        model, sampled = load_model(path, config, dtype, device, adapter, spread, split, stays=lend_to is not None)
         target = cls(model, tokenizer, path, adapter)
         if lend_to:
             target.embedding.to(lend_to)
             target.lm_head.to(lend_to)
-        if adapter:
+        if sampled:
             target._weights_hash = sampled
         return target
 
@@ -266,20 +199,10 @@ class Target:
         """Of states and logits; quantised weights may have another."""
         return self.embedding.weight.dtype
 
-    @cached_property
+    @property
     def max_positions(self) -> int:
-        """How many tokens fit, prompt and answer together.
-
-        Long-rope models rotate every position of a longer text by other frequencies, but cached keys keep the old ones:
-        their texts end where the frequencies change.
-        """
-        positions = int(getattr(self.config, "max_position_embeddings", 2**31))
-        ropes = getattr(self.config, "rope_parameters", None) or {}
-        for rope in (ropes, *ropes.values()):  # one for all layers, or one per layer type
-            if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-                positions = min(positions, int(rope["original_max_position_embeddings"]))
-                logger.info("%s has other rotary frequencies behind %d tokens: texts end there", self.name, positions)
-        return positions
+        """How many tokens fit, prompt and answer together."""
+        return self.architecture.max_positions
 
     @property
     def vocab_size(self) -> int:
@@ -396,7 +319,7 @@ class Target:
         positions = positions.clamp(max=self.max_positions - 1)  # drafts may hang over the end; none is accepted there
         mask: Any = None
         if masks is not None:
-            mask = as_taken if self._per_layer_type else next(iter(as_taken.values()))
+            mask = as_taken if self.architecture.by_layer_type else next(iter(as_taken.values()))
         with self._captured(target_layers) as outputs:
             hidden: Tensor = self.decoder(
                 input_ids=token_ids,

@@ -64,6 +64,7 @@ def test_it_equals_the_modules_before_and_after_the_merge(name, dtype, tolerance
 def test_a_merged_linear_is_its_linears_side_by_side_for_any_number_of_rows(copy, bias):
     torch.manual_seed(0)
     linears = [torch.nn.Linear(24, size, bias) for size in (40, 8, 9)]
+    assert linear.library.load_library()  # as `copy_pays` does before anything is copied
     merged = MergedLinear.of(linears, copy)
     assert (merged.blocks is not None) == copy and merged.weights[0].shape[1] == 24
     for shape in ((1,), (5,), (MAX_SKINNY_ROWS,), (MAX_SKINNY_ROWS + 1,), (2, 3), (0,)):

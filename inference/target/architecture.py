@@ -1,0 +1,79 @@
+"""What a model's config and code say of its attention: types of layers, sliding window, longest text."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def check_decoder_only(config: Any, name: str) -> None:
+    """ValueError for an encoder-decoder model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"the target must be a decoder-only causal LM; {name or config.model_type} is an encoder-decoder model "
+            f"({config.model_type}); pick another --target"
+        )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a decoder attends.
+
+    layer_types    "full_attention" or "sliding_attention" of every layer
+    window         tokens that a sliding layer sees, its own included; None: no layer slides
+    by_layer_type  the decoder takes a mask for each type of layer, not one for all
+    max_positions  how many tokens fit, prompt and answer together
+    """
+
+    layer_types: list[str]
+    window: int | None
+    by_layer_type: bool
+    max_positions: int
+
+    @classmethod
+    def of(cls, config: Any, decoder: Any, name: str) -> Architecture:
+        """From the text config of a model and its decoder; ValueError for other types of layers.
+
+        A line tells where texts must end early, because a model would treat longer ones in another way.
+        """
+        layer_types = list(getattr(config, "layer_types", None) or ())
+        if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+            raise ValueError(
+                f"the target must be a decoder with full or sliding-window attention; {name} has layers of type "
+                f"{', '.join(unknown)}; pick another --target"
+            )
+        uses_window = getattr(config, "use_sliding_window", True) is not False
+        by_layer_type = "sliding_attention" in layer_types
+        slides = by_layer_type if layer_types else uses_window
+        window: int | None = getattr(config, "sliding_window", None) if slides else None
+        positions = _positions(config, name)
+        if window and not layer_types and not _code_mentions(decoder, "sliding_window"):
+            positions, window = min(positions, window), None
+            logger.info(
+                f"{name} has a sliding_window that its attention ignores and the cache of `generate` does not: texts "
+                f"end at {positions} tokens; remove it from config.json for longer ones"
+            )
+        everywhere = "full_attention" if window is None else "sliding_attention"
+        return cls(layer_types or [everywhere] * config.num_hidden_layers, window, by_layer_type, positions)
+
+
+def _positions(config: Any, name: str) -> int:
+    """`max_position_embeddings`; of long-rope models the length at which rotary frequencies change, because those of a
+    longer text are others at every position and cached keys keep the old ones."""
+    positions = int(getattr(config, "max_position_embeddings", 2**31))
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # one for all layers, or one per layer type
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            positions = min(positions, int(rope["original_max_position_embeddings"]))
+            logger.info(f"{name} has other rotary frequencies behind {positions} tokens: texts end there")
+    return positions
+
+
+def _code_mentions(decoder: Any, word: str) -> bool:
+    """Whether the file that defines the decoder does."""
+    return word in Path(inspect.getfile(type(decoder))).read_text(encoding="utf-8")

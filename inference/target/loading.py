@@ -1,0 +1,72 @@
+"""Load a causal language model as a target: its type, its place, its adapter."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from draft_heads.data.fingerprint import weights_hash
+from draft_heads.data.pretrained import model_class
+from draft_heads.inference.target import sharded
+
+logger = logging.getLogger(__name__)
+
+LESS_MEMORY = (
+    "name a smaller type (--dtype), several GPUs (--device auto) or a smaller target; in training those are "
+    "--target_dtype and --target_device auto, or --shard_target splits it among the processes"
+)
+
+
+def load_model(
+    path: str,
+    config: Any,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    adapter: str | None = None,
+    spread: bool = False,
+    split: bool = False,
+    stays: bool = False,
+) -> tuple[Any, str | None]:
+    """The model, and with an adapter the hash of its weights; ValueError for what cannot be loaded.
+
+    dtype   None: float32 on a CPU, the checkpoint's own elsewhere
+    device  where it goes, unless it is `spread` over all devices, `split` among processes, or `stays` on the CPU
+    """
+    chosen: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
+    placed: dict[str, Any] = {"device_map": "auto"} if spread else {}
+    if device.type == "cuda" and not (spread or split or stays or adapter):
+        placed = {"device_map": {"": device}}  # weight by weight, without a copy of all in host memory
+    if split:
+        sharded.check_run(config, adapter)
+        if chosen == "auto":  # DeepSpeed must know it before the weights are read
+            chosen = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
+    load = partial(model_class(config).from_pretrained, path, dtype=chosen, **placed)
+    try:
+        with sharded.loading(chosen if split else None):
+            try:
+                model = load(attn_implementation="sdpa")
+            except ValueError as error:
+                if "attention" not in str(error):
+                    raise
+                logger.info(f"{path} has no scaled-dot-product attention; it runs with eager attention")
+                model = load(attn_implementation="eager")
+    except SafetensorError as error:
+        raise ValueError(
+            f"--target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
+    sampled = None
+    if adapter:
+        from peft import PeftModel
+
+        adapted = PeftModel.from_pretrained(model, adapter)
+        sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
+        model = adapted.merge_and_unload()
+    if not placed and not split and not stays:
+        model.to(device)
+    return model, sampled
