@@ -35,7 +35,7 @@ ARMS = (
     *("medusa=medusa", "hydra=hydra", "chimera=chimera", "eagle3=eagle3"),
     *("ctc_paper=ctc,context=hidden,labels_cut=none", "ctc=ctc"),
 )
-CALIBRATION = (30, 130)  # steps of a short and a long run; the difference leaves loading out
+CALIBRATION = (20, 80)  # steps of a short and a long run; the difference leaves loading out
 VARIANTS = ("", "_ngram", "_chain")
 
 
