@@ -19,7 +19,9 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +60,33 @@ def option_words(option: str) -> list[str]:
     return [f"--{name}", *values.split()]
 
 
+RUNNING: set[subprocess.Popen[bytes]] = set()
+
+
 def cpu_seconds(command: list[str], log: Path) -> float:
     """Run a command, its output in `log`, and return the processor seconds it took; ValueError if it fails."""
     with log.open("w") as out:
         process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        RUNNING.add(process)
         _, status, usage = os.wait4(process.pid, 0)
+        RUNNING.discard(process)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise ValueError(f"{' '.join(command[:1])} failed; its output is in {log}")
     return usage.ru_utime + usage.ru_stime
+
+
+@contextmanager
+def ended_with_this(pool: ThreadPoolExecutor | None = None) -> Iterator[None]:
+    """Whatever ends the work inside ends the commands that run, and those that wait in the pool."""
+    try:
+        yield
+    except BaseException:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for process in RUNNING:
+            process.terminate()
+        raise
 
 
 class Comparison:
@@ -122,7 +142,7 @@ class Comparison:
         """Train what has no head yet, `--jobs` at a time."""
         args = self.args
         seconds = {} if args.steps else self.step_seconds()
-        with ThreadPoolExecutor(args.jobs) as pool:
+        with ThreadPoolExecutor(args.jobs) as pool, ended_with_this(pool):
             waiting = []
             for arm, folder in self.runs().values():
                 steps = args.steps or max(1, round(args.minutes * 60 / seconds[arm.name]))
@@ -231,8 +251,9 @@ def run() -> None:
     if args.minutes <= 0:
         raise ValueError(f"--minutes must be above 0; got {args.minutes:g}")
     comparison = Comparison(args)
-    comparison.train_all()
-    rows = comparison.rows()
+    with ended_with_this():
+        comparison.train_all()
+        rows = comparison.rows()
     made = table(rows, [text.partition("=")[0] for text in args.benchmarks])
     result = {"benchmark": "heads", "minutes": None if args.steps else args.minutes, "rows": rows}
     result["environment"] = environment("cpu")
