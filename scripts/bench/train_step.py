@@ -1,6 +1,6 @@
 """Whole training steps, ours against the plain way. The last line of output is one JSON object.
 
-    python scripts/bench/train_step.py --target DIR --dataset OUT [--heads ctc medusa hydra chimera] [--rows 64]
+    python scripts/bench/train_step.py --target DIR --dataset OUT [--heads ctc medusa hydra chimera eagle3] [--rows 64]
 
 Both arms train the same head on the same rows in one process, in turn: target forward, head, loss, backward.
 
@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from draft_heads.data.collate import row_lengths
 from draft_heads.data.options import add_threads, option_names, use_threads
-from draft_heads.heads import attention, chimera, ctc, hydra, medusa
+from draft_heads.heads import attention, chimera, ctc, eagle3, hydra, medusa
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import target_sizes
@@ -52,12 +52,19 @@ ARMS = ("ours", "plain")
 
 
 def plain_ctc(
-    frames: Tensor, blank_weight: Tensor, blank_bias: Tensor, lm_head: Tensor, *labels: Tensor, lm_bias: Any = None
+    frames: Tensor,
+    blank_weight: Tensor,
+    blank_bias: Tensor,
+    lm_head: Tensor,
+    labels: Tensor,
+    lengths: Tensor,
+    closed: Tensor,
+    lm_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `ctc_loss_fused`, on the log-softmax of all frames."""
     blank = (frames @ blank_weight + blank_bias)[..., None]
     log_probs = torch.cat([F.linear(frames, lm_head, lm_bias), blank], -1).float().log_softmax(-1)
-    return ctc_loss_reference(log_probs, *labels)
+    return ctc_loss_reference(log_probs, labels, lengths, closed)
 
 
 def plain_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -76,7 +83,7 @@ PLAIN = [
     (ctc, "anchor_attention", partial(attention.dense_anchor_attention, anchors_per_chunk=10**9)),
     (chimera, "anchor_attention", partial(attention.dense_anchor_attention, anchors_per_chunk=10**9)),
     *((module, "linear_cross_entropy", plain_cross_entropy) for module in (chimera, medusa, hydra)),
-    (hydra, "soft_cross_entropy", plain_soft_cross_entropy),
+    *((module, "soft_cross_entropy", plain_soft_cross_entropy) for module in (hydra, eagle3)),
 ]
 
 
@@ -119,6 +126,7 @@ class Bench:
         recipe = yaml.safe_load(recipe_for(kind, self.target.model.config)[0].read_text())
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         settings.pop("draft_vocab_size", None)
+        settings["target_layers"] = config_type.usual_layers(self.target.config.num_hidden_layers)
         torch.manual_seed(0)
         self.head: DraftHead = head_type(
             config_type(**target_sizes(self.target.config), **settings, end_token_ids=sorted(self.target.end_token_ids))
@@ -132,7 +140,8 @@ class Bench:
         for batch in self.batches[arm]:
             batch = {name: value.to(self.target.device) for name, value in batch.items()}
             start = self._now()
-            states = self.target.states_of(batch) if arm == "ours" else self.plain_states(batch)
+            layers = self.head.config.target_layers
+            states = self.target.states_of(batch, layers) if arm == "ours" else self.plain_states(batch, layers)
             forward = self._now()
             loss = self.head(**batch, **states, target=self.view).total
             lost = self._now()
@@ -145,7 +154,7 @@ class Bench:
         return total
 
     @torch.no_grad()
-    def plain_states(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def plain_states(self, batch: dict[str, Tensor], layers: Sequence[int]) -> dict[str, Tensor]:
         """What the whole model gives for padded rows; its logits are made, and nobody reads them."""
         output = self.target.model(
             input_ids=batch["input_ids"],
@@ -153,7 +162,10 @@ class Bench:
             use_cache=False,
             output_hidden_states=True,
         )
-        return {"hidden": output.hidden_states[-1]}
+        found = {"hidden": output.hidden_states[-1]}
+        if layers:
+            found["aux_hidden"] = torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
+        return found
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":
