@@ -4,7 +4,7 @@
 
 Targets are the folders given and random-weight Llama, Mistral, Qwen2 and Qwen3 with sliding windows shorter than the
 prompts. Every prompt is decoded with every kind of head and its options (`HEADS`), untrained and trained on the spot on
-the target's own answers (then with all its trees), with every training-free drafter and with hybrids of both.
+the target's own answers, with all its trees, with every training-free drafter and with hybrids of both.
 Node budgets 1, 2, 4, … 64 take turns over the prompts. Draft models are the target with noise on its weights or a layer
 skipped. Writes lossless_matrix.json and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
 """
@@ -202,8 +202,7 @@ class _Cell:
                 yield " + ".join([head, *others]), "yes", text
         else:
             for trained in ("no", "yes"):
-                trees = TREES.get(kind, ("",))
-                for mode in trees if trained == "yes" else trees[:1]:
+                for mode in TREES.get(kind, ("",)):
                     text = f"{HEADS[kind].get('kind', kind)}:{kind}-{trained}" + (mode and f",tree={mode}")
                     yield f"{kind} {mode}".strip(), trained, text
 

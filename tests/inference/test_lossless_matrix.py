@@ -1,8 +1,8 @@
-"""A small form of `make lossless`: the usual heads, training-free drafters and hybrids, or options, on every target."""
+"""A small form of `make lossless`: usual heads, training-free drafters and hybrids on every target, options on two."""
 
 import pytest
 
-from draft_heads.scripts.checks.lossless_matrix import BUDGETS, NEW_TOKENS, OPTIONS, USUAL, check
+from draft_heads.scripts.checks.lossless_matrix import BUDGETS, KINDS, NEW_TOKENS, USUAL, check
 
 TINY = "tests/tiny_target"
 CELLS = [
@@ -11,10 +11,10 @@ CELLS = [
         pytest.param(*cell, marks=pytest.mark.slow)
         for cell in [
             ("llama", "float64", USUAL),
-            ("qwen2", "float64", OPTIONS),
+            ("qwen2", "float64", KINDS),
             ("qwen3", "float32", USUAL),
             (TINY, "float64", USUAL),
-            (TINY, "float32", OPTIONS),
+            (TINY, "float32", KINDS),
         ]
     ),
 ]
