@@ -116,8 +116,7 @@ class DraftHeadTrainer(Trainer):
         args, rows, longest = self.args, self._rows, self._longest
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         moments = 1 if args.head_optimizer == "muon" else 2
-        share = args.world_size if self.target.split else 1
-        sizes = {"target": self.target.parameters * self.target.dtype.itemsize // share, "head": 4 * trained}
+        sizes = {"target": self.target.values_in_memory * self.target.dtype.itemsize, "head": 4 * trained}
         sizes |= {"gradients": 4 * trained, "optimizer": 4 * trained * moments}
         memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
         tokens = sum(min(length, longest) for length in row_lengths(rows))

@@ -29,16 +29,17 @@ def load_model(
     adapter: str | None = None,
     spread: bool = False,
     split: bool = False,
-    stays: bool = False,
+    mapped: bool = False,
 ) -> tuple[Any, str | None]:
     """The model, and with an adapter the hash of its weights; ValueError for what cannot be loaded.
 
     dtype   None: float32 on a CPU, the checkpoint's own elsewhere
-    device  where it goes, unless it is `spread` over all devices, `split` among processes, or `stays` on the CPU
+    device  where it goes, unless it is `spread` over all devices, `split` among processes, or `mapped`
+    mapped  weights stay in their files, of which memory holds what is read; in the checkpoint's own type, on the CPU
     """
-    chosen: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
+    chosen: Any = "auto" if mapped else dtype or (torch.float32 if device.type == "cpu" else "auto")
     placed: dict[str, Any] = {"device_map": "auto"} if spread else {}
-    if device.type == "cuda" and not (spread or split or stays or adapter):
+    if device.type == "cuda" and not (spread or split or mapped or adapter):
         placed = {"device_map": {"": device}}  # weight by weight, without a copy of all in host memory
     if split:
         sharded.check_run(config, adapter)
@@ -67,6 +68,6 @@ def load_model(
         adapted = PeftModel.from_pretrained(model, adapter)
         sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
         model = adapted.merge_and_unload()
-    if not placed and not split and not stays:
+    if not placed and not split and not mapped:
         model.to(device)
     return model, sampled

@@ -61,7 +61,7 @@ def _short_window(target: Target) -> Iterator[None]:
         use(window)
 
 
-def _rules(config: Any) -> Iterator[LogitsRule]:
+def logits_rules(config: Any) -> Iterator[LogitsRule]:
     """Every rule that the numbers in a config can mean; models multiply or divide by a number of the same name."""
     scaling, scale = (getattr(config, name, None) or 1.0 for name in ("logits_scaling", "logit_scale"))
     for cap in {getattr(config, "final_logit_softcapping", None), None}:
@@ -134,7 +134,7 @@ def _compare(target: Target, seed: int, exact: bool) -> tuple[LogitsRule, bool, 
         own = target.model(input_ids=paths, use_cache=False).logits
     finally:
         hook.remove()
-    rules = {rule: float(_gaps(rule(products[0]), own).max()) for rule in _rules(target.config)}
+    rules = {rule: float(_gaps(rule(products[0]), own).max()) for rule in logits_rules(target.config)}
     best = min(rules, key=lambda rule: rules[rule])
     target.rule = best
 

@@ -29,7 +29,7 @@ from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import DraftingView, half_precision_product
 from draft_heads.inference.target.loading import LESS_MEMORY, load_model
-from draft_heads.inference.target.probe import probe
+from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,14 @@ class Target:
     It decodes, gives hidden states to training, and labels (`data.labeller.Labeller`).
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, name: str = "", adapter: str | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, name: str = "", adapter: str | None = None, runs: bool = True
+    ) -> None:
         """Raises ValueError with one sentence for a model this engine cannot drive.
 
         A model that was loaded split among processes (`sharded.loading`) gets a whole embedding and LM head here.
+        runs: whether forwards will be asked of it; if not, it is tried only where its config leaves open how it makes
+        logits.
         """
         config = model.config
         check_decoder_only(config, name)
@@ -72,6 +76,7 @@ class Target:
         self.embedding = model.get_input_embeddings()
         self.split = any(sharded.is_split(p) for p in self.embedding.parameters())
         self.parameters = sum(sharded.size_of(p) for p in model.parameters())
+        self.runs = runs
         if self.split:
             self.embedding = sharded.whole_copy(self.embedding)
             model.set_output_embeddings(sharded.whole_copy(model.get_output_embeddings()))
@@ -96,7 +101,8 @@ class Target:
             model.set_experts_implementation("eager")  # the grouped product of experts has no float64
         if self.split:
             sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
-        self.rule, self._one_size = probe(self)
+        rules = set(logits_rules(self.config))
+        self.rule, self._one_size = probe(self) if runs or len(rules) > 1 else (rules.pop(), False)
         self._modules_only = self.split or not (self._one_size and FusedDecoder.can_drive(model))
 
     @property
@@ -171,7 +177,7 @@ class Target:
         adapter        a PEFT adapter to merge into the target
         chat_template  a bundled name or a .jinja file, instead of the tokenizer's own (older Vicunas have none)
         split          the weights are split among the processes of the run (`inference.target.sharded`)
-        lend_to        only embedding and LM head go to this device, the rest stays on the CPU: it will not be run
+        lend_to        only embedding and LM head go to this device; the rest will not be run and stays in its files
         """
         if not isinstance(dtype, torch.dtype):
             dtype = dtype_named("--dtype", dtype)
@@ -181,11 +187,12 @@ class Target:
         config = load_config(path)
         check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)
-        model, sampled = load_model(path, config, dtype, device, adapter, spread, split, stays=lend_to is not None)
-        target = cls(model, tokenizer, path, adapter)
+        model, sampled = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
+        target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
         if lend_to:
-            target.embedding.to(lend_to)
-            target.lm_head.to(lend_to)
+            lent_in = dtype or (torch.float32 if lend_to.type == "cpu" else None)
+            target.embedding.to(lend_to, lent_in)
+            target.lm_head.to(lend_to, lent_in)
         if sampled:
             target._weights_hash = sampled
         return target
@@ -235,6 +242,13 @@ class Target:
     @cached_property
     def _weights_hash(self) -> str:
         return weights_hash(self.decoder, self.lm_head, whole=sharded.whole)
+
+    @property
+    def values_in_memory(self) -> int:
+        """Weights that this process holds at once, about: its share, or only what heads read if nothing is run."""
+        if self.runs:
+            return self.parameters // (torch.distributed.get_world_size() if self.split else 1)
+        return sum(p.numel() for p in {*self.embedding.parameters(), *self.lm_head.parameters()})
 
     def whole_layers(self) -> AbstractContextManager[Any]:
         """The weights of the first and last layer, which heads may start from, are whole in here."""

@@ -131,3 +131,18 @@ def test_weights_go_to_a_gpu_one_by_one(tmp_path, monkeypatch, device, adapter, 
     with pytest.raises(ZeroDivisionError):
         Target.from_pretrained(folder, device=device, adapter=adapter)
     assert asked == [placed]
+
+
+@pytest.mark.parametrize(("dtype", "lent"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_of_a_target_that_is_not_run_only_what_heads_read_is_converted(tmp_path, monkeypatch, dtype, lent):
+    """The rest stays as it lies in its files, which memory is mapped to; no forward takes it through memory."""
+    folder = save_target(tmp_path)
+    random_llama().bfloat16().save_pretrained(folder)
+    whole = Target.from_pretrained(folder, device="cpu").fingerprint()
+    monkeypatch.setattr(LlamaForCausalLM, "forward", None)
+    target = Target.from_pretrained(folder, dtype, lend_to=torch.device("cpu"))
+    assert {weight.dtype for weight in target.decoder.layers.parameters()} == {torch.bfloat16}
+    view = target.view()
+    assert {view.embedding.weight.dtype, view.lm_head_weight.dtype, target.dtype} == {lent}
+    assert target.fingerprint() == whole
+    assert target.values_in_memory == 2 * 300 * 32

@@ -164,14 +164,13 @@ def prefix_tree(
         level = emissions.child_scores(state)
         width = 1 if chain else min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
         best, flat = level.flatten().topk(width)
-        parent, column = flat // considered, flat % considered
         found = sum(map(len, scores))
-        if (
-            found >= max_nodes
-            and host_sync_allowed(best.device)
-            and best[0] <= torch.cat(scores).topk(max_nodes).values[-1]
-        ):
-            break  # no deeper node is among the best
+        if found >= max_nodes and host_sync_allowed(best.device):
+            among_best = best > torch.cat(scores).topk(max_nodes).values[-1]  # of the others no child is, either
+            best, flat = best[among_best], flat[among_best]
+            if not len(best):
+                break
+        parent, column = flat // considered, flat % considered
         scores.append(best)
         columns.append(column)
         parents.append(parent + beam)
