@@ -35,7 +35,7 @@ def run() -> None:
     if args.output.exists() and any(args.output.iterdir()):
         raise ValueError(f"--output must be a new or empty folder; {args.output} has files; pick another, or empty it")
     read = read_folder(args.head, args.format, args.target_layers)
-    target = Target.from_pretrained(args.target, device="cpu")
+    target = Target.from_pretrained(args.target, lend_to=torch.device("cpu"))
     sizes = target_sizes(target.config)
     for name in ("hidden_size", "vocab_size"):
         if getattr(read.config, name) != sizes[name]:
