@@ -1,9 +1,11 @@
 """Training benchmarks. The last line of output is one JSON object.
 
-    python scripts/bench/train.py --loss [--windows 1024 --frames 8 --labels 4 --vocab 32000 --hidden 256 1024]
+    python scripts/bench/train.py --loss [ctc cross_entropy soft_cross_entropy] [--windows 1024 --hidden 256 1024 …]
 
-`--loss` compares the fused CTC loss with `log_softmax` + `F.ctc_loss`, forward and backward, the LM-head product in
-both. Peak memory is measured above the inputs, each arm in a process of its own; times are interleaved in one process.
+`--loss` compares the chunked losses of `heads.losses` with the plain way, which holds all logits: `log_softmax` and
+`F.ctc_loss` for CTC; `F.cross_entropy` for the labels of Medusa, Hydra and Chimera and for the target's distribution,
+which EAGLE-3 learns. Forward and backward, the LM-head product in both. Peak memory is measured above the inputs, each
+arm in a process of its own; times are interleaved in one process.
 """
 
 from __future__ import annotations
@@ -20,44 +22,90 @@ from pathlib import Path
 from draft_heads.data.config_file import exit_status
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from draft_heads.data.options import add_threads, use_threads
-from draft_heads.heads.losses import ctc_loss_fused, ctc_loss_reference
+from draft_heads.heads.base import TargetView
+from draft_heads.heads.losses import (
+    ctc_loss_fused,
+    ctc_loss_reference,
+    linear_cross_entropy,
+    soft_cross_entropy,
+)
 from draft_heads.scripts.bench.decode import in_turn
 from draft_heads.scripts.decoding_options import script_parser
 
-ARMS = ("fused", "reference")
+ARMS = ("chunked", "plain")
+Loss = Callable[[], Tensor]
 
 
-def make_arm(name: str, args: argparse.Namespace, hidden: int) -> Callable[[], float]:
-    """A function that runs one forward and backward pass and returns the loss."""
+def ctc(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
+    """Every window's frames aligned to its labels; the LM head is frozen."""
+    frames = torch.randn(args.windows, args.frames, hidden).requires_grad_()
+    lm_head = torch.randn(args.vocab, hidden) * hidden**-0.5
+    weight, bias = torch.zeros(hidden).requires_grad_(), torch.full((), 8.0).requires_grad_()
+    labels = torch.randint(0, args.vocab, (args.windows, args.labels))
+    lengths, closed = torch.full((args.windows,), args.labels), torch.ones(args.windows, dtype=torch.bool)
+
+    def plain() -> Tensor:
+        blank = (frames @ weight + bias)[..., None]
+        log_probs = torch.cat([frames @ lm_head.T, blank], -1).log_softmax(-1)
+        return ctc_loss_reference(log_probs, labels, lengths, closed)[0]
+
+    def chunked() -> Tensor:
+        return ctc_loss_fused(frames, weight, bias, lm_head, labels, lengths, closed)[0]
+
+    return [frames, weight, bias], {"chunked": chunked, "plain": plain}
+
+
+def cross_entropy(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
+    """One label for each of windows × labels states; the head's own LM head is trained."""
+    states = torch.randn(args.windows * args.labels, hidden).requires_grad_()
+    lm_head = (torch.randn(args.vocab, hidden) * hidden**-0.5).requires_grad_()
+    labels = torch.randint(0, args.vocab, (len(states),))
+    return [states, lm_head], {
+        "chunked": lambda: linear_cross_entropy(states, lm_head, labels),
+        "plain": lambda: F.cross_entropy(F.linear(states, lm_head), labels, reduction="sum"),
+    }
+
+
+def soft(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
+    """The target's distribution for each of windows × labels states; the head's own LM head is trained."""
+    states = torch.randn(args.windows * args.labels, hidden).requires_grad_()
+    lm_head = (torch.randn(args.vocab, hidden) * hidden**-0.5).requires_grad_()
+    read = torch.randn(len(states), hidden)
+    target = TargetView(torch.nn.Embedding(1, hidden), torch.randn(args.vocab, hidden) * hidden**-0.5)
+
+    def plain() -> Tensor:
+        wanted = target.logits(read).softmax(-1)
+        return F.cross_entropy(F.linear(states, lm_head), wanted, reduction="sum")
+
+    return [states, lm_head], {"chunked": lambda: soft_cross_entropy(states, lm_head, read, target), "plain": plain}
+
+
+LOSSES = {"ctc": ctc, "cross_entropy": cross_entropy, "soft_cross_entropy": soft}
+
+
+def make_arms(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, Callable[[], float]]:
+    """For each arm a function that runs one forward and backward pass and returns the loss."""
     torch.manual_seed(0)
     with torch.device(args.device):
-        frames = torch.randn(args.windows, args.frames, hidden).requires_grad_()
-        lm_head = torch.randn(args.vocab, hidden) * hidden**-0.5
-        weight, bias = torch.zeros(hidden).requires_grad_(), torch.full((), 8.0).requires_grad_()
-        labels = torch.randint(0, args.vocab, (args.windows, args.labels))
-        lengths = torch.full((args.windows,), args.labels)
-        closed = torch.ones(args.windows, dtype=torch.bool)
+        leaves, losses = LOSSES[loss](args, hidden)
 
-    def run() -> float:
-        for leaf in (frames, weight, bias):
+    def run(arm: str) -> float:
+        for leaf in leaves:
             leaf.grad = None
-        if name == "fused":
-            loss, _ = ctc_loss_fused(frames, weight, bias, lm_head, labels, lengths, closed)
-        else:
-            blank = (frames @ weight + bias)[..., None]
-            log_probs = torch.cat([frames @ lm_head.T, blank], -1).log_softmax(-1)
-            loss, _ = ctc_loss_reference(log_probs, labels, lengths, closed)
-        loss.backward()
-        return float(loss)
+        value = losses[arm]()
+        value.backward()
+        return float(value.detach())
 
-    return run
+    return {arm: lambda arm=arm: run(arm) for arm in ARMS}  # type: ignore[misc]
 
 
-def peak_memory(name: str, args: argparse.Namespace, hidden: int) -> int:
+def peak_memory(loss: str, arm: str, args: argparse.Namespace, hidden: int) -> int:
     """Bytes at the peak of one pass above what was there before it."""
-    run = make_arm(name, args, hidden)
+    run = make_arms(loss, args, hidden)[arm]
     if args.device == "cuda":
         before = torch.cuda.memory_allocated()
         run()
@@ -69,25 +117,26 @@ def peak_memory(name: str, args: argparse.Namespace, hidden: int) -> int:
     return 1024 * (int(status.read_text().split("VmHWM:")[1].split()[0]) - before)
 
 
-def bench_loss(args: argparse.Namespace, hidden: int) -> dict[str, object]:
+def bench_loss(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, object]:
     """Peak bytes and median seconds of both arms at one hidden size, and their ratios; the row is printed too."""
     peaks = {}
-    for name in ARMS:
-        command = [sys.executable, __file__, *sys.argv[1:], "--arm", name, "--hidden", str(hidden)]
+    for arm in ARMS:
+        command = [sys.executable, __file__, *sys.argv[1:], "--loss", loss, "--arm", arm, "--hidden", str(hidden)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
-    device = torch.device(args.device)
-    seconds = in_turn({name: make_arm(name, args, hidden) for name in ARMS}, args.repeats, device)
-    ratios = [f / r for f, r in zip(seconds["fused"], seconds["reference"])]
+        peaks[arm] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    arms, device = make_arms(loss, args, hidden), torch.device(args.device)
+    assert abs(arms["chunked"]() / arms["plain"]() - 1) < 1e-4, "both ways compute one loss"
+    seconds = in_turn(arms, args.repeats, device)
+    ratios = [ours / plain for ours, plain in zip(seconds["chunked"], seconds["plain"])]
     row = {
-        **{"hidden": hidden, "peak_bytes": peaks},
-        "memory_ratio": round(peaks["fused"] / peaks["reference"], 4),
-        "median_seconds": {name: round(statistics.median(values), 4) for name, values in seconds.items()},
+        **{"loss": loss, "hidden": hidden, "peak_bytes": peaks},
+        "memory_ratio": round(peaks["chunked"] / peaks["plain"], 4),
+        "median_seconds": {arm: round(statistics.median(values), 4) for arm, values in seconds.items()},
         "time_ratio": round(statistics.median(ratios), 4),
         "time_ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
     }
     print(
-        f"H={hidden}: peak {peaks['fused'] / 2**20:.0f} MiB fused, {peaks['reference'] / 2**20:.0f} MiB reference "
+        f"{loss}, H={hidden}: peak {peaks['chunked'] / 2**20:.0f} MiB chunked, {peaks['plain'] / 2**20:.0f} MiB plain "
         f"(ratio {row['memory_ratio']}); time ratio {row['time_ratio']} {row['time_ratio_range']}",
         flush=True,
     )
@@ -96,7 +145,7 @@ def bench_loss(args: argparse.Namespace, hidden: int) -> dict[str, object]:
 
 def run() -> None:
     parser = script_parser(__doc__, config=False)
-    parser.add_argument("--loss", action="store_true", help="compare the CTC losses")
+    parser.add_argument("--loss", nargs="*", choices=list(LOSSES), help="the losses to compare (default: all)")
     for name, default in {"windows": 1024, "frames": 8, "labels": 4, "vocab": 32000, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
@@ -106,18 +155,18 @@ def run() -> None:
     args = parser.parse_args()
     use_threads(args.threads)
     if args.arm:
-        print(json.dumps({"peak_bytes": peak_memory(args.arm, args, args.hidden[0])}))
+        print(json.dumps({"peak_bytes": peak_memory(args.loss[0], args.arm, args, args.hidden[0])}))
         return
-    if not args.loss:
+    if args.loss is None:
         parser.error("nothing to measure: add --loss")
     result = {
-        "benchmark": "ctc_loss",
+        "benchmark": "loss",
         "machine": platform.machine(),
         "processor": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **{name: getattr(args, name) for name in ("windows", "frames", "labels", "vocab")},
-        "rows": [bench_loss(args, hidden) for hidden in args.hidden],
+        "rows": [bench_loss(loss, args, hidden) for loss in args.loss or LOSSES for hidden in args.hidden],
     }
     print(json.dumps(result))
 
