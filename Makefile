@@ -9,7 +9,7 @@ TARGET := data/tiny_target
 .PHONY: help install quickstart test test-slow lint lossless survival check-engines clean
 
 help:
-	@echo "make quickstart   distil, train a CTC head, decode, report: the whole job on the embedded target"
+	@echo "make quickstart   distil, train two heads, decode, report: the whole job on the embedded target"
 	@echo "make test         the tests, but for the slow ones"
 	@echo "make test-slow    compiled programs, the small losslessness matrix, launched trainings"
 	@echo "make lint         ruff and mypy"
@@ -20,7 +20,7 @@ help:
 
 install: $(READY)
 
-# torch first and alone: an open range would pull in the newest build with gigabytes of CUDA libraries.
+# torch first and alone, in the version that was tested.
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel -c constraints.txt

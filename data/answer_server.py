@@ -46,6 +46,7 @@ class AnswerServer:
         self._vocab_size = vocab_size
         self._concurrency = concurrency
         self._cut_loops = cut_loops
+        self._answered = time.monotonic()  # when the server last answered any request
         if model is None:
             if not (models := self._call("/models", None).get("data")):
                 raise ValueError(f"--base_url {self.url} serves no model; pass --model_name")
@@ -120,24 +121,33 @@ class AnswerServer:
         return Answer(tokens, "limit")
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """What the server answers; a request that fails, or is answered by garbage, is repeated after a pause."""
+        """What the server answers; a request that fails, or is answered by garbage, is repeated after a pause.
+
+        One that a full queue refuses (429) is repeated for as long as the server answers others.
+        """
         url, data = self.url + path, None if body is None else json.dumps(body).encode()
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         request = urllib.request.Request(url, data=data, headers=headers)
-        fault = ""
-        for pause in (*_PAUSES, None):
+        repeated = 0
+        while True:
+            full = False
             try:
                 with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-                    return dict(json.loads(response.read()))
+                    answer = dict(json.loads(response.read()))
+                    self._answered = time.monotonic()
+                    return answer
             except urllib.error.HTTPError as error:
+                full = error.code == 429 and time.monotonic() - self._answered < _TIMEOUT
                 fault = f"status {error.code}: {error.read().decode(errors='replace')[:300]}"
                 if error.code not in _BUSY:
                     break
             except (OSError, http.client.HTTPException, ValueError, TypeError) as error:  # ValueError: no JSON
                 fault = f"{type(error).__name__}: {error}"
-            if pause is not None:
-                time.sleep(pause)
+            if repeated >= len(_PAUSES) and not full:
+                break
+            time.sleep(_PAUSES[min(repeated, len(_PAUSES) - 1)])
+            repeated += 1
         raise ValueError(
             f"--base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
             "The same command goes on where this one ended"

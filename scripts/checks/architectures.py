@@ -182,8 +182,8 @@ Small models with random weights decode draft trees of which every second node i
 
 A long-rope model (`"rope_type": "longrope"`: Phi-3, Phi-4-mini and others) has other rotary frequencies for texts of more than
 `original_max_position_embeddings` tokens, which cached keys cannot follow. Prompt and answer together end at that length, which a line says
-when the target is loaded; a longer prompt is refused. So it is where a config has a `sliding_window` that the model's attention ignores
-but the cache of `generate` does not.
+when the target is loaded; a longer prompt is refused. The same holds where a config has a `sliding_window` that attention ignores
+but the cache of `generate` obeys.
 
 Targets that transformers loads quantised run through their modules. Tried on a CPU with torchao 0.18.0, torch 2.13.0 and transformers
 5.23.0: the embedded target with int8 weights (`TorchAoConfig(Int8WeightOnlyConfig())`, saved and loaded as a folder) writes labels, trains

@@ -27,7 +27,7 @@ from tests.tiny_chat import save_target, write_sharegpt
 
 @contextmanager
 def serving(complete):
-    """The base URL of a server that answers completions with `complete(request) -> choice`."""
+    """The base URL of a server that answers completions with `complete(request) -> choice`; BlockingIOError: a 429."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -36,11 +36,14 @@ def serving(complete):
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert (self.path, request["model"]) == ("/v1/completions", "stub")
-            self.reply({"choices": [complete(request)]})
+            try:
+                self.reply({"choices": [complete(request)]})
+            except BlockingIOError:
+                self.reply({}, status=429)
 
-        def reply(self, body, cut=False):
+        def reply(self, body, cut=False, status=200):
             payload = json.dumps(body).encode()[: -1 if cut else None]
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
             self.wfile.write(payload)
@@ -196,6 +199,29 @@ def test_one_refusal_ends_the_other_requests(monkeypatch):
             AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1], [2], [3]], [8] * 3)
         assert time.monotonic() - start < 10
         hang.set()
+
+
+def test_a_full_server_is_asked_again_while_it_answers_others(monkeypatch):
+    """It takes one request at a time and refuses the rest, more often than a request that fails is repeated."""
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.01,))
+    free, refused = threading.Semaphore(1), []
+
+    def one_at_a_time(request):
+        if not free.acquire(blocking=False):
+            refused.append(1)
+            raise BlockingIOError
+        time.sleep(0.2)
+        free.release()
+        return {"token_ids": [5, 2], "finish_reason": "stop"}
+
+    with serving(one_at_a_time) as url:
+        server = AnswerServer(url, [2], 300, None, 4, cut_loops=False)
+        assert len(server.answers([[1]] * 6, [8] * 6)) == 6
+        assert len(refused) > 12
+        free.acquire()
+        monkeypatch.setattr(answer_server, "_TIMEOUT", 0.3)
+        with pytest.raises(ValueError, match="status 429"):
+            server.answers([[1]], [8])
 
 
 def test_a_server_that_answers_no_json_is_named(monkeypatch):
