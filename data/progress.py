@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 T = TypeVar("T")
 SECONDS = 30.0  # from line to line
-FIRST = 10.0  # before the first line: of answers written together the shortest ends early, and says little of the rest
+FIRST = 10.0  # before the first line
+SURE = 4  # lines' time after which a speed is believed though less than 1 % is done: answers written together end late
 
 
 class Update(Protocol):
@@ -25,11 +26,11 @@ class Update(Protocol):
 
 
 class ProgressLines:
-    """Progress as lines: how long it will take once ten seconds are known, then one every half minute, then the end.
+    """Progress as lines: the first after ten seconds, then one every half minute, then the end.
 
         distilling: answers: 128 of 2,000, 12.8 a second, about 2 min 26 s left
 
-    Work of less than `every` seconds writes nothing.
+    Speed and time left are told once 1 % is done. Work of less than `every` seconds writes nothing.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class ProgressLines:
         elif self._last is None and (spent < min(FIRST, self._every) or spent + left < self._every):
             return
         elif self._last is None or now - self._last >= self._every:
-            rate = rate or (f"{made / spent:,.1f} a second" if made >= spent else f"{spent / made:,.1f} s each")
-            self._write(f"{stage}: {_number(done)} of {_number(of)}, {rate}, about {duration(left)} left")
+            line = f"{stage}: {_number(done)} of {_number(of)}"
+            if made >= of / 100 or spent >= SURE * self._every:
+                rate = rate or (f"{made / spent:,.1f} a second" if made >= spent else f"{spent / made:,.1f} s each")
+                line += f", {rate}, about {duration(left)} left"
+            self._write(line)
             self._last = now
 
 

@@ -34,6 +34,12 @@ def test_short_work_writes_nothing_and_slow_parts_say_what_each_takes():
     assert lines_of(work=2, seconds_each=200)[0] == "answers: 1 of 2, 200.0 s each, about 3 min 20 s left"
 
 
+def test_no_time_is_told_from_the_first_few_of_many_parts():
+    lines = lines_of(work=10_000, seconds_each=16)
+    assert lines[:3] == ["answers: 1 of 10,000", "answers: 3 of 10,000", "answers: 5 of 10,000"]
+    assert lines[4] == "answers: 9 of 10,000, 16.0 s each, about 44 h 24 min left"
+
+
 def test_resumed_work_is_timed_from_where_it_resumed():
     assert (
         lines_of(work=1000, seconds_each=1, start=900)[0]
