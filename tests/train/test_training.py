@@ -490,6 +490,7 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused(tmp_path):
 
 
 NODES = """
+import torch
 from accelerate import PartialState
 from types import SimpleNamespace
 from draft_heads.train.run_folder import begin, check_folder
@@ -500,6 +501,7 @@ for output, use in (("foreign", check_folder), ("own", check_folder), ("own", be
         print("fine")
     except ValueError as error:
         print(error)
+torch.distributed.destroy_process_group()
 """
 
 
