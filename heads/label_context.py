@@ -152,4 +152,5 @@ def ctc_loss_with_context(
     chunk = max(1, min(count, (chunk_bytes or logits_bytes(frames)) // row_bytes))
     given = frames, blank_weight, blank_bias, contexts, classes
     need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return _ContextCTC.apply(*given, lm_head, lm_bias, labels, lengths, closed, chunk, need_grad)
+    with torch.autocast(frames.device.type, enabled=False):  # products and sums have the types given here
+        return _ContextCTC.apply(*given, lm_head, lm_bias, labels, lengths, closed, chunk, need_grad)
