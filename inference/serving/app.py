@@ -9,6 +9,7 @@ import json
 import logging
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from functools import partial
 from socket import socket
@@ -300,7 +301,7 @@ def event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-class Form:
+class Form(ABC):
     """How one endpoint writes its answers."""
 
     path, prefix, kind, chunk_kind = "", "", "", ""
@@ -345,8 +346,9 @@ class Form:
             **ids,
         }
 
+    @abstractmethod
     def _text(self, text: str, streamed: bool) -> dict[str, Any]:
-        raise NotImplementedError
+        """The text of a choice in the endpoint's own fields."""
 
 
 class ChatForm(Form):

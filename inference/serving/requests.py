@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -142,9 +143,9 @@ class DecodingRequest(BaseModel):
         """The parameter that says how long an answer may be."""
         return "max_tokens"
 
+    @abstractmethod
     def prompts(self, target: Target) -> list[list[int]]:
         """The token ids of each prompt; ValueError for what cannot be rendered."""
-        raise NotImplementedError
 
 
 class TextPart(BaseModel):

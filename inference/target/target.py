@@ -181,9 +181,9 @@ class Target:
         """
         if not isinstance(dtype, torch.dtype):
             dtype = dtype_named("--dtype", dtype)
-        spread = device == "auto"
+        spread = device == "auto" and lend_to is None
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        device = lend_to or torch.device(default if spread or not device else device)
+        device = lend_to or torch.device(default if not device or device == "auto" else device)
         config = load_config(path)
         check_decoder_only(config, path)
         tokenizer = load_tokenizer(path, chat_template)

@@ -325,7 +325,7 @@ class Parts:
         else:
             try:
                 self.result[name] = found = work()
-            except Exception:
+            except Exception:  # told at once and in the result; the parts behind it are still measured
                 self.result["failed"][name] = traceback.format_exc()
                 print(f"{name} failed:\n{traceback.format_exc()}", file=sys.stderr)
             print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from draft_heads.data.config_file import exit_status
@@ -61,10 +62,15 @@ def ctc(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, 
     return [frames, weight, bias], {"chunked": chunked, "plain": plain}
 
 
-def cross_entropy(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
-    """One label for each of windows × labels states; the head's own LM head is trained."""
+def states_and_lm_head(args: argparse.Namespace, hidden: int) -> tuple[Tensor, Tensor]:
+    """Windows × labels states, and an LM head of the head's own, which is trained."""
     states = torch.randn(args.windows * args.labels, hidden).requires_grad_()
-    lm_head = (torch.randn(args.vocab, hidden) * hidden**-0.5).requires_grad_()
+    return states, (torch.randn(args.vocab, hidden) * hidden**-0.5).requires_grad_()
+
+
+def cross_entropy(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
+    """One label for each state."""
+    states, lm_head = states_and_lm_head(args, hidden)
     labels = torch.randint(0, args.vocab, (len(states),))
     return [states, lm_head], {
         "chunked": lambda: linear_cross_entropy(states, lm_head, labels),
@@ -73,9 +79,8 @@ def cross_entropy(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], 
 
 
 def soft(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
-    """The target's distribution for each of windows × labels states; the head's own LM head is trained."""
-    states = torch.randn(args.windows * args.labels, hidden).requires_grad_()
-    lm_head = (torch.randn(args.vocab, hidden) * hidden**-0.5).requires_grad_()
+    """The target's distribution for each state."""
+    states, lm_head = states_and_lm_head(args, hidden)
     read = torch.randn(len(states), hidden)
     target = TargetView(torch.nn.Embedding(1, hidden), torch.randn(args.vocab, hidden) * hidden**-0.5)
 
@@ -102,7 +107,7 @@ def make_arms(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, Cal
         value.backward()
         return float(value.detach())
 
-    return {arm: lambda arm=arm: run(arm) for arm in ARMS}  # type: ignore[misc]
+    return {arm: partial(run, arm) for arm in ARMS}
 
 
 def peak_memory(loss: str, arm: str, args: argparse.Namespace, hidden: int) -> int:

@@ -56,6 +56,14 @@ def dense(frames, blank_weight, blank_bias, contexts, classes, lm_head, labels, 
     return -value[possible].sum(), ~possible
 
 
+def test_autocast_changes_neither_the_loss_nor_a_gradient():
+    values = {name: x.float() if x.is_floating_point() else x for name, x in with_contexts().items()}
+    plain, _, gradients = loss_and_gradients(ctc_loss_with_context, values)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _, under_autocast = loss_and_gradients(ctc_loss_with_context, values)
+    assert torch.equal(loss, plain) and all(map(torch.equal, under_autocast, gradients))
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("windows", [1, 5, 100])
 def test_loss_and_gradients_equal_those_of_dense_log_probabilities(seed, windows):

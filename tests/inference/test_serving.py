@@ -4,8 +4,9 @@ import json
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from itertools import islice
 
 import httpx
 import openai
@@ -376,13 +377,22 @@ def test_clients_that_leave_at_any_moment_leave_nothing(target, engine, slow):
         assert chat(client, "Name a fruit.").choices[0].message.content == alone
 
 
-def test_more_requests_than_may_wait_are_refused(slow):
+def test_more_requests_than_may_wait_are_refused(slow, monkeypatch):
+    steps, go_on = slow.stream, threading.Event()
+
+    def held(*arguments):
+        for step in steps(*arguments):
+            yield step
+            go_on.wait(30)
+
+    monkeypatch.setattr(slow, "stream", held)
     with serve(slow, max_waiting=2) as (client, _, _, _), ThreadPoolExecutor(5) as pool:
-        running = chat(client, QUESTIONS[3], stream=True)
-        next(running)  # it waits no longer
+        next(chat(client, QUESTIONS[3], stream=True))  # one runs, and no step of it ends before `go_on`
         asked = [pool.submit(chat, client, QUESTIONS[3]) for _ in range(5)]
-        refused = [one.exception() for one in asked if one.exception()]
-        assert 1 <= len(refused) <= 3 and all(isinstance(one, openai.RateLimitError) for one in refused)
+        refused = [one.exception() for one in islice(as_completed(asked), 3)]
+        go_on.set()
+        assert all(isinstance(one, openai.RateLimitError) for one in refused)
+        assert sum(one.exception() is None for one in asked) == 2
         assert refused[0].code == "queue_full" and refused[0].response.headers["retry-after"] == "1"
 
 

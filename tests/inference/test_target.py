@@ -133,6 +133,18 @@ def test_weights_go_to_a_gpu_one_by_one(tmp_path, monkeypatch, device, adapter, 
     assert asked == [placed]
 
 
+def test_a_target_that_is_not_run_is_not_spread_over_devices(tmp_path, monkeypatch):
+    asked, load = [], AutoModelForCausalLM.from_pretrained
+
+    def noted(*args, **options):
+        asked.append(options.get("device_map"))
+        return load(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", noted)
+    Target.from_pretrained(save_target(tmp_path), device="auto", lend_to=torch.device("cpu"))
+    assert asked == [None]
+
+
 @pytest.mark.parametrize(("dtype", "lent"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
 def test_of_a_target_that_is_not_run_only_what_heads_read_is_converted(tmp_path, monkeypatch, dtype, lent):
     """The rest stays as it lies in its files, which memory is mapped to; no forward takes it through memory."""
