@@ -108,6 +108,7 @@ def exit_status(run: Callable[[], object]) -> int:
             if handler != signal.SIG_IGN:  # as it is in the background of a script
                 signal.signal(number, stop)
         status = int(run() is False)
+        _leave_process_group()
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
@@ -118,6 +119,15 @@ def exit_status(run: Callable[[], object]) -> int:
     for number, handler in before.items():
         signal.signal(number, handler)
     return status
+
+
+def _leave_process_group() -> None:
+    """End what connects the processes of a launcher: its threads, left running, can abort a process that is done."""
+    distributed = sys.modules.get("torch.distributed")  # which a script that runs alone need not load
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_world_size() > 1:
+        distributed.destroy_process_group()
 
 
 @contextmanager

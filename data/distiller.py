@@ -11,7 +11,7 @@ import torch
 
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes
+from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes, stored_as
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.options import DTYPES
 from draft_heads.data.rendering import ChatRenderer, ConversationError
@@ -91,19 +91,20 @@ class Distiller:
         """The shard's rows in source order."""
         rows = [row for row in rows if row.skipped is None]
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-        keep = self.hidden_dtype is not None
+        dtype = self.hidden_dtype
         # With hidden states, rows are written as they are labelled (in length order): a shard of them may not fit
         # in memory.
         labelled: dict[int, dict[str, Any]] = {}
         for start in range(0, len(order), self.options.batch_size):
             batch = order[start : start + self.options.batch_size]
             texts, layers = [rows[i].ids for i in batch], self.options.target_layers
-            for i, (greedy, *states) in zip(batch, self.target.label(texts, keep, layers)):
+            for i, (greedy, *states) in zip(batch, self.target.label(texts, dtype is not None, layers)):
                 row = rows[i]
                 record = dict(id=row.id, input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
-                if keep:
+                if dtype is not None:
                     columns = zip(STATE_COLUMNS[: 1 + bool(layers)], states)
-                    yield record | {name: hidden_bytes(x.to(self.hidden_dtype)) for name, x in columns if x is not None}
+                    kept = {name: stored_as(x, dtype, row.id) for name, x in columns if x is not None}
+                    yield record | {name: hidden_bytes(x) for name, x in kept.items()}
                 else:
                     labelled[i] = record
             self.advance(len(batch) if self.counted == "conversations" else 0)

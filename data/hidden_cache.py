@@ -23,6 +23,22 @@ def hidden_bytes(hidden_LH: Tensor) -> bytes:
     return hidden_LH.contiguous().view(carrier).numpy().tobytes()
 
 
+def stored_as(hidden_LH: Tensor, dtype: torch.dtype, row: str) -> Tensor:
+    """`hidden_LH` in the type it is kept in; ValueError for values that this type, or the target's own, cannot hold."""
+    kept = hidden_LH.to(dtype)
+    if kept.isfinite().all():
+        return kept
+    if hidden_LH.isfinite().all():
+        raise ValueError(
+            f"--hidden_states {dtype_name(dtype)} holds values up to {torch.finfo(dtype).max:,.0f}; a state of row "
+            f"{row} has {float(hidden_LH.abs().max()):,.0f}; name bfloat16 or float32 and another --output"
+        )
+    raise ValueError(
+        f"the target's states must be finite; some of row {row} are not in {dtype_name(hidden_LH.dtype)}; name "
+        "another --dtype and another --output"
+    )
+
+
 def hidden_from_bytes(raw: bytes, length: int, dtype: torch.dtype) -> Tensor:
     """The [length, H] tensor of type `dtype` that `hidden_bytes` wrote."""
     return torch.from_numpy(np.frombuffer(raw, dtype=f"<i{dtype.itemsize}").copy()).view(dtype).reshape(length, -1)

@@ -9,6 +9,7 @@ and kept (`context_keys_values`), while the queries run through the whole block.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,21 @@ _LLAMA_NAMES = {
 """A Llama layer's names → this block's."""
 
 
+def _unlike_llama(layer: Any, head_dim: int) -> list[str]:
+    """Parts of a layer with Llama's weights that compute something else: Gemma's norms, Granite's scales."""
+    norm, grid = layer.input_layernorm, torch.linspace(-4, 4, 32)
+    states = torch.linspace(-1, 1, norm.weight.numel()).to(norm.weight)
+    plain = F.rms_norm(states, states.shape, norm.weight)
+    activation = getattr(layer.mlp, "act_fn", None)
+    unlike = {
+        "input_layernorm": (norm(states) - plain).norm() > 0.02 * plain.norm(),
+        "mlp.act_fn": activation is None or not torch.allclose(activation(grid), F.silu(grid), atol=1e-4),
+        "self_attn.scaling": abs(getattr(layer.self_attn, "scaling", 0) * head_dim**0.5 - 1) > 1e-4,
+        "residual_multiplier": getattr(layer, "residual_multiplier", 1) != 1,
+    }
+    return [name for name, differs in unlike.items() if differs]
+
+
 class DecoderBlock(nn.Module):
     """One pre-norm decoder block of the target's shape; output projections start at zero, so it starts as identity."""
 
@@ -84,9 +100,9 @@ class DecoderBlock(nn.Module):
             nn.init.zeros_(projection.weight)
 
     def differs_from(self, layer: nn.Module) -> list[str]:
-        """Names of parameters that this block and a decoder layer of a target do not have in common, or not alike.
+        """Names of what this block and a decoder layer of a target do not have in common, or do not do alike.
 
-        Quantised weights are not alike.
+        Quantised weights are not alike; layers with Llama's weights may have other norms, activations or scales.
         """
         given, wanted = dict(layer.named_parameters()), dict(self.named_parameters())
         ours = {f"{theirs}.weight": wanted[f"{name}.weight"] for theirs, name in _LLAMA_NAMES.items()}
@@ -94,7 +110,7 @@ class DecoderBlock(nn.Module):
         unlike = {
             name for name in shared if ours[name].shape != given[name].shape or type(given[name].data) is not Tensor
         }
-        return sorted(ours.keys() ^ given.keys() | unlike)
+        return sorted(ours.keys() ^ given.keys() | unlike) or _unlike_llama(layer, self.head_dim)
 
     def copy_from(self, layer: nn.Module) -> None:
         """Take over the weights of a decoder layer from which this block does not differ."""

@@ -312,7 +312,7 @@ class CTCHead(DraftHead):
         if config.chained:
             next_hidden = windows.gather(rows.hidden, ahead=1)  # h_{n+1}
             regression = F.smooth_l1_loss(kept[:, 0], next_hidden, reduction="none").mean(-1).sum()
-            soft = soft_cross_entropy(scaled[:, 0], target.lm_head_weight, next_hidden, target, target.scaled_bias)
+            soft = soft_cross_entropy(scaled[:, 0].to(vocabulary.dtype), vocabulary, next_hidden, target, bias)
             loss.add("regression", regression, config.regression_weight)
             loss.add("soft", soft, config.soft_weight)
         if not self.training:

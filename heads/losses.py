@@ -259,7 +259,13 @@ def _fused_linear_cross_entropy() -> Callable[[Tensor, Tensor, Tensor, Tensor | 
         if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
             return None  # before torch 2.13
         options = torch.nn.LinearCrossEntropyOptions()
-        return lambda x, weight, labels, bias: F.linear_cross_entropy(
-            x, weight.to(x.dtype), labels, linear_bias=bias, reduction="sum", options=options
-        )
+
+        def of_rows(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+            # a row's loss each: torch would add them up in bfloat16, which is off by percents
+            losses = F.linear_cross_entropy(
+                x, weight.to(x.dtype), labels, linear_bias=bias, reduction="none", options=options
+            )
+            return losses.float().sum()
+
+        return of_rows
     return lambda x, weight, labels, bias: liger(x, weight.to(x.dtype), labels, bias, reduction="sum")

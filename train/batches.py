@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, Sampler
 
 _MULTIPLE = 8  # `DraftCollator` rounds lengths up to it
-_JITTER = 0.05  # lengths are disturbed by up to this share before sorting, so that batches differ from epoch to epoch
+_JITTER = 20  # lengths are disturbed by up to a twentieth before sorting, so that batches differ from epoch to epoch
 
 
 class EpochSampler(Sampler[int]):
@@ -36,8 +36,9 @@ class TokenBatches(BatchSampler):
 
     Rows are sorted by a slightly disturbed length and cut into batches whose sizes are fixed once, so that every epoch
     has the same number of batches; their order is random. Example: lengths 8, 8, 16, 16, 16 with 36
-    tokens give the batches [16, 16], [16], [8, 8]. The number of batches is a multiple of `processes`; the ranks of a
-    step get neighbours in length, so that none waits for another.
+    tokens give the batches [16, 16], [16, 8], [8]. The number of batches is a multiple of `processes`; the ranks of a
+    step get neighbours in length, so that none waits for another. Where batches of one row each do not come out even,
+    the shortest rows stand in an epoch twice.
     """
 
     sampler: EpochSampler  # accelerate calls its set_epoch
@@ -47,33 +48,37 @@ class TokenBatches(BatchSampler):
         self.lengths = torch.as_tensor(lengths)
         self.sampler = EpochSampler(len(self.lengths), seed)
         self.processes, self.drop_last = processes, False
-        longest = self.lengths * (1 + _JITTER)  # a disturbed length is at most this
-        padded = (torch.ceil(longest / _MULTIPLE) * _MULTIPLE).sort(descending=True).values.tolist()
-        if tokens < int(self.lengths.max()):
+        longest = int(self.lengths.max())
+        at_most = (self.lengths + self.lengths // _JITTER).clamp(max=longest)  # of the row that a disturbance puts here
+        padded = (-(-at_most // _MULTIPLE) * _MULTIPLE).sort(descending=True).values.tolist()
+        if tokens < longest:
             raise ValueError(
-                f"--tokens_per_batch must hold the longest row, {int(self.lengths.max())} tokens; got {tokens}; raise "
-                "it or lower --max_length"
+                f"--tokens_per_batch must hold the longest row, {longest} tokens; got {tokens}; raise it or lower "
+                "--max_length"
             )
         if len(padded) < processes:
             raise ValueError(f"every process needs a row to train on; {len(padded)} rows for {processes} processes")
         self.sizes: list[int] = []
         start = 0
         while start < len(padded):
-            self.sizes.append(max(1, int(tokens // padded[start])))
+            self.sizes.append(max(1, tokens // padded[start]))
             start += self.sizes[-1]
         self.sizes[-1] -= start - len(padded)
-        while len(self.sizes) % processes:  # the ranks of a step must all have a batch: halve the largest
+        while len(self.sizes) % processes and max(self.sizes) > 1:  # each rank of a step needs one: halve the largest
             largest = self.sizes.index(max(self.sizes))
             whole = self.sizes.pop(largest)
             self.sizes[largest:largest] = [whole - whole // 2, whole // 2]
+        self.repeated = -len(self.sizes) % processes
+        self.sizes += [1] * self.repeated
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = self.sampler.generator()
-        disturbed = self.lengths * (1 + _JITTER * torch.rand(len(self.lengths), generator=generator))
-        batches = disturbed.argsort(descending=True).split(self.sizes)
+        disturbed = self.lengths * (1 + torch.rand(len(self.lengths), generator=generator).double() / _JITTER)
+        ranked = disturbed.argsort(descending=True)
+        batches = torch.cat([ranked, ranked[len(ranked) - self.repeated :]]).split(self.sizes)
         for step in torch.randperm(len(batches) // self.processes, generator=generator).tolist():
             for rows in batches[step * self.processes : (step + 1) * self.processes]:
                 yield rows.tolist()

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -71,6 +72,7 @@ class DraftHeadTrainer(Trainer):
         self._since_log: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=1024)
         self._logged_at = time.monotonic()
         self.final_metrics: dict[str, float] = {}
+        self._order: EpochSampler | None = None  # of the training rows
         super().__init__(
             model=head,
             args=args,
@@ -93,8 +95,17 @@ class DraftHeadTrainer(Trainer):
         self.loss_is_scaled_for_ga = True  # divided by the windows of the whole accumulated batch
 
     def start_head(self, rows: int = 8) -> None:
-        """Give the head the start values that depend on the target, from a few rows of the training data."""
-        batch = self.data_collator([self._rows[row] for row in range(min(rows, len(self._rows)))])
+        """Give the head the start values that depend on the target, from a few rows of the training data.
+
+        Raises ValueError if no row has a token to train on.
+        """
+        trained = (row for row in self._rows if any(row["assistant_mask"][: self._longest]))
+        if not (first := list(islice(trained, rows))):
+            raise ValueError(
+                f"training needs rows with an answer within --max_length {self._longest}; none of {len(self._rows):,} "
+                "has one; raise it"
+            )
+        batch = self.data_collator(first)
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
         states = self.target.states_of(batch)["hidden"][batch["mask"]]
         with self.target.whole_layers():
@@ -174,6 +185,7 @@ class DraftHeadTrainer(Trainer):
         rows = self._rows
         lengths = [min(length, self._longest) for length in row_lengths(rows)]
         batches = TokenBatches(lengths, self.args.tokens_per_batch, self._data_seed, self.args.world_size)
+        self._order = batches.sampler
         loader = DataLoader(
             rows,
             batch_sampler=batches,
@@ -188,7 +200,8 @@ class DraftHeadTrainer(Trainer):
         return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        return EpochSampler(len(self._rows if train_dataset is None else train_dataset), self._data_seed)
+        self._order = EpochSampler(len(self._rows if train_dataset is None else train_dataset), self._data_seed)
+        return self._order
 
     # --- optimisation -----------------------------------------------------------------------------------------------
 
@@ -266,8 +279,10 @@ class DraftHeadTrainer(Trainer):
         """Nothing, where a run resumes behind its last step; transformers would train for another one."""
         if self.state.global_step >= self.state.max_steps or self.clock.progress >= 1:
             self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **options)
+            return
+        if self._order is not None:  # accelerate does not reach it on several processes that resume within an epoch
+            self._order.set_epoch(options["epoch"])
+        super()._run_epoch(*args, **options)
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:

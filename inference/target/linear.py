@@ -64,7 +64,8 @@ def half_precision_product(linear: nn.Module, x: Tensor) -> Tensor | None:
     """[..., K] → [..., N] of an unquantised Linear in half precision on a GPU, in float32; None for any other."""
     if not x.is_cuda or type(linear) is not nn.Linear or linear.weight.dtype not in (torch.bfloat16, torch.float16):
         return None
-    product = torch.mm(x.reshape(-1, x.shape[-1]), linear.weight.T, out_dtype=torch.float32)
+    rows = x.reshape(-1, x.shape[-1]).to(linear.weight.device)  # of a spread target: its last layer is elsewhere
+    product = torch.mm(rows, linear.weight.T, out_dtype=torch.float32)
     return (product if linear.bias is None else product + linear.bias).view(*x.shape[:-1], -1)
 
 

@@ -71,9 +71,12 @@ def logits_rules(config: Any) -> Iterator[LogitsRule]:
 
 
 def _gaps(ours: Tensor, own: Tensor) -> Tensor:
-    """[...] from logits [..., V]: the size of their difference, relative to how much the model's own logits vary."""
+    """[...] from logits [..., V]: the size of their difference, relative to how much the model's own logits vary.
+
+    On the CPU, wherever the layers lie.
+    """
     ours, own = ours.double(), own.to(ours.device).double()
-    return (ours - own).square().mean(-1).sqrt() / own.std(-1).clamp(min=1e-30)
+    return ((ours - own).square().mean(-1).sqrt() / own.std(-1).clamp(min=1e-30)).cpu()
 
 
 @torch.no_grad()

@@ -342,7 +342,8 @@ class Target:
                 past_key_values=cache,
                 use_cache=cache is not None,
             ).last_hidden_state
-        return hidden, torch.cat(outputs, dim=-1) if outputs else None
+        # the layers of a spread target lie on several devices
+        return hidden.to(self.device), torch.cat(outputs, dim=-1) if outputs else None
 
     def _forward(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int]
@@ -375,8 +376,7 @@ class Target:
         rows each row sees beside the whole cached text; target_layers: those whose outputs are wanted (`check_layers`).
         """
         hidden, aux_hidden = self._forward(token_ids, depths, sees, cache, target_layers)
-        # the layers of a sharded target lie on several devices
-        return TargetOutput(hidden.to(self.device), self.logits(hidden).to(self.device), aux_hidden)
+        return TargetOutput(hidden, self.logits(hidden).to(self.device), aux_hidden)
 
     def prefill(
         self, prompt: Tensor, cache: KVCache, target_layers: Sequence[int] = (), rows_per_forward: int = 2048
@@ -390,7 +390,7 @@ class Target:
             cache.keep_first(chunk.numel())
         hidden = torch.cat([states[0] for states, _ in pieces])
         aux_hidden = torch.cat([aux[0] for _, aux in pieces if aux is not None]) if target_layers else None
-        return TargetOutput(hidden.to(self.device), self.logits(hidden[-1]).to(self.device), aux_hidden)
+        return TargetOutput(hidden, self.logits(hidden[-1]).to(self.device), aux_hidden)
 
     @torch.no_grad()
     def forward_rows(

@@ -1,9 +1,12 @@
-"""Attention with fewer key heads than query heads."""
+"""The block: attention with fewer key heads than query heads, and which targets' layers it can start from."""
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from draft_heads.heads.block import folded_attention, grouped_attention
+from draft_heads.heads.block import DecoderBlock, folded_attention, grouped_attention
+from draft_heads.heads.config import target_sizes
+from draft_heads.heads.ctc import CTCConfig
 
 
 @pytest.mark.parametrize("heads, shared", [(4, 4), (4, 2), (6, 1)])
@@ -15,3 +18,21 @@ def test_folding_the_queries_of_a_key_head_into_rows_changes_nothing(heads, shar
     mask = torch.rand(rows, slots) < 0.5
     mask[:, 0] = True
     assert torch.allclose(folded_attention(queries, keys, values, mask), grouped_attention(queries, keys, values, mask))
+
+
+@pytest.mark.parametrize(
+    "model_type, different",
+    [
+        ("llama", []),
+        ("mistral", []),
+        ("gemma", ["input_layernorm", "mlp.act_fn"]),
+        ("granite", ["self_attn.scaling", "residual_multiplier"]),
+        ("qwen3", ["self_attn.k_norm.weight", "self_attn.q_norm.weight"]),
+    ],
+)
+def test_a_block_differs_from_layers_that_compute_something_else(model_type, different):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=61)
+    extra = dict(attention_multiplier=0.25, residual_multiplier=0.2) if model_type == "granite" else {}
+    config = AutoConfig.for_model(model_type, **sizes, num_key_value_heads=2, head_dim=8, **extra)
+    layer = AutoModelForCausalLM.from_config(config).get_decoder().layers[0]
+    assert DecoderBlock(CTCConfig(**target_sizes(config))).differs_from(layer) == different

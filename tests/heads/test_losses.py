@@ -181,3 +181,14 @@ def test_the_librarys_kernel_equals_the_chunks():
         pytest.skip("neither liger-kernel nor torch's linear_cross_entropy is installed")
     states, weight, labels = torch.randn(40, 8), torch.randn(13, 8), torch.randint(13, (40,))
     assert torch.allclose(kernel(states, weight, labels, None), linear_cross_entropy(states, weight, labels), rtol=1e-5)
+
+
+def test_the_librarys_kernel_does_not_add_up_in_half_precision():
+    kernel = _fused_linear_cross_entropy()
+    if kernel is None:
+        pytest.skip("neither liger-kernel nor torch's linear_cross_entropy is installed")
+    torch.manual_seed(0)
+    states, weight, labels = torch.randn(1000, 8), torch.randn(13, 8), torch.randint(13, (1000,))
+    half = kernel(states.bfloat16(), weight, labels, None)
+    assert half.dtype == torch.float32
+    assert torch.allclose(half, linear_cross_entropy(states, weight, labels), rtol=2e-3)

@@ -12,8 +12,8 @@ def lengths_of_conversations(rows=2000):
 
 
 def test_rows_of_one_length_share_a_batch():
-    assert TokenBatches([8, 8, 16, 16, 16], 36, seed=0).sizes == [1, 1, 1, 2]
-    assert TokenBatches([8, 8, 16, 16, 16], 48, seed=0).sizes == [2, 2, 1]
+    assert TokenBatches([8, 8, 16, 16, 16], 36, seed=0).sizes == [2, 2, 1]
+    assert TokenBatches([2048] * 4, 4096, seed=0).sizes == [2, 2]
 
 
 def test_every_epoch_has_every_row_once_in_batches_that_are_full():
@@ -34,6 +34,15 @@ def test_every_epoch_has_every_row_once_in_batches_that_are_full():
         assert float((tokens.mean(1) / tokens.max(1).values).mean()) > 0.95  # ranks wait little for each other
     assert sorted(map(sorted, epochs[0])) != sorted(map(sorted, epochs[1]))  # rows meet others
     assert list(batches) == epochs[1]
+
+
+def test_batches_of_one_row_each_are_filled_up_with_the_shortest_rows():
+    rows = list(TokenBatches([40, 80, 80, 80, 40], 96, seed=0, processes=4))
+    assert sorted(map(len, rows)) == [1, 1, 1, 2]
+    rows = list(TokenBatches([88, 40, 80, 80, 80], 88, seed=0, processes=4))
+    assert [len(batch) for batch in rows] == [1] * 8
+    chosen = [row for batch in rows for row in batch]
+    assert sorted(set(chosen)) == [0, 1, 2, 3, 4] and chosen.count(0) == 1 and chosen.count(1) == 2
 
 
 def test_a_batch_must_hold_the_longest_row():

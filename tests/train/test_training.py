@@ -265,14 +265,16 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, 
 
 @pytest.mark.slow
 def test_two_nodes_train_and_resume_as_one_process(dataset, uninterrupted, tmp_path):
-    extra = ("--deepspeed", "configs/deepspeed/zero1.json", "--head_optimizer", "adamw")
-    status, told = run(dataset, tmp_path / "one", "--head_optimizer", "adamw")
+    same = ("--head_optimizer", "adamw", "--learning_rate", "1e-3")
+    same += ("--max_steps", "14", "--save_steps", "4")  # 10 steps are an epoch
+    extra = ("--deepspeed", "configs/deepspeed/zero1.json", *same)
+    status, told = run(dataset, tmp_path / "one", *same)
     assert status == 0, told
     nodes = tmp_path / "nodes"
     for again in (False, True):
         if again:
             shutil.rmtree(nodes / "head")
-            shutil.rmtree(nodes / "checkpoint-6")
+            shutil.rmtree(nodes / "checkpoint-14")
         for status, told in launch_two_nodes(tmp_path / "hostfile", dataset, nodes, *extra, batch=2):
             assert status == 0, told
         assert losses(nodes) == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
@@ -410,6 +412,11 @@ def test_a_draft_vocabulary_is_counted_saved_and_resumed_with(dataset, tmp_path)
     assert torch.equal(load_head(tmp_path / "run" / "head").draft_vocab, expected)
     status, told = run(dataset, tmp_path / "large", "--draft_vocab_size", "1025", kind="chimera")
     assert status != 0 and "to 1024, the end tokens among them; got 1025" in told
+
+
+def test_rows_without_an_answer_in_their_part_are_not_trained_on(dataset, tmp_path):
+    status, told = run(dataset, tmp_path / "run", "--max_length", "8")
+    assert status != 0 and "rows with an answer within --max_length 8; none of 40 has one; raise it" in told
 
 
 def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
