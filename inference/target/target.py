@@ -6,8 +6,8 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
 from draft_heads.inference.target.linear import DraftingView, half_precision_product
 from draft_heads.inference.target.loading import LESS_MEMORY, load_model
+from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
 
@@ -95,6 +96,7 @@ class Target:
         if self.device.type == "cuda":  # for the whole process: sums are not to be rounded on the way
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        self.modules = ModuleDecoder(self.decoder, self.config, self.architecture, self.dtype)
         self._fused: FusedDecoder | None = None
         self._modules_only = True  # the probe asks the modules
         if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
@@ -252,7 +254,7 @@ class Target:
 
     def whole_layers(self) -> AbstractContextManager[Any]:
         """The weights of the first and last layer, which heads may start from, are whole in here."""
-        layers = self._layer_modules or ()
+        layers = self.modules.layers or ()
         return sharded.whole(p for layer in (*layers[:1], *layers[-1:]) for p in layer.parameters())
 
     def view(self) -> TargetView:
@@ -283,7 +285,7 @@ class Target:
         """ValueError unless heads can read these layers: layer k's output is `hidden_states[k]` in transformers."""
         layers = self.config.num_hidden_layers
         if target_layers and (
-            self._layer_modules is None
+            self.modules.layers is None
             or sorted(set(target_layers)) != list(target_layers)
             or not 1 <= min(target_layers) <= max(target_layers) < layers
         ):
@@ -291,59 +293,6 @@ class Target:
                 f"--target_layers are ascending numbers from 1 to {layers - 1}, the layers of {self.name} before its "
                 f"last; got {' '.join(map(str, target_layers))}; pick others or leave it out"
             )
-
-    @property
-    def _layer_modules(self) -> torch.nn.ModuleList | None:
-        """The decoder's layers, whatever the architecture calls them."""
-        lists = (child for child in self.decoder.children() if isinstance(child, torch.nn.ModuleList))
-        return next((found for found in lists if len(found) == self.config.num_hidden_layers), None)
-
-    @contextmanager
-    def _captured(self, target_layers: Sequence[int]) -> Iterator[list[Tensor]]:
-        """Collects the outputs of layers, in their order, while the decoder runs."""
-        outputs: list[Tensor] = []
-
-        def keep(module: Any, args: Any, output: Any) -> None:
-            outputs.append((output[0] if isinstance(output, tuple) else output).to(self.device))
-
-        modules = self._layer_modules
-        hooks = [modules[layer - 1].register_forward_hook(keep) for layer in target_layers] if modules else []
-        try:
-            yield outputs
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _through_modules(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        masks: dict[str, Tensor] | None,
-        cache: Any,
-        target_layers: Sequence[int] = (),
-    ) -> tuple[Tensor, Tensor | None]:
-        """Hidden `[B, R, H]` and aux_hidden `[B, R, k·H]` by transformers' own decoder, under its own mask if None."""
-        as_taken = {kind: mask[:, None] for kind, mask in (masks or {}).items()}
-        if masks and self.config._attn_implementation == "eager":  # it adds masks to the scores
-            lowest = torch.finfo(self.dtype).min
-            as_taken = {
-                kind: torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, lowest)
-                for kind, mask in as_taken.items()
-            }
-        positions = positions.clamp(max=self.max_positions - 1)  # drafts may hang over the end; none is accepted there
-        mask: Any = None
-        if masks is not None:
-            mask = as_taken if self.architecture.by_layer_type else next(iter(as_taken.values()))
-        with self._captured(target_layers) as outputs:
-            hidden: Tensor = self.decoder(
-                input_ids=token_ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=cache is not None,
-            ).last_hidden_state
-        # the layers of a spread target lie on several devices
-        return hidden.to(self.device), torch.cat(outputs, dim=-1) if outputs else None
 
     def _forward(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int]
@@ -354,7 +303,7 @@ class Target:
         positions = depths + cache.lengths[:, None]
         visible, keys = behind_text(sees, positions, cache.lengths, cache.set_visible_length(sees.shape[1]))
         masks = masks_by_layer_type(visible, positions, keys, self.window, self.layer_types)
-        return self._through_modules(token_ids, positions, masks, cache, target_layers)
+        return self.modules(token_ids, positions, masks, cache, target_layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] → [..., V], the model's own: LM head, scale and cap; of half precision in float32 on a GPU, since
@@ -403,10 +352,10 @@ class Target:
         """
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         if int(segment_ids.max()) <= 1:
-            return self._through_modules(input_ids, index.expand_as(input_ids), None, None, target_layers)
+            return self.modules(input_ids, index.expand_as(input_ids), target_layers=target_layers)
         visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (index[None, :] <= index[:, None])
         masks = masks_by_layer_type(visible, position_ids, position_ids, self.window, self.layer_types)
-        return self._through_modules(input_ids, position_ids, masks, None, target_layers)
+        return self.modules(input_ids, position_ids, masks, target_layers=target_layers)
 
     def states_of(self, batch: dict[str, Tensor], target_layers: Sequence[int] = ()) -> dict[str, Tensor]:
         """A training batch's `hidden [B, L, H]` and `aux_hidden [B, L, k·H]`, cached or computed now."""
@@ -427,12 +376,13 @@ class Target:
         lengths = [len(row) for row in rows]
         ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=self.pad_token_id)
         real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        with self._captured(target_layers) as outputs:
-            out = self.decoder(input_ids=ids_BL.to(self.device), use_cache=False)  # padding on the right is not seen
-        hidden_BLH = out.last_hidden_state
-        hidden_NH = hidden_BLH[real_BL.to(hidden_BLH.device)]
+        positions = torch.arange(max(lengths)).expand_as(ids_BL)  # padding on the right is not seen
+        hidden_BLH, aux_BLK = self.modules(
+            ids_BL.to(self.device), positions.to(self.device), target_layers=target_layers
+        )
+        hidden_NH = hidden_BLH[real_BL.to(self.device)]
         choices = torch.cat([self.choices(part) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
-        aux_BLK = torch.cat(outputs, dim=-1) if outputs else hidden_BLH[..., :0]
+        aux_BLK = hidden_BLH[..., :0] if aux_BLK is None else aux_BLK
         labelled = []
         for hidden_LH, aux_LK, chosen in zip(hidden_BLH, aux_BLK, choices.split(lengths)):
             greedy = [-100, *chosen[:-1].tolist()]

@@ -44,7 +44,7 @@ def test_states_and_logits_come_back_to_the_first_device(tied):
     target = spread_target(tied)
     assert target.layer_devices == [FIRST, LAST] and target.device == FIRST
     ids = torch.zeros(2, 8, dtype=torch.long, device=FIRST)
-    hidden, aux_hidden = target._through_modules(ids, ids, None, None, [1])  # as rows are trained on
+    hidden, aux_hidden = target.modules(ids, ids, target_layers=[1])  # as rows are trained on
     assert hidden.device == aux_hidden.device == FIRST
     assert target.choices(hidden[0]).shape == (8,)
 
