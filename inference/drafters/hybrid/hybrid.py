@@ -75,10 +75,9 @@ class _Part:
         """The step as a part that reads choices proposed it; −1 is the choice at nodes that were not verified."""
         if not self.drafter.reads_choices or step.choices is None:
             return step
-        rows = torch.tensor(self.rows, device=step.choices.device)
-        choices, read = torch.where(rows >= 0, step.choices[rows], -1), step.read_choices
-        own = None if read is None else [read[row] if row >= 0 else -1 for row in self.rows]
-        return replace(step, choices=choices, read_choices=own, tree=self.tree)
+        read = step.choices.tolist() if step.read_choices is None else step.read_choices
+        own = [read[row] if row >= 0 else -1 for row in self.rows]
+        return replace(step, choices=torch.tensor(own), read_choices=own, tree=self.tree)
 
 
 class HybridDrafter(Drafter):
@@ -152,31 +151,12 @@ class HybridDrafter(Drafter):
         for part in self.parts:
             part.draft(self._step)
         sources = [part.source for part in self.parts]
-        self._merged = MergedTree(sources, self._calibration, self.budget, self._deepest_node, self._table)
-        tree = self._merged.as_tree(self.target.device)
+        merged = MergedTree(sources, self._calibration, self.budget, self._deepest_node, self._table)
         for place, part in enumerate(self.parts):
-            if part.drafter.reads_choices:
-                tree = self._with_riding_rows(tree, place, part)
-        return tree
-
-    def _with_riding_rows(self, tree: DraftTree, place: int, part: _Part) -> DraftTree:
-        """The tree and behind it the part's rows that are never accepted, below the base token or each other."""
-        assert self._merged is not None
-        own = part.tree
-        part.rows = rows = self._merged.rows_of(place, len(own))
-        assert isinstance(part.source, TreeSource)
-        riding, parents = part.source.riding, part.source.parents
-        for row, node in enumerate(riding, start=len(tree) + 1):
-            rows[node + 1] = row
-        nodes = own.tokens.new_tensor(riding)
-        behind = DraftTree(
-            own.tokens[nodes],
-            own.tokens.new_tensor([rows[parents[node] + 1] - 1 for node in riding]),
-            own.log_probs[nodes],
-            torch.full_like(nodes, place),
-            torch.zeros_like(nodes, dtype=torch.bool),
-        )
-        return DraftTree(*map(torch.cat, zip(tree.tensors(), behind.tensors())))
+            if part.drafter.reads_choices and isinstance(part.source, TreeSource):
+                part.rows = merged.let_ride(place, part.source)
+        self._merged = merged
+        return merged.as_tree(self.target.device)
 
     def findings(self) -> dict[str, Any]:
         """Target steps; for each part the `accepted` tokens it proposed first, and the `needed` ones it alone did."""

@@ -47,24 +47,24 @@ class Source(Protocol):
 class TreeSource:
     """A tree that a drafter proposed; before `set` it proposes nothing.
 
-    parents  of its nodes; riding: those that are no candidates
+    tokens, parents, log_probs  of its nodes; riding: those that are no candidates
     """
 
     def __init__(self) -> None:
         self._children: list[Proposals] = [{}]
+        self.tokens: list[int] = []
         self.parents: list[int] = []
+        self.log_probs: list[float] = []
         self.riding: list[int] = []
 
     def set(self, tree: DraftTree) -> None:
         """This step's tree; rows that are no candidates are left out."""
         packed = torch.stack([x.double() for x in (tree.tokens, tree.parents, tree.log_probs, tree.candidate)])
         tokens, parents, log_probs, candidate = packed.tolist()  # one copy to the host
-        self.parents = [int(parent) for parent in parents]
+        self.tokens, self.parents, self.log_probs = list(map(int, tokens)), list(map(int, parents)), log_probs
         self.riding = [node for node, may in enumerate(candidate) if not may]
         self._children = [{} for _ in range(len(tree) + 1)]  # by parent, the base token first
-        for node, (token, parent, log_prob, may) in enumerate(
-            zip(map(int, tokens), self.parents, log_probs, candidate)
-        ):
+        for node, (token, parent, log_prob, may) in enumerate(zip(self.tokens, self.parents, log_probs, candidate)):
             if may:
                 gap = log_prob - (log_probs[parent] if parent >= 0 else 0.0)
                 prior = exp(min(gap, 0.0)) if gap > LEAST else exp(LEAST)  # −inf − −inf is nan: not above LEAST
@@ -189,6 +189,7 @@ class MergedTree:
             self._places.append(places)
             self._depths.append(self._depths[parent] + 1)
             self._contexts.append(table.after(self._contexts[parent], token) if table else None)
+        self._candidate_nodes = len(self.tokens)
 
     def _behind(self, row: int) -> list[Candidate]:
         """All tokens that sources propose behind a row."""
@@ -206,9 +207,28 @@ class MergedTree:
             candidates.append((token, evidence, priors, places))
         return candidates
 
+    def let_ride(self, place: int, source: TreeSource) -> list[int]:
+        """Put a source's rows that are never accepted behind the tree, below the base token or each other.
+
+        Returns [1 + nodes]: in which row of the target's forward each row of the source's own tree is, −1: in none.
+        """
+        rows = [-1] * (1 + len(source.tokens))
+        for row, places in enumerate(self._places):
+            if (node := places[place]) is not None:
+                rows[node + 1] = row
+        for node in source.riding:
+            self.tokens.append(source.tokens[node])
+            self.parents.append(rows[source.parents[node] + 1] - 1)
+            self.log_probs.append(source.log_probs[node])
+            self.source.append(place)
+            rows[node + 1] = len(self.tokens)
+        return rows
+
     def as_tree(self, device: torch.device) -> DraftTree:
-        """The nodes as tensors."""
-        return DraftTree.of_lists(self.tokens, self.parents, self.log_probs, self.source, device)
+        """The nodes as tensors, those that ride along no candidates."""
+        tree = DraftTree.of_lists(self.tokens, self.parents, self.log_probs, self.source, device)
+        tree.candidate[self._candidate_nodes :] = False
+        return tree
 
     def learn(self, followed: Sequence[int]) -> list[tuple[int, int]]:
         """Count which proposals the `followed` tokens show right, before sources read them; each accepted node's
@@ -223,12 +243,3 @@ class MergedTree:
             row = self._rows[row, token]
             accepted.append((self.source[row - 1], self.needs[row - 1]))
         return accepted
-
-    def rows_of(self, source: int, nodes: int) -> list[int]:
-        """[1 + nodes]: in which row of the target's forward each row of a source's own tree is, −1 where in none."""
-        rows = [-1] * (1 + nodes)
-        for row, places in enumerate(self._places):
-            place = places[source]
-            if place is not None:
-                rows[place + 1] = row
-        return rows
