@@ -94,6 +94,8 @@ class AnswerServer:
     def _answer(self, prompt: list[int], limit: int) -> Answer:
         asked = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
         asked |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True}
+        # a server may take others from the model's generation config, and the text would not be the greedy one
+        asked |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         found = self._call("/completions", asked)
         choice = found["choices"][0] if found.get("choices") else {}
         tokens = choice.get("token_ids")

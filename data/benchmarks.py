@@ -25,6 +25,8 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)%.])[-−])?[$€£]?(?:(?<=[$€£])[-−])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
 )
+# `#### 42`, not the heading of a step: `#### Step 2`, `#### 2. Total`
+_MARKED = re.compile(rf"####[\s*]*((?>{_NUMBER.pattern}))(?![.):]\s*[^\W\d])")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
                 raise BenchmarkError(f"a row is an object, received {_describe(record)}")
             reader = reader or _reader_of(record)
             question = reader(record, row)
+            if not isinstance(question.question_id, int | str):
+                raise BenchmarkError(f"an id is a number or a text, received {_describe(question.question_id)}")
+            if question.category is not None and not isinstance(question.category, str):
+                raise BenchmarkError(f"'category' is a text, received {_describe(question.category)}")
             if question.question_id in found:
                 raise BenchmarkError(
                     f"it has the id {question.question_id!r} of {found[question.question_id][0]}; ids must be unique: "
@@ -68,16 +74,13 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
 
 
 def gsm8k_answer(text: str) -> Decimal | None:
-    """The number after the last `####`, else the last number of the text; None when there is none.
+    """The last number that a `####` marks, else the last number of the text; None when there is none.
 
     Example: "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "She pays $-3." → -3; "I do not know" → None.
     """
-    _, mark, after = text.rpartition("####")
-    found = _NUMBER.search(after) if mark else None
-    if found is None:
-        for found in _NUMBER.finditer(text):  # noqa: B007  the last one is wanted
-            pass
-    return None if found is None else Decimal(re.sub(r"[^\d.-]", "", found.group().replace("−", "-")))
+    text = text.replace("{,}", ",")  # LaTeX's thousands
+    numbers = _MARKED.findall(text) or _NUMBER.findall(text)
+    return Decimal(re.sub(r"[^\d.-]", "", numbers[-1].replace("−", "-"))) if numbers else None
 
 
 def _reader_of(record: dict[str, Any]) -> Callable[[dict[str, Any], int], Question]:
@@ -99,17 +102,13 @@ def _reader_of(record: dict[str, Any]) -> Callable[[dict[str, Any], int], Questi
 def _fastchat(record: dict[str, Any], row: int) -> Question:
     turns = record.get("turns", record.get("prompt"))
     question_id = record.get("question_id", record.get("prompt_id", row))
-    category = record.get("category")
     reference = record.get("reference")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise BenchmarkError(f"'turns' is a non-empty list of texts, received {_describe(turns)}")
-    if not isinstance(question_id, int | str):
-        raise BenchmarkError(f"'question_id' is a number or a text, received {_describe(question_id)}")
-    if category is not None and not isinstance(category, str):
-        raise BenchmarkError(f"'category' is a text, received {_describe(category)}")
     if isinstance(reference, list):
         reference = "\n\n".join(map(str, reference)) or None
-    return Question(question_id, category, list(turns), None if reference is None else str(reference))
+    reference = None if reference is None else str(reference)
+    return Question(question_id, record.get("category"), list(turns), reference)
 
 
 def _gsm8k(record: dict[str, Any], row: int) -> Question:

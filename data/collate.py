@@ -105,12 +105,21 @@ class DraftCollator:
 
 
 def split_held_out(dataset: datasets.Dataset, rows: int, seed: int = 0) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """(train, held-out): the `rows` whose hash of (seed, id) is lowest, whatever the order of the dataset."""
+    """(train, held-out): the `rows` whose hash of (seed, id) is lowest, whatever the order of the dataset.
+
+    Rows of one id stay together: some more are held out, or fewer where otherwise nothing is left to train on.
+    """
     if not 0 <= rows < len(dataset):
         raise ValueError(f"{rows} held-out rows of {len(dataset)} leave nothing to train on; lower the number")
     hashes = [hashlib.sha256(f"{seed}:{row_id}".encode()).digest()[:8] for row_id in dataset["id"]]
     ranked = sorted(range(len(hashes)), key=lambda i: (hashes[i], i))
-    return dataset.select(sorted(ranked[rows:])), dataset.select(sorted(ranked[:rows]))
+    begins = [i for i in range(len(ranked)) if i == 0 or hashes[ranked[i]] != hashes[ranked[i - 1]]]  # of an id's rows
+    cut = next((i for i in begins if i >= rows), begins[-1])
+    if rows and not cut:
+        raise ValueError(
+            f"rows of one id are held out together; all {len(dataset)} have the same; lower the number to 0"
+        )
+    return dataset.select(sorted(ranked[cut:])), dataset.select(sorted(ranked[:cut]))
 
 
 def row_lengths(dataset: datasets.Dataset) -> list[int]:

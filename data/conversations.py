@@ -105,7 +105,7 @@ def read_conversations(
         bad = found.bad_rows
         reason = f"all {len(bad)} rows are bad, the first: {bad[0]}" if bad else "no rows"
         raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")
-    text = datasets.Value("string")
+    text = datasets.Value("large_string")  # a column of "string" ends at 2 GiB
     features = {"id": text, "place": text, "messages": datasets.List({"role": text, "content": text})}
     found.dataset = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
     return found

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.data.conversations import read_conversations
 from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import tokenizer_hash
+from draft_heads.data.rendering import ConversationError, rendered_text
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MANIFEST = "datastore.json"
@@ -146,14 +150,29 @@ def build_datastore(
     digest = hashlib.sha256()
     parts: list[NDArray[Any]] = []
     conversations = rows["messages"]
+    kept = 0
     for first in range(0, len(rows), _BATCH):
         progress("conversations", first, len(rows))
         batch = conversations[first : first + _BATCH]
         digest.update(json.dumps(batch).encode())
-        texts: Any = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in batch]
-        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+        texts = []
+        for place, messages in zip(rows[first : first + _BATCH]["place"], batch):
+            try:
+                texts.append(rendered_text(tokenizer, messages))
+            except ConversationError as error:
+                if not skip_bad_rows:
+                    raise ConversationError(
+                        f"{dataset}, {place}: {error}; or pass --skip_bad_rows to leave such rows out"
+                    ) from None
+                logger.warning("%s, %s is left out: %s", dataset, place, error)
+        kept += len(texts)
+        for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else ():
             parts.append(np.array([*ids, vocabulary], unsigned(vocabulary)))
     progress("conversations", len(rows), len(rows))
+    if not parts:
+        raise ConversationError(
+            f"{dataset}: the chat template refuses all {len(rows)} conversations; see the lines above"
+        )
     tokens = np.concatenate(parts)
     del parts
     suffixes = suffix_array(tokens, DEPTH, lambda done, of: progress("suffix array", done, of))
@@ -161,7 +180,7 @@ def build_datastore(
     manifest = {
         "format_version": FORMAT_VERSION,
         "tokens": len(tokens),
-        "conversations": len(rows),
+        "conversations": kept,
         "vocab_size": vocabulary,
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "depth": DEPTH,

@@ -112,7 +112,10 @@ class Distiller:
             yield labelled[i]
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
-        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
+        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be.
+
+        Where the template may drop thoughts, every turn counts as a row of its own.
+        """
         if self.options.labels == "argmax":
             return sum(len(self._new_row(i, record).ids) for i, record in enumerate(conversations))
         total = 0
@@ -122,8 +125,10 @@ class Distiller:
             except ConversationError as error:
                 self._reject(Row(i, record["place"], record["id"], [], [], [], []), error)
                 continue
-            user_turns = sum(turn["role"] == "user" for turn in record["messages"])
-            total += min(self.max_length, len(ids) - sum(mask) + user_turns * self.options.max_new_tokens)
+            turns = sum(turn["role"] == "user" for turn in record["messages"])
+            asked, answer = len(ids) - sum(mask), self.options.max_new_tokens
+            rows = range(1, turns + 1) if self.renderer.may_rewrite else (turns,)
+            total += sum(min(self.max_length, asked + answers * answer) for answers in rows)
         return total
 
     # ---- one conversation ----------------------------------------------------------------------------------
@@ -161,7 +166,7 @@ class Distiller:
                 row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0]}
             messages = row.messages[: turn + 1]
             try:
-                text = self.renderer.prompt_text(messages)
+                text = self.renderer.text(messages, add_generation_prompt=True)
                 kept = self._kept_tokens(row, messages, text)
                 prompt = self.renderer.prompt(messages) if kept is None else kept
             except ConversationError as error:

@@ -82,6 +82,8 @@ def _parsed_line(line: bytes) -> Any:
     except json.JSONDecodeError as error:
         indented = "; a file is a JSON array, or JSONL with a row on each line" if line.strip() == b"{" else ""
         return MalformedJson(f"malformed JSON: {error.msg} at column {error.colno}{indented}")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets a thousand deep
+        return MalformedJson(f"JSON that cannot be read: {error}")
 
 
 def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -97,6 +99,8 @@ def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
                 f"{path}, row {row}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON "
                 "array cannot be read past this point: repair it, or write one row a line (JSONL)"
             ) from None
+        except (ValueError, RecursionError) as error:
+            raise MalformedJson(f"{path}, row {row}: JSON that cannot be read: {error}; repair the row") from None
         yield f"row {row}", record
         position = _skip_space(text, position)
         if position < len(text) and text[position] == ",":

@@ -104,6 +104,18 @@ def said(answer: list[int], end_token_ids: Sequence[int], special: Collection[in
     return answer[start:], start == 0
 
 
+def rendered_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = False) -> str:
+    """The messages as text; ConversationError where the chat template refuses them."""
+    try:
+        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return text
+    except jinja2.TemplateError as error:
+        raise ConversationError(
+            f"the chat template of {tokenizer.name_or_path!r} refuses the conversation "
+            f"(roles {[m['role'] for m in messages]}): {error}"
+        ) from None
+
+
 class ChatRenderer:
     """Renders with one tokenizer's chat template; ValueError without a template or token offsets."""
 
@@ -122,15 +134,16 @@ class ChatRenderer:
         self.has_generation_block = bool(_GENERATION_BLOCK.search(tokenizer.get_chat_template()))
         self._special = special_token_ids(tokenizer)
 
+    @property
+    def may_rewrite(self) -> bool:
+        """Whether the template speaks of thoughts or channels, which it may leave out of earlier turns."""
+        return any(word in self.tokenizer.get_chat_template() for word in ("think", "reasoning", "channel"))
+
     # ---- rendering ------------------------------------------------------------------------------
 
     def prompt(self, messages: Messages) -> list[int]:
         """Token ids [L] of `messages` with the generation prompt."""
-        return self._encode(self._text(messages, add_generation_prompt=True))[0]
-
-    def prompt_text(self, messages: Messages) -> str:
-        """The text of `prompt`."""
-        return self._text(messages, add_generation_prompt=True)
+        return self._encode(self.text(messages, add_generation_prompt=True))[0]
 
     def answer_text(self, answer: list[int], end_token_ids: Sequence[int]) -> tuple[str, bool]:
         """The text of `said`, and whether that is all of the answer."""
@@ -140,7 +153,7 @@ class ChatRenderer:
 
     def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """(input_ids [L], assistant_mask [L]); see the module's docstring."""
-        text = self._text(messages)
+        text = self.text(messages)
         ids, offsets = self._encode(text)
         turns = self._locate_turns(text, messages)
         if self.has_generation_block:
@@ -170,10 +183,10 @@ class ChatRenderer:
             raise ValueError(f"next_turn needs assistant, user at the end, received {[m['role'] for m in messages]}")
         placeholder = self._placeholder(messages)
         before = messages[:-2] + [{"role": "assistant", "content": placeholder}]
-        text = self._text(before + [question], add_generation_prompt=True)
+        text = self.text(before + [question], add_generation_prompt=True)
         end = _end_of_placeholder(text, placeholder)
         ids, offsets = self._encode(text)
-        tail = _common_prefix(text[end:], self._text(before).rpartition(placeholder)[2])
+        tail = _common_prefix(text[end:], self.text(before).rpartition(placeholder)[2])
         first = next(i for i, (start, _) in enumerate(offsets) if start >= end)
         stop = self._end_of_turn_after(first, end + len(tail), ids, offsets)
         return ids[stop if stop is not None else first :]
@@ -181,24 +194,16 @@ class ChatRenderer:
     def end_of_turn(self) -> int | None:
         """The special token the template closes an answer with, None when it has none."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PLACEHOLDER}]
-        text = self._text(messages)
+        text = self.text(messages)
         ids, offsets = self._encode(text)
         end = _end_of_placeholder(text, _PLACEHOLDER)
         return next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._special), None)
 
     # ---- text ----------------------------------------------------------------------------------------------
 
-    def _text(self, messages: Messages, add_generation_prompt: bool = False) -> str:
-        try:
-            text: Any = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-            return text
-        except jinja2.TemplateError as error:
-            raise ConversationError(
-                f"the chat template of {self.tokenizer.name_or_path!r} refuses the conversation "
-                f"(roles {[m['role'] for m in messages]}): {error}"
-            ) from None
+    def text(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+        """See `rendered_text`."""
+        return rendered_text(self.tokenizer, messages, add_generation_prompt)
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         check_unicode(text)
@@ -219,9 +224,9 @@ class ChatRenderer:
             if message["role"] != "assistant":
                 continue
             replaced = messages[:number] + [{"role": "assistant", "content": placeholder}]
-            whole = self._text(replaced + messages[number + 1 :])
+            whole = self.text(replaced + messages[number + 1 :])
             before, found, after = whole.partition(placeholder)
-            prompt = self._text(messages[:number], add_generation_prompt=True)
+            prompt = self.text(messages[:number], add_generation_prompt=True)
             if not text.startswith(before) and before.startswith(prompt) and text.startswith(prompt):
                 before = prompt  # the template moves thoughts out of the content; the target writes them too
             start, content = len(before), len(text) - len(after)
@@ -233,7 +238,7 @@ class ChatRenderer:
                     f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
                     "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
                 )
-            own = _common_prefix(after, self._text(replaced).rpartition(placeholder)[2])
+            own = _common_prefix(after, self.text(replaced).rpartition(placeholder)[2])
             # The target writes the whitespace between the generation prompt and the content: "ASSISTANT:" is the
             # prompt, " Hello." the answer.
             aligned = before.startswith(prompt) and not before[len(prompt) :].strip()

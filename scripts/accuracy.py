@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         load_distilled(folder)
     target = load_target(args)
     heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
-    rows = RunOptions(args.target, args.dataset, held_out=args.rows)
+    rows = RunOptions(args.target, args.dataset, target_adapter=args.target_adapter, held_out=args.rows)
     data = {name: load_data(rows, target, head.config.target_layers, "--rows") for name, head in heads.items()}
     results = {}
     for name, head in heads.items():

@@ -83,22 +83,23 @@ class Chat:
     def engine(self) -> DecodingEngine:
         """The engine of the drafter in use, built when first needed."""
         if self.drafter not in self.engines:
-            drafter = build_drafter(self.specs[self.drafter], self.target, self.options.max_nodes)
-            self.engines[self.drafter] = DecodingEngine(self.target, drafter)
+            self.engines[self.drafter] = self.built(self.specs[self.drafter])
         return self.engines[self.drafter]
+
+    def built(self, spec: DrafterSpec) -> DecodingEngine:
+        """A new engine; ValueError for a drafter that cannot be built."""
+        return DecodingEngine(self.target, build_drafter(spec, self.target, self.options.max_nodes))
 
     def switch(self, text: str) -> str:
         """Go on with another drafter; what there is to say."""
         if text and text not in self.specs:
             spec = DrafterSpec.parse(text)
+            self.engines[spec.name] = self.built(spec)
             self.specs[spec.name], text = spec, spec.name
-        before, self.drafter = self.drafter, text or self.drafter
-        try:
-            self.engine()
-        except Exception:
-            del self.specs[self.drafter]
-            self.drafter = before
-            raise
+        name = text or self.drafter
+        if name not in self.engines:
+            self.engines[name] = self.built(self.specs[name])
+        self.drafter = name
         return ", ".join(f"({name})" if name == self.drafter else name for name in self.specs)
 
     def command(self, line: str) -> str | None:

@@ -80,13 +80,14 @@ def decode_and_judge(
     engines: Mapping[str, AnyEngine],
     benchmarks: Sequence[Benchmark],
     console: Console,
+    parts: PartFolder,
     finished: str = "report.json",
 ) -> Evaluation | None:
-    """An evaluation under a progress bar, with the target's chat template and stop rules, its parts kept in --output.
+    """An evaluation under a progress bar, with the target's chat template and stop rules, its `parts` kept in --output.
 
     Processes that torchrun started share the questions; the first one judges, the others get None.
     """
-    parts, processes = PartFolder(options.output), Processes.started()
+    processes = Processes.started()
     # several batches, because slots are refilled and only the last ones run empty
     group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
     with processes.first_alone() as first:
@@ -112,15 +113,17 @@ def decode_and_judge(
 def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
     """What an evaluation measures: an interrupted one goes on only if all of it is the same."""
     paths = {Path(word) for text in options.drafters for word in re.split("[=:+,]", text) if word}
-    files = sorted(file for path in paths if path.is_dir() for file in path.glob("*.safetensors"))
+    inside = [file for path in paths if path.is_dir() for file in path.iterdir() if file.is_file()]
+    files = sorted({*inside, *(path for path in paths if path.is_file())})
     described = describe_run(options, target)
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
+    model["device"] = target.device.type
     questions = [[benchmark.name, *map(asdict, benchmark.questions)] for benchmark in benchmarks]
     return {
         "target": model,
-        "settings": described["settings"],
+        "settings": described["settings"] | {"threads": options.threads},
         "drafters": options.drafters,
-        "heads": {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
+        "files": {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
         "questions": hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16],
     }
 
@@ -140,13 +143,14 @@ def run(options: argparse.Namespace) -> None:
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
     hf_engines = {TRANSFORMERS: HFGenerate(target)} if hf_generate else {}
     engines: dict[str, AnyEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
-    evaluation = decode_and_judge(options, target, engines, benchmarks, console)
+    parts = PartFolder(options.output)
+    evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts)
     if evaluation is None:
         return
     write_answers(options.output, list(engines), evaluation.records)
     report = build_report(evaluation, **describe_run(options, target), seed=options.seed)
     show_report(console, options.output, report)
-    PartFolder(options.output).clear()
+    parts.clear()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> bool:
     check_output(options.output, options.overwrite, "lossless.json")
     target = load_target(options)
     engines = load_engines(specs, target, options.max_nodes, options.batch_size)
-    evaluation = decode_and_judge(options, target, engines, benchmarks, console, "lossless.json")
+    parts = PartFolder(options.output)
+    evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts, "lossless.json")
     if evaluation is None:
         return True  # the first process judges
     results = []
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> bool:
     measured = {"noise": evaluation.noise, "results": results, "differences": differences}
     report = {**describe_run(options, target), **measured, "environment": environment(str(target.device))}
     write_json(options.output / "lossless.json", report)
-    PartFolder(options.output).clear()
+    parts.clear()
     console.print(table(results))
     unexplained = [difference for difference in differences if not difference["near_tie"]]
     for difference in unexplained[:SHOWN]:

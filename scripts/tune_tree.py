@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         load_distilled(folder)
     target = load_target(args)
     head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
-    rows = RunOptions(args.target, args.dataset, held_out=args.rows)
+    rows = RunOptions(args.target, args.dataset, target_adapter=args.target_adapter, held_out=args.rows)
     _, held_out, _, collator = load_data(rows, target, head.config.target_layers, "--rows")
     betas = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)
     best = max(betas, key=lambda temperature: betas[temperature])
@@ -116,7 +116,8 @@ def run(args: argparse.Namespace) -> None:
             "held-out rows hold none; distil with --labels generate"
         )
     head.config.tree_temperature = best
-    prompts = [row["input_ids"][: row["assistant_mask"].index(True)] for row in held_out.select(range(args.prompts))]
+    asked = held_out.select(range(min(args.prompts, len(held_out))))
+    prompts = [row["input_ids"][: row["assistant_mask"].index(True)] for row in asked]
     speeds = decoding_speed(head, target, prompts, args.nodes, args.new_tokens)
     fastest = max(speeds, key=lambda count: speeds[count]["gamma"])
     for count, speed in speeds.items():

@@ -51,6 +51,7 @@ def sizes(head: Eagle3Head, target: Any) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,  # what engines on transformers 4 read
         "max_position_embeddings": target.max_position_embeddings,
         "tie_word_embeddings": False,
         "attention_bias": False,

@@ -18,7 +18,7 @@ from draft_heads.data.benchmarks import Question
 from draft_heads.data.processes import ALONE, Processes
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.evaluation.lossless import Oracle, judge
-from draft_heads.inference.evaluation.parts import Group, Part, Parts, TurnRecord, merged_findings
+from draft_heads.inference.evaluation.parts import Group, Part, Parts, TurnRecord, merged, merged_findings, since
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
@@ -104,9 +104,10 @@ def decode(
     named = {benchmark.name: benchmark for benchmark in benchmarks}
     groups = groups_of(benchmarks, group_size)[processes.rank :: processes.count]
     missing = [group for group in groups if parts.get(group) is None]
-    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
     if missing:
         warm_up(engines.values(), oracle.settings, benchmarks, render)
+    drafters = drafters_of(engines)
+    before = findings_of(drafters)
     run, total = uuid.uuid4().hex, len(missing) * len(engines)
     # A scan of all existing objects takes a quarter of a second, charged to the drafter that triggers it.
     gc.collect()
@@ -119,7 +120,7 @@ def decode(
                 progress(f"{group.benchmark}: {name}", number * len(engines) + position, total)
                 for answered in answer_questions(name, engines[name], oracle, benchmark, questions, render):
                     records += answered
-            parts.put(group, Part(run, records, findings_of(drafters)))
+            parts.put(group, Part(run, records, since(findings_of(drafters), before)))
     finally:
         gc.unfreeze()
     progress("decoded", total, total)
@@ -150,7 +151,7 @@ def judged(
         found.append(part)
     records = [record for part in found for record in part.records]
     turns = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
-    drafters = {name: engine.drafter for name, engine in engines.items() if hasattr(engine, "drafter")}
+    drafters = {name: first for name, (first, *_) in drafters_of(engines).items()}
     descriptions = {**described(drafters), "findings": merged_findings(found)}
     return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **descriptions)
 
@@ -177,12 +178,18 @@ def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
         name: "+".join(part.drafter.kind for part in getattr(drafter, "parts", ())) or drafter.kind
         for name, drafter in drafters.items()
     }
-    return {"sources": sources, "findings": findings_of(drafters), "kinds": kinds}
+    return {"sources": sources, "findings": findings_of({n: [d] for n, d in drafters.items()}), "kinds": kinds}
 
 
-def findings_of(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """Drafter → its own statistics, where it has any."""
-    return {name: found for name, drafter in drafters.items() if (found := drafter.findings())}
+def drafters_of(engines: Mapping[str, AnyEngine]) -> dict[str, list[Drafter]]:
+    """The drafters of the engines that have any; a batch engine has several alike."""
+    drafting = {name: engine for name, engine in engines.items() if hasattr(engine, "drafter")}
+    return {name: list(getattr(engine, "drafters", None) or [engine.drafter]) for name, engine in drafting.items()}
+
+
+def findings_of(drafters: Mapping[str, Sequence[Drafter]]) -> dict[str, dict[str, Any]]:
+    """Name → its drafters' own statistics together, where they have any."""
+    return {name: found for name, its in drafters.items() if (found := merged([one.findings() for one in its]))}
 
 
 def drafter_order(names: Sequence[Key], index: int) -> list[Key]:

@@ -70,7 +70,7 @@ class Oracle:
         At every position of up to `NOISE_PROMPTS` answered prompts, spread evenly, with their answers.
         """
         if self._noise is None:
-            texts = [prompt + tuple(answer) for prompt, answer in self._answers.items()]
+            texts = [prompt + tuple(answer) for prompt, answer in sorted(self._answers.items())]
             if not texts:
                 raise ValueError("noise is measured on answered prompts; call answer() first")
             chosen = texts[:: max(1, len(texts) // NOISE_PROMPTS)][:NOISE_PROMPTS]

@@ -181,15 +181,27 @@ def merged_findings(parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
     last: dict[str, Part] = {}
     for part in sorted(parts, key=lambda part: part.time):
         last[part.run] = part
-    return _merged([part.findings for part in last.values()])
+    return merged([part.findings for part in last.values()])
 
 
-def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+def since(found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Statistics without the counts that were there `before`; ratios stay."""
+    values = {}
+    for key, value in found.items():
+        if isinstance(value, dict):
+            values[key] = since(value, before.get(key, {}))
+        else:
+            values[key] = value - before.get(key, 0) if isinstance(value, int) else value
+    return values
+
+
+def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Statistics of several drafters or runs together: counts added, ratios averaged."""
+    together: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in found for key in one):
         values = [one[key] for one in found if key in one]
         if isinstance(values[0], dict):
-            merged[key] = _merged(values)
+            together[key] = merged(values)
         else:
-            merged[key] = sum(values) if isinstance(values[0], int) else sum(values) / len(values)
-    return merged
+            together[key] = sum(values) if isinstance(values[0], int) else sum(values) / len(values)
+    return together

@@ -15,6 +15,7 @@ from draft_heads.inference.target.target import Target
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
     "logit_bias": ({},),
     "logprobs": (False,),
     "top_logprobs": (0,),

@@ -73,6 +73,8 @@ def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
     def complete(request):
         assert (request["temperature"], request["return_token_ids"]) == (0, True)
         assert request["stop_token_ids"] == list(target.end_token_ids)
+        penalties = [request[f"{kind}_penalty"] for kind in ("repetition", "presence", "frequency")]
+        assert penalties == [1, 0, 0]  # a server may have others from the generation config
         with lock:
             (answer,) = answer_prompts(target, [request["prompt"]], [request["max_tokens"]], 1)
         return {

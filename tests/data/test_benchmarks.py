@@ -99,6 +99,10 @@ def test_empty_file_is_an_error_and_ids_count_from_0(tmp_path):
         ("about .5", "0.5"),
         ("5% of it", "5"),
         ("12,34", "34"),
+        ("#### Step 2: Total\n7 + 5 = **12**", "12"),
+        ("#### 2. Total\nThat is 12.", "12"),
+        ("#### **42**", "42"),
+        ("That is \\$1{,}234", "1234"),
     ],
 )
 def test_answer_number(text, number):

@@ -7,6 +7,7 @@ from draft_heads.data.answers import Answer
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Distiller
 from draft_heads.data.rendering import (
+    ChatRenderer,
     ConversationError,
     end_token_ids,
     render_conversation,
@@ -124,6 +125,11 @@ def test_thoughts_are_trained_where_the_template_leaves_them():
 def test_what_a_template_refuses_is_told_in_its_words(form, chat, told):
     with pytest.raises(ConversationError, match=f"refuses the conversation .*{told}"):
         render_conversation(tokenizer_of(form), chat)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_templates_that_may_leave_out_thoughts_are_known(form):
+    assert ChatRenderer(tokenizer_of(form)).may_rewrite == (form in ("channels", "thoughts"))
 
 
 def generated_rows(form, answers):

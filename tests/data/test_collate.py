@@ -89,6 +89,15 @@ def test_held_out_rows_do_not_depend_on_order():
     assert set(ids_of(held)) != set(ids_of(split_held_out(dataset, rows=10, seed=4)[1]))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_rows_of_one_id_are_on_one_side(rows):
+    dataset = datasets.Dataset.from_dict({"id": [f"c{i % 5}" for i in range(10)]})
+    train, held = split_held_out(dataset, rows=rows)
+    assert not set(ids_of(train)) & set(ids_of(held)) and len(held) == 2 * -(-rows // 2)
+    with pytest.raises(ValueError, match="all 4 have the same; lower the number to 0"):
+        split_held_out(datasets.Dataset.from_dict({"id": ["a"] * 4}), rows=1)
+
+
 def test_a_held_out_split_that_leaves_nothing_is_refused():
     with pytest.raises(ValueError, match="3 held-out rows of 3 leave nothing to train on"):
         split_held_out(datasets.Dataset.from_dict({"id": ["a", "b", "c"]}), rows=3)

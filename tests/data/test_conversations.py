@@ -149,10 +149,10 @@ def test_other_formats_and_missing_files_are_refused_by_their_name(tmp_path):
 
 def test_line_that_is_not_utf8_is_a_bad_row(tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_bytes(json.dumps(GOOD).encode() + b"\n{\xff}\n")
-    assert read_conversations(str(file), skip_bad_rows=True).bad_rows == [
-        BadRow("line 2", "not UTF-8 text", "invalid start byte at byte 2")
-    ]
+    file.write_bytes(json.dumps(GOOD).encode() + b"\n{\xff}\n" + b"[" * 99_999 + b"\n" + b"9" * 5000 + b"\n")
+    first, *others = read_conversations(str(file), skip_bad_rows=True).bad_rows
+    assert first == BadRow("line 2", "not UTF-8 text", "invalid start byte at byte 2")
+    assert [(bad.place, bad.reason) for bad in others] == [(f"line {n}", "JSON that cannot be read") for n in (3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,7 @@ def test_line_that_is_not_utf8_is_a_bad_row(tmp_path):
         ('[{"a": 1} {"b": 2}]', "row 1: .*no ','"),
         ('[{"a": 1},\n {"b": ]', r"row 2: malformed JSON: .* at line 2 column 8"),
         (json.dumps([GOOD, GOOD])[:-1], "cut short after 2 rows"),
+        ('[{"id": 1}, ' + "9" * 5000 + "]", "row 2: JSON that cannot be read: .*4300 digits"),
     ],
 )
 def test_unreadable_file_is_an_error_even_when_rows_are_skipped(tmp_path, text, reason):

@@ -104,6 +104,21 @@ def test_a_bad_row_stops_the_run_and_is_named(tmp_path, source, capsys):
     assert not (tmp_path / "out" / MANIFEST).exists()
 
 
+def test_a_conversation_that_the_template_refuses_is_named_or_left_out(tmp_path, source, capsys):
+    tokenizer = load_chat_tokenizer(TINY)
+    refuse = "{% if messages[0].content == 'Refuse this.' %}{{ raise_exception('no such start') }}{% endif %}"
+    tokenizer.chat_template = refuse + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    some = rows(3)
+    some[1]["conversations"][0]["value"] = "Refuse this."
+    source.write_text(json.dumps(some))
+    words = ["--dataset", str(source), "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "out")]
+    assert script.main(words) == 2
+    assert "row 2: the chat template of" in (told := capsys.readouterr().err) and "or pass --skip_bad_rows" in told
+    assert script.main([*words, "--skip_bad_rows"]) == 0
+    assert Datastore.open(tmp_path / "out").manifest["conversations"] == 2
+
+
 @pytest.mark.parametrize("name", ["tokens.npy", "suffixes.npy", "starts.npy"])
 def test_files_that_are_missing_or_cut_short_are_refused(store, name):
     whole = (store / name).read_bytes()

@@ -110,6 +110,7 @@ def engine_chain(folder, prefix, embed, aux_hidden, ids, passes):
     config = config.get("transformer_layer_config", config)
     heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     theta, eps = config["rope_parameters"]["rope_theta"], config["rms_norm_eps"]
+    assert config["rope_theta"] == theta  # read by engines on transformers 4
 
     def norm(x, name):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * t[f"{name}.weight"]

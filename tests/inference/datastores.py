@@ -31,7 +31,7 @@ class StubTokenizer:
     def get_vocab(self):
         return {str(token): token for token in range(self.vocabulary)}
 
-    def apply_chat_template(self, messages, tokenize):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
         return messages[0]["content"]
 
     def __call__(self, texts, **options):

@@ -3,13 +3,14 @@
 import gc
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from draft_heads.data.processes import Processes
-from draft_heads.inference.evaluation.evaluate import decode, drafter_order, evaluate, judged
+from draft_heads.inference.evaluation.evaluate import decode, drafter_order, drafters_of, evaluate, findings_of, judged
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
-from draft_heads.inference.evaluation.parts import Part, PartFolder, Parts, merged_findings
+from draft_heads.inference.evaluation.parts import Part, PartFolder, Parts, merged_findings, since
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
 
@@ -265,6 +266,25 @@ def test_findings_of_several_runs_are_added_and_ratios_averaged():
 
     merged = merged_findings([part("b", 3, 8, 2.0), part("a", 2, 10, 4.0), part("a", 1, 4, 9.0)])
     assert merged == {"hybrid": {"steps": 18, "parts": {"ctc": {"needed": 9}}, "ratio": 3.0}}
+
+
+def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_batch():
+    class Counting:
+        sources = ("draft",)
+
+        def __init__(self, steps):
+            self.steps = steps
+
+        def findings(self):
+            return {"steps": self.steps, "ratio": 0.5, "parts": {"ngram": {"needed": 2 * self.steps}}}
+
+    engine = SimpleNamespace(drafters=[Counting(3), Counting(4)], drafter=None)
+    drafters = drafters_of({"h": engine, "transformers": object()})
+    before = findings_of(drafters)
+    for drafter in drafters["h"]:
+        drafter.steps += 10
+    found = since(findings_of(drafters), before)
+    assert found == {"h": {"steps": 20, "ratio": 0.5, "parts": {"ngram": {"needed": 40}}}}
 
 
 def test_histogram_leaves_the_prefill_out():

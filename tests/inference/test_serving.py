@@ -387,7 +387,8 @@ def test_more_requests_than_may_wait_are_refused(slow, monkeypatch):
 
     monkeypatch.setattr(slow, "stream", held)
     with serve(slow, max_waiting=2) as (client, _, _, _), ThreadPoolExecutor(5) as pool:
-        next(chat(client, QUESTIONS[3], stream=True))  # one runs, and no step of it ends before `go_on`
+        running = chat(client, QUESTIONS[3], stream=True)  # a client that is dropped leaves
+        next(running)  # one runs, and no step of it ends before `go_on`
         asked = [pool.submit(chat, client, QUESTIONS[3]) for _ in range(5)]
         refused = [one.exception() for one in islice(as_completed(asked), 3)]
         go_on.set()

@@ -78,6 +78,16 @@ def test_commands(monkeypatch, capsys):
     assert "/drafter [NAME]" in printed.out and "there is no /what; /help lists the commands" in printed.out
 
 
+def test_a_name_in_use_gets_another_drafter(target):
+    chat_with = chat.Chat(target, chat.parse(["--target", "t", "--drafters", "ngram"]))
+    before = chat_with.engine()
+    assert chat_with.switch("ngram,k=2") == "(ngram), vanilla"
+    assert chat_with.engine() is not before and chat_with.engine().drafter.max_nodes == 2
+    with pytest.raises(ValueError):
+        chat_with.switch("ngram=medusa:/no/such/head")
+    assert chat_with.engine().drafter.max_nodes == 2
+
+
 def test_bytes_that_are_no_text_get_a_sentence_and_the_chat_goes_on(target, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["chat.py", "--target", "tests/tiny_target", "--max_new_tokens", "24"])
     lines = b"Name \xff a fruit.\n" + FIRST.encode() + b"\n"
