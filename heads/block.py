@@ -58,15 +58,23 @@ def _unlike_llama(layer: Any, head_dim: int) -> list[str]:
     """Parts of a layer with Llama's weights that compute something else: Gemma's norms, Granite's scales."""
     norm, grid = layer.input_layernorm, torch.linspace(-4, 4, 32)
     states = torch.linspace(-1, 1, norm.weight.numel()).to(norm.weight)
+    normed = type(norm).forward(norm, states)  # not through hooks, which would split weights again (ZeRO-3)
     plain = F.rms_norm(states, states.shape, norm.weight)
     activation = getattr(layer.mlp, "act_fn", None)
     unlike = {
-        "input_layernorm": (norm(states) - plain).norm() > 0.02 * plain.norm(),
+        "input_layernorm": (normed - plain).norm() > 0.02 * plain.norm(),
         "mlp.act_fn": activation is None or not torch.allclose(activation(grid), F.silu(grid), atol=1e-4),
         "self_attn.scaling": abs(getattr(layer.self_attn, "scaling", 0) * head_dim**0.5 - 1) > 1e-4,
         "residual_multiplier": getattr(layer, "residual_multiplier", 1) != 1,
     }
     return [name for name, differs in unlike.items() if differs]
+
+
+def scaled_rotation(layer: nn.Module) -> list[str]:
+    """The types of rotary positions that a target's layer has and this block has not: llama3, linear, yarn …"""
+    ropes = getattr(getattr(layer.self_attn, "config", None), "rope_parameters", None) or {}
+    given = (rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict))  # one for all layers, or one a type
+    return sorted({rope.get("rope_type", "default") for rope in given} - {"default"})
 
 
 class DecoderBlock(nn.Module):

@@ -29,9 +29,9 @@ from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
-from draft_heads.heads.block import Attend, DecoderBlock, Rotation
+from draft_heads.heads.block import Attend, DecoderBlock, Rotation, scaled_rotation
 from draft_heads.heads.draft_vocab import OUTSIDE
-from draft_heads.heads.losses import linear_cross_entropy
+from draft_heads.heads.losses import linear_cross_entropy, total
 from draft_heads.heads.medusa import OffsetConfig
 from draft_heads.heads.windows import Windows, at
 
@@ -140,7 +140,10 @@ class ChimeraHead(DraftHead):
                 head.weight.zero_()
                 head.weight[:, -size:] = self.draft_view(target).lm_head_weight * target.rule.factor
         if isinstance(self.encoder, DecoderBlock):
-            different = ["all of it"] if target.layers is None else self.encoder.differs_from(target.layers[0])
+            different = ["all of it"]
+            if target.layers is not None:
+                rotations = [f"rotary positions of type {kind}" for kind in scaled_rotation(target.layers[0])]
+                different = self.encoder.differs_from(target.layers[0]) + rotations
             if different or target.layers is None:
                 raise ValueError(
                     f"--encoder {self.config.encoder} copies a Llama-like first layer (norms, q/k/v/o, gate/up/down, "
@@ -214,7 +217,7 @@ class ChimeraHead(DraftHead):
             states, vocabulary, bias = self.read_out(k, h, f, target)
             hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}
             loss.add(f"ce_{k}", linear_cross_entropy(states, vocabulary, y, bias), config.ce_weight)
-            loss.add(f"mse_{k}", F.mse_loss(f, hidden, reduction="none").mean(-1).sum(), config.mse_weight)
+            loss.add(f"mse_{k}", total(F.mse_loss(f, hidden, reduction="none").mean(-1)), config.mse_weight)
             if not self.training:
                 hits.append(offset_hits(functools.partial(F.linear, weight=vocabulary, bias=bias), states, y))
         loss.score(hits, lengths)

@@ -33,7 +33,7 @@ from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
 from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import cut_before_outside
 from draft_heads.heads.label_context import ctc_loss_with_context
-from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy
+from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy, total
 from draft_heads.heads.prefix_scores import teacher_forced_hits
 from draft_heads.heads.windows import Windows, at
 
@@ -311,7 +311,7 @@ class CTCHead(DraftHead):
         loss.parts["infeasible_count"] = infeasible.sum()
         if config.chained:
             next_hidden = windows.gather(rows.hidden, ahead=1)  # h_{n+1}
-            regression = F.smooth_l1_loss(kept[:, 0], next_hidden, reduction="none").mean(-1).sum()
+            regression = total(F.smooth_l1_loss(kept[:, 0], next_hidden, reduction="none").mean(-1))
             soft = soft_cross_entropy(scaled[:, 0].to(vocabulary.dtype), vocabulary, next_hidden, target, bias)
             loss.add("regression", regression, config.regression_weight)
             loss.add("soft", soft, config.soft_weight)

@@ -52,8 +52,11 @@ class _ContextCTC(torch.autograd.Function):
         count, frames, hidden = frames_NTH.shape
         losses = frames_NTH.new_zeros(count, dtype=torch.promote_types(frames_NTH.dtype, torch.float32))
         infeasible = torch.zeros(count, dtype=torch.bool, device=frames_NTH.device)
-        grads = [torch.zeros_like(x) for x in (frames_NTH, blank_weight_H, blank_bias, contexts_NKr, classes_Cr)]
-        grad_frames, grad_weight, grad_bias, grad_contexts, grad_classes = grads
+        given = frames_NTH, blank_weight_H, blank_bias, contexts_NKr, classes_Cr
+        grad_frames, grad_contexts = torch.zeros_like(frames_NTH), torch.zeros_like(contexts_NKr)
+        # added up over the chunks
+        shared = [torch.zeros_like(x, dtype=losses.dtype) for x in (blank_weight_H, blank_bias, classes_Cr)]
+        grad_weight, grad_bias, grad_classes = shared
         for start in range(0, count, chunk):
             rows = slice(start, min(start + chunk, count))
             labels, contexts = labels_NU[rows], contexts_NKr[rows].to(losses.dtype)
@@ -101,12 +104,13 @@ class _ContextCTC(torch.autograd.Function):
             grad_blank = grad_logits[:, :, -1].flatten()
             grad_x += (grad_blank[:, None] * blank_weight_H).to(x.dtype)
             grad_frames[rows] = grad_x.view(-1, frames, hidden)
-            grad_weight += (grad_blank @ x.to(grad_blank.dtype)).to(grad_weight.dtype)
+            grad_weight += grad_blank @ x.to(grad_blank.dtype)
             grad_bias += grad_blank.sum()
             grad_contexts[rows] = (grad_bias_NKC @ classes_Cr.to(losses.dtype)).to(grad_contexts.dtype)
-            grad_classes += (grad_bias_NKC.flatten(0, 1).T @ contexts.flatten(0, 1)).to(grad_classes.dtype)
+            grad_classes += grad_bias_NKC.flatten(0, 1).T @ contexts.flatten(0, 1)
 
-        ctx.save_for_backward(*grads)
+        grads = grad_frames, grad_weight, grad_bias, grad_contexts, grad_classes
+        ctx.save_for_backward(*(grad.to(x.dtype) for grad, x in zip(grads, given)))
         ctx.mark_non_differentiable(infeasible)
         return losses.sum(), infeasible
 

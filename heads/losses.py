@@ -197,6 +197,11 @@ def ctc_loss_fused(
     )
 
 
+def total(losses: Tensor) -> Tensor:
+    """[] their sum, of half precision in float32."""
+    return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+
+
 def logits_bytes(states: Tensor) -> int:
     """Bytes of logits that may exist at once: on a GPU enough to keep it busy, on a CPU what its caches like."""
     return 2**30 if states.is_cuda else 32 * 2**20
@@ -261,11 +266,14 @@ def _fused_linear_cross_entropy() -> Callable[[Tensor, Tensor, Tensor, Tensor | 
         options = torch.nn.LinearCrossEntropyOptions()
 
         def of_rows(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+            if torch.is_autocast_enabled(x.device.type):  # which does not reach this operation
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+                bias = None if bias is None else bias.to(x.dtype)
             # a row's loss each: torch would add them up in bfloat16, which is off by percents
             losses = F.linear_cross_entropy(
                 x, weight.to(x.dtype), labels, linear_bias=bias, reduction="none", options=options
             )
-            return losses.float().sum()
+            return total(losses)
 
         return of_rows
     return lambda x, weight, labels, bias: liger(x, weight.to(x.dtype), labels, bias, reduction="sum")

@@ -7,6 +7,7 @@ taken; a paper's own is taken by its name only.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from contextlib import suppress
@@ -99,6 +100,11 @@ class TrainingOptions:
                 "--head_optimizer muon cannot be used with --deepspeed, whose ZeRO stages flatten the matrices it "
                 "needs; add --head_optimizer adamw, with a learning rate for it"
             )
+        if self.gradient_checkpointing:
+            raise ValueError(
+                "--gradient_checkpointing is not for heads, whose losses recompute their logits already; lower "
+                "--tokens_per_batch, --per_device_train_batch_size or --anchors instead"
+            )
         for name in ("max_minutes", "patience"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
@@ -132,7 +138,9 @@ class TrainingOptions:
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
             accelerator["use_configured_state"] = True
-        self.accelerator_config = self.accelerator_config or accelerator
+        given = self.accelerator_config or {}
+        given = json.loads(given) if isinstance(given, str) and given.startswith("{") else given
+        self.accelerator_config = {**given, **accelerator} if isinstance(given, dict) else given
         super().__post_init__()  # type: ignore[misc]
         if self.n_gpu > 1:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shlex
 import shutil
@@ -172,7 +173,8 @@ def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any],
     head = trainer.whole_head()
     if trainer.args.process_index != 0:
         return folder
-    metrics = {key: round(float(value), 5) for key, value in trainer.final_metrics.items()}
+    known = {key: float(value) for key, value in trainer.final_metrics.items()}
+    metrics = {key: round(value, 5) for key, value in known.items() if math.isfinite(value)}
     provenance = {
         "command": shlex.join(_command()),
         "git_commit": _git_commit(),
@@ -187,7 +189,7 @@ def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any],
             }
             for part in data
         ],
-        "steps": trainer.state.global_step,
+        "steps": (trainer.args.patience and trainer.state.best_global_step) or trainer.state.global_step,
         "minutes": round(trainer.clock.elapsed, 2),
         "metrics": metrics,
         "target_licence": target_licence(run.target),

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import EarlyStoppingCallback, ProgressCallback, Trainer
+from transformers import ProgressCallback, Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from draft_heads.data.collate import DraftCollator, row_lengths
@@ -36,7 +36,7 @@ from draft_heads.train.options import peak_flops
 from draft_heads.train.run_folder import kept
 from draft_heads.train.simulate import simulate_row
 from draft_heads.train.training_arguments import HeadTrainingArguments
-from draft_heads.train.wall_clock import MinutesBar, TrainingLines, WallClock, wall_time_scheduler
+from draft_heads.train.wall_clock import MinutesBar, Patience, TrainingLines, WallClock, wall_time_scheduler
 
 
 class DraftHeadTrainer(Trainer):
@@ -68,8 +68,9 @@ class DraftHeadTrainer(Trainer):
         # parts of the loss since the last log, summed over windows, and the number of those
         self._parts: dict[str, Tensor] = {}
         self._windows = torch.zeros(())
-        # loss, tokens and segments of the batches since the last log
+        # since the last log: loss, tokens and segments of the last batches, and of all batches their tokens and slots
         self._since_log: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=1024)
+        self._tokens, self._slots = torch.zeros((), dtype=torch.long), 0
         self._logged_at = time.monotonic()
         self.final_metrics: dict[str, float] = {}
         self._order: EpochSampler | None = None  # of the training rows
@@ -83,8 +84,9 @@ class DraftHeadTrainer(Trainer):
         )
         if is_deepspeed_zero3_enabled():
             sharded.gather_until_step(head)
-        if args.patience:
-            self.add_callback(EarlyStoppingCallback(args.patience))
+        self._patience = Patience(args.patience) if args.patience else None
+        if self._patience is not None:
+            self.add_callback(self._patience)
         if not args.disable_tqdm and not sys.stderr.isatty():
             self.remove_callback(ProgressCallback)
             lines = ProgressLines(partial(print, file=sys.stderr, flush=True))
@@ -166,7 +168,12 @@ class DraftHeadTrainer(Trainer):
         self._windows = self._windows.to(loss.windows.device) + loss.windows
         windows = loss.windows if num_items_in_batch is None else num_items_in_batch
         mean = loss.total * self.args.world_size / max(float(windows), 1.0)  # DDP averages over processes
-        self._since_log.append((mean.detach(), inputs["input_ids"], inputs["segment_ids"]))
+        segments = inputs["segment_ids"]
+        self._since_log.append((mean.detach(), inputs["input_ids"], segments))
+        self._tokens, self._slots = (
+            self._tokens.to(segments.device) + (segments > 0).sum(),
+            self._slots + segments.numel(),
+        )
         return (mean, loss) if return_outputs else mean
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
@@ -220,12 +227,16 @@ class DraftHeadTrainer(Trainer):
         if not self.args.max_minutes:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.lr_scheduler is None:
-            name, warmup = self.args.lr_scheduler_type, self.args.get_warmup_steps(num_training_steps)
-            self.lr_scheduler = wall_time_scheduler(name, optimizer or self.optimizer, warmup, self.clock)
+            args = self.args
+            self.lr_scheduler = wall_time_scheduler(
+                *(args.lr_scheduler_type, optimizer or self.optimizer, args.warmup_steps, self.clock),
+                args.lr_scheduler_kwargs,
+            )
         return self.lr_scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         if self.args.clip == "value":
+            self.accelerator.unscale_gradients()
             norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
             nn.utils.clip_grad_value_(model.parameters(), self.args.max_grad_norm)
             return norm
@@ -256,11 +267,10 @@ class DraftHeadTrainer(Trainer):
         mfu, on a GPU whose peak is known: 6 operations for each parameter of the head and 2 for each of the target
         (none with cached states) a token, over the peak; attention and the head's several drafts a token do not count.
         """
-        now, batches = time.monotonic(), [segments for _, _, segments in self._since_log]
-        tokens = int(torch.stack([segments.count_nonzero() for segments in batches]).sum()) if batches else 0
+        now, tokens = time.monotonic(), int(self._tokens)
         per_second = tokens / (now - self._logged_at)  # of this process
         found = {"tokens_per_second": round(per_second * self.args.world_size)}
-        found |= {"fill": round(tokens / max(sum(segments.numel() for segments in batches), 1), 3)}
+        found |= {"fill": round(tokens / max(self._slots, 1), 3)}
         if (peak := peak_flops(self.args.device)) is not None:
             collator: Any = self.data_collator
             per_token = 6 * sum(sharded.size_of(p) for p in self.model.parameters())
@@ -272,12 +282,13 @@ class DraftHeadTrainer(Trainer):
             kib = getrusage(RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
             found["memory_mib"] = round(kib / 1024)
         self._since_log.clear()
-        self._logged_at = now
+        self._tokens, self._slots, self._logged_at = torch.zeros((), dtype=torch.long), 0, now
         return found
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         """Nothing, where a run resumes behind its last step; transformers would train for another one."""
-        if self.state.global_step >= self.state.max_steps or self.clock.progress >= 1:
+        ended = self._patience is not None and self._patience.exhausted
+        if ended or self.state.global_step >= self.state.max_steps or self.clock.progress >= 1:
             self.control.should_training_stop = True
             return
         if self._order is not None:  # accelerate does not reach it on several processes that resume within an epoch
@@ -393,4 +404,4 @@ class DraftHeadTrainer(Trainer):
                     runs += simulate_row(head, {**batch, **states}, self.view, self.propose_from)
         totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
         tokens, steps = self.accelerator.reduce(totals).tolist()
-        return {"simulated_beta": tokens / steps if steps else math.nan}
+        return {"simulated_beta": tokens / steps} if steps else {}  # no answer is the target's own text

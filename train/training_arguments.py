@@ -30,14 +30,15 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
 
     Raises SystemExit with a sentence for anything invalid. Head settings are the fields that `head_config` adds to
     `HeadConfig`; sizes come from the target and are not options. A recipe's max_minutes gives way to --max_steps and
-    --num_train_epochs.
+    --num_train_epochs, as those of a recipe do to --max_minutes.
     """
     parser = TrainerParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
     group = parser.add_argument_group(f"{head_config.kind} head")
     add_flags(group, head_config)
     parser.add_argument("--config", help=CONFIG_HELP)
     try:
-        unset = argparse.Namespace(max_steps=None, num_train_epochs=None)  # what the command line does not give stays
+        # what the command line does not give stays
+        unset = argparse.Namespace(max_steps=None, num_train_epochs=None, max_minutes=None)
         known, unknown = parser.parse_known_args(arguments, unset)
         parser.refuse(unknown)
         if not known.target:
@@ -46,6 +47,8 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         defaults, taken = recipe_defaults(head_config.kind, known, parser)
         if known.max_steps is not None or known.num_train_epochs is not None:
             defaults.pop("max_minutes", None)  # the schedule ends with the steps asked for
+        elif known.max_minutes:
+            defaults |= {"max_steps": -1, "num_train_epochs": 1e6}  # it ends with the time
         parser.set_defaults(**defaults)
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if not run.dataset:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
 
 from draft_heads.data.files import checksum, write_text
 from draft_heads.data.progress import Update
@@ -82,6 +82,7 @@ class WallClock(TrainerCallback):
         if self.elapsed >= self.max_minutes:
             control.should_training_stop = True
             control.should_save = True  # a kill between here and the export costs nothing
+            control.should_evaluate = args.load_best_model_at_end  # the last step may be the best
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when this process has written its files of the checkpoint; older ones go when all have."""
@@ -93,6 +94,20 @@ class WallClock(TrainerCallback):
             mark_complete(folder, minutes=minutes, step=state.global_step)
             best = state.best_model_checkpoint
             delete_old_checkpoints(folder, args.save_total_limit, Path(best).name if best else None)
+
+
+class Patience(EarlyStoppingCallback):
+    """Ends training after evaluations without a lower loss; a resumed run goes on counting where it was."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether training has ended by it."""
+        return bool(self.early_stopping_patience_counter >= self.early_stopping_patience)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        kept = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
+        self.early_stopping_patience_counter = kept.get("early_stopping_patience_counter", 0)
 
 
 class MinutesBar(ProgressCallback):
@@ -196,9 +211,14 @@ def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) ->
         shutil.rmtree(path, ignore_errors=True)
 
 
-def wall_time_scheduler(name: Any, optimizer: Any, warmup_steps: int, clock: WallClock) -> LambdaLR:
-    """transformers' schedule `name`, driven by the clock's progress; warm-up is still counted in steps."""
-    shape = get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION)
+def wall_time_scheduler(name: Any, optimizer: Any, warmup: float, clock: WallClock, options: Any = None) -> LambdaLR:
+    """transformers' schedule `name` with its own `options`, driven by the clock's progress.
+
+    warmup: below 1 a share of the time, else a number of steps
+    """
+    shape = get_scheduler(
+        name, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION, scheduler_specific_kwargs=options
+    )
     if not isinstance(shape, LambdaLR):
         raise ValueError(
             f"--max_minutes needs a schedule given by a factor of time, such as cosine or linear; got {name}; drop "
@@ -207,7 +227,10 @@ def wall_time_scheduler(name: Any, optimizer: Any, warmup_steps: int, clock: Wal
     factor = shape.lr_lambdas[0]
 
     def at(step: int) -> float:
-        warm = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+        if 0 < warmup < 1:
+            warm = min(1.0, max(clock.progress, 1 / _RESOLUTION) / warmup)
+        else:
+            warm = min(1.0, (step + 1) / warmup) if warmup else 1.0
         return warm * factor(int(clock.progress * _RESOLUTION))
 
     for group in optimizer.param_groups:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -66,7 +67,8 @@ RUNNING: set[subprocess.Popen[bytes]] = set()
 def cpu_seconds(command: list[str], log: Path) -> float:
     """Run a command, its output in `log`, and return the processor seconds it took; ValueError if it fails."""
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
+        words = [sys.executable, str(ROOT / command[0]), *command[1:]]
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
         RUNNING.add(process)
         _, status, usage = os.wait4(process.pid, 0)
         RUNNING.discard(process)
@@ -190,7 +192,7 @@ class Comparison:
             heads = [load_head(self.runs()[name][1] / "head") for name in names]
             known = [head.provenance for head in heads]
             row: dict[str, Any] = {"head": arm.name, "steps": known[0]["steps"]}
-            row["simulated_beta"] = mean([one["metrics"]["eval_simulated_beta"] for one in known])
+            row["simulated_beta"] = mean([one["metrics"].get("eval_simulated_beta", math.nan) for one in known])
             for variant in VARIANTS:
                 for benchmark in decoded["vanilla"]:
                     betas = [decoded[name + variant][benchmark]["beta"] for name in names]

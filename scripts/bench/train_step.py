@@ -107,7 +107,9 @@ class Bench:
         self.args = args
         self.target = Target.from_pretrained(args.target, args.dtype, args.device)
         run = RunOptions(args.target, [args.dataset], held_out=1)
-        rows, _, _, self.collate = load_data(run, self.target)
+        head_type, config_type = head_classes(kind)
+        layers = config_type.usual_layers(self.target.config.num_hidden_layers)
+        rows, _, _, self.collate = load_data(run, self.target, layers)
         self.rows = rows.select(range(min(args.rows, len(rows))))
         lengths = [min(length, self.collate.max_length) for length in row_lengths(self.rows)]
         self.tokens = sum(lengths)
@@ -122,11 +124,10 @@ class Bench:
             arm: self.tokens / sum(batch["input_ids"].numel() for batch in batches)
             for arm, batches in self.batches.items()
         }
-        head_type, config_type = head_classes(kind)
         recipe = yaml.safe_load(recipe_for(kind, self.target.model.config)[0].read_text())
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         settings.pop("draft_vocab_size", None)
-        settings["target_layers"] = config_type.usual_layers(self.target.config.num_hidden_layers)
+        settings["target_layers"] = layers
         torch.manual_seed(0)
         self.head: DraftHead = head_type(
             config_type(**target_sizes(self.target.config), **settings, end_token_ids=sorted(self.target.end_token_ids))

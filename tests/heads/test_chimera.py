@@ -159,3 +159,6 @@ def test_a_first_layer_the_encoder_cannot_copy_is_refused():
     target = tiny_llama(attention_bias=True)
     with pytest.raises(ValueError, match=r"q_proj\.bias.*use --encoder kgram"):
         make_head(encoder="target_layer0_frozen").start_from(text(length=16).hidden, target.view())
+    target = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="rotary positions of type linear; use --encoder kgram"):
+        make_head(encoder="target_layer0_frozen").start_from(text(length=16).hidden, target.view())

@@ -80,6 +80,15 @@ def test_loss_and_gradients_equal_those_of_dense_log_probabilities(seed, windows
         assert torch.allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
+def test_gradients_of_a_half_precision_head_do_not_depend_on_the_chunks():
+    values = {name: x.bfloat16() if x.is_floating_point() else x for name, x in with_contexts().items()}
+    _, _, whole = loss_and_gradients(ctc_loss_with_context, values)
+    _, _, chunked = loss_and_gradients(ctc_loss_with_context, values, chunk_bytes=1)
+    assert all(got.dtype == torch.bfloat16 for got in chunked)
+    for got, want in zip(chunked, whole):
+        assert float((got - want).float().norm() / want.float().norm()) < 5e-3
+
+
 def test_without_a_bias_it_is_the_plain_loss():
     """Up to the order of sums: 2 units in the last place of float64 for the loss, 32 of the largest for gradients."""
     values = with_contexts(scale=0.0)

@@ -53,6 +53,12 @@ def test_steps_or_epochs_asked_for_replace_the_minutes_of_the_recipe(given, minu
     assert training.max_minutes == minutes
 
 
+def test_minutes_asked_for_replace_the_steps_or_epochs_of_the_recipe():
+    given = ["--target", TARGET, "--dataset", "d", "--use_cpu", "--config", "8b", "--max_minutes", "2"]
+    _, _, training = parse_options(CTCConfig, [*given, "--bf16", "false"])
+    assert (training.max_minutes, training.max_steps, training.num_train_epochs) == (2, -1, 1e6)
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_recipe_parses(tmp_path, kind):
     config = head_classes(kind)[1]
@@ -178,6 +184,7 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--target", "tests/tiny_target/config.json"], "config.json is a file"),
         (["--clip", "both"], "--clip must be norm or value"),
         (["--max_minutes", "-1"], "--max_minutes"),
+        (["--gradient_checkpointing", "true"], "--gradient_checkpointing is not for heads"),
         (["--patience", "1", "--eval_strategy", "no"], "--patience 1 counts evaluations, got --eval_strategy no"),
         (["--held_out", "0"], "--held_out"),
         (["--max_length", "3"], "--max_length"),

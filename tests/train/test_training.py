@@ -342,8 +342,9 @@ def test_a_spread_target_trains_the_same_head(dataset, uninterrupted, tmp_path):
 def test_every_head_trains_and_refuses_a_recipe_of_another(dataset, tmp_path, kind):
     status, told = run(dataset, tmp_path / "run", kind=kind)
     assert status == 0, told
-    metrics = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["metrics"]
-    assert {"eval_loss", "eval_accuracy_2", "eval_simulated_beta"} <= set(metrics)
+    provenance = (tmp_path / "run" / "head" / "provenance.json").read_text()
+    assert {"eval_loss", "eval_accuracy_2"} <= set(json.loads(provenance)["metrics"])
+    assert "NaN" not in provenance  # β cannot be simulated on recorded answers
     status, told = run(dataset, tmp_path / "refused", "--config", "configs/ctc/tiny.yaml", kind=kind)
     assert status != 0 and "unknown" in told
 
@@ -449,6 +450,13 @@ def test_patience_ends_training_and_exports_the_best_checkpoint(dataset, tmp_pat
     measured = [float(loss) for loss in re.findall(r"'eval_loss': '([^']*)'", told)]
     assert len(measured) < 20 and measured[-1] == min(measured)
     assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
+    provenance = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
+    assert provenance["steps"] == 1 + measured.index(min(measured))
+    shutil.rmtree(tmp_path / "run" / "head")
+    status, told = run(dataset, tmp_path / "run", *patient, kind="medusa")
+    assert status == 0 and "resuming" in told, told
+    assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["steps"] == provenance["steps"]
+    assert losses(tmp_path / "run") and len(re.findall("'loss':", told)) == 0
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: 8 bytes")])

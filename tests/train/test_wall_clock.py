@@ -8,11 +8,13 @@ import torch
 
 from draft_heads.data.progress import ProgressLines
 from draft_heads.train.wall_clock import (
+    Patience,
     TrainingLines,
     WallClock,
     complete_checkpoints,
     damage,
     newest_complete_checkpoint,
+    wall_time_scheduler,
 )
 
 
@@ -121,3 +123,53 @@ def test_the_last_evaluation_is_printed_once_though_it_is_made_twice(capsys):
     state.global_step = 5
     lines.on_log(None, state, None, {"eval_loss": 1.5, "eval_seconds": 1.0})
     assert capsys.readouterr().out.count("eval_loss") == 3
+
+
+def rates(warmup, name="cosine", **options):
+    """Learning rates at 0, 1 … 10 steps of a schedule of ten minutes, a minute each."""
+    optimizer, clock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), WallClock(10)
+    schedule, found = wall_time_scheduler(name, optimizer, warmup, clock, options or None), []
+    for _ in range(11):
+        found.append(optimizer.param_groups[0]["lr"])
+        clock.elapsed += 1
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_a_warm_up_is_a_share_of_the_time_or_a_number_of_steps():
+    by_steps, by_share, none = rates(4), rates(0.4), rates(0)
+    assert none[0] == 1 and none[-1] == pytest.approx(0, abs=1e-6)
+    assert [by_steps[i] / none[i] for i in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+    assert [by_share[i] / none[i] for i in range(5)] == pytest.approx([0.00025, 0.25, 0.5, 0.75, 1])
+
+
+def test_a_schedule_by_time_takes_its_options():
+    assert rates(0, "cosine_with_min_lr", min_lr_rate=0.1)[-1] == pytest.approx(0.1)
+
+
+def test_the_end_of_the_time_is_measured_where_the_best_checkpoint_counts():
+    for best in (False, True):
+        clock = WallClock(1e-9)
+        control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
+        args = SimpleNamespace(world_size=1, device="cpu", load_best_model_at_end=best)
+        clock.on_train_begin(args, None, control)
+        clock.on_step_end(args, SimpleNamespace(global_step=1), control)
+        assert control.should_training_stop and control.should_save and control.should_evaluate == best
+
+
+def test_patience_goes_on_counting_in_a_resumed_run():
+    args = SimpleNamespace(load_best_model_at_end=True, metric_for_best_model="eval_loss", eval_strategy="steps")
+    args.greater_is_better = False
+    control, state = (
+        SimpleNamespace(should_training_stop=False),
+        SimpleNamespace(best_metric=1.0, stateful_callbacks={}),
+    )
+    first = Patience(2)
+    first.on_train_begin(args, state, control)
+    first.on_evaluate(args, state, control, {"eval_loss": 2.0})
+    assert not first.exhausted and not control.should_training_stop
+    resumed, state.stateful_callbacks = Patience(2), {"Patience": first.state()}
+    resumed.on_train_begin(args, state, control)
+    resumed.on_evaluate(args, state, control, {"eval_loss": 2.0})
+    assert resumed.exhausted and control.should_training_stop
