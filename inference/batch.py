@@ -46,7 +46,7 @@ class BatchEngine:
         self.target = target
         self.drafters = [make_drafter() for _ in range(batch)]
         self.drafter = self.drafters[0]
-        self._verify_step = program(self._verify, target.device) if target.compiled else self._verify
+        self._compiled = program(self._verify, target.device) if target.compiled else None
 
     def generate_or_none(
         self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None
@@ -123,7 +123,7 @@ class BatchEngine:
         clock.lap("draft" if self.drafter.max_nodes else "other")
         cache.bound = max(slot.committed for slot in slots if slot is not None)
         cache.set_visible_length(1 + max(self.drafter.max_depth, *map(len, trees)))
-        verify = self._verify_step if settings.sampling is None else self._verify
+        verify = self._verify if settings.sampling is not None or self._compiled is None else self._compiled
         batch = verify(base, DraftTree.stack(trees), cache, end, settings)
         clock.lap("verify")
         assert batch.source is not None

@@ -65,8 +65,8 @@ class DecodingEngine:
         self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
         self._cache: KVCache | None = None
         self._end = torch.zeros((), dtype=torch.long, device=target.device)  # length at which the text must end
-        self._draft, self._verify = self._draft_step, self._verify_step
         self._warmed_up = False
+        self._draft = self._verify = None  # compiled programs, or none: methods of its own would keep an engine alive
         if target.compiled:
             self._verify = program(self._verify_step, target.device)
             if drafter.on_device and drafter.max_nodes:
@@ -169,7 +169,7 @@ class DecodingEngine:
             for tensor in tree.tensors() if len(tree) > 1 else ():
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
             cache.set_visible_length(4 + self.drafter.max_depth)
-            self._verify(base, tree, cache, self._end, None, None)
+            (self._verify or self._verify_step)(base, tree, cache, self._end, None, None)
             cache.clear()
 
     def _capture_lengths(self, cache: KVCache, reserved: int, settings: GenerationSettings) -> None:
@@ -189,7 +189,7 @@ class DecodingEngine:
                 step, _ = self._step(step, cache, self._end, greedy, clock)
             captured.begin_anew(self._circumstances(cache, settings))
             sizes = sorted({padded_nodes(nodes) for nodes in range(self.drafter.max_nodes + 1)})
-            rows = 1 + padded_nodes(self.drafter.max_nodes)
+            rows = 1 + self._captured_rows
             for end in range(cache.step, cache.capacity + 1, cache.step):
                 cache.lengths.fill_(1)
                 cache.set_bound(max(1, end - rows))
@@ -207,9 +207,15 @@ class DecodingEngine:
             f"{time.perf_counter() - start:.1f} s"
         )
 
+    @property
+    def _captured_rows(self) -> int:
+        """How far behind the base token a captured step may write; a hybrid may be deeper than its trees are large."""
+        return max(self.drafter.max_depth, padded_nodes(self.drafter.max_nodes))
+
     def _circumstances(self, cache: KVCache, settings: GenerationSettings) -> tuple[Any, ...]:
-        """What graphs are captured for: the rule of acceptance, room, and where the memory lies that steps write to."""
-        addresses = (x.data_ptr() for x in (*cache.memory(), *self.drafter.memory()))
+        """What graphs are captured for: the rule of acceptance, room, and where the memory lies that they write to."""
+        drafting = self.drafter.memory() if self.ahead else ()  # else the verification alone is captured
+        addresses = (x.data_ptr() for x in (*cache.memory(), *drafting))
         return settings.typical, self.reserved, *addresses
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -236,13 +242,13 @@ class DecodingEngine:
         if step.tree is None or settings.sampling is not None:  # a graph would contain the seed
             captured = None
         # the accepted path must lie within the visible length; a graph is captured for one visible length
-        rows = self.drafter.max_depth if captured is None else padded_nodes(self.drafter.max_nodes)
+        rows = self.drafter.max_depth if captured is None else self._captured_rows
         visible = cache.set_visible_length(1 + rows)
         self.drafter.set_visible_length(visible)
 
         def draft(step: VerifiedStep) -> Drafted:
             after_prompt = step.tree is None  # prompts differ in length: their step is not compiled
-            tree = (self._draft_step if after_prompt else self._draft)(step)
+            tree = (self._draft_step if after_prompt or self._draft is None else self._draft)(step)
             clock.lap(self._drafting)
             return Drafted(step.base, tree)
 
@@ -264,7 +270,7 @@ class DecodingEngine:
     ) -> tuple[VerifiedStep, Tensor]:
         cache.set_visible_length(1 + len(drafted.tree))
         # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
-        verify = self._verify if settings.sampling is None else self._verify_step
+        verify = self._verify_step if settings.sampling is not None or self._verify is None else self._verify
         return verify(drafted.base, drafted.tree, cache, end, settings.sampling, settings.typical)
 
     def _replay(

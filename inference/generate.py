@@ -58,6 +58,8 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         for row, ids in enumerate(input_ids):
             padding = 0 if attention_mask is None else int((attention_mask[row] == 0).sum())
             rule = _stop_rule(stopping_criteria, ids)  # end tokens are among the criteria
+            if row and sampling:
+                sampling = {**sampling, "seed": random_seed()}  # with one for all, equal prompts had equal answers
             settings = GenerationSettings(generation_config.max_length - len(ids), (), stop=rule, **sampling)
             new: list[int] = []
             for tokens in engines[id(model)].stream(ids[padding:].tolist(), settings):
@@ -69,6 +71,9 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
             streamer.end()
         longest = max(map(len, answers))
         pad = generation_config.pad_token_id
+        if pad is None:  # transformers' own choice, the first end token; without any all answers are of one length
+            chosen = getattr(generation_config, "_pad_token_tensor", None)
+            pad = 0 if chosen is None else int(chosen)
         filled = [answer + [pad] * (longest - len(answer)) for answer in answers]
         return torch.cat([input_ids, torch.tensor(filled, device=input_ids.device)], dim=1)
 
@@ -115,7 +120,12 @@ def sampling_options(config: Any, processors: LogitsProcessorList) -> dict[str, 
         if options:
             raise ValueError(f"{', '.join(options)} need do_sample=True; got do_sample=False; set it or leave them out")
         return {}
-    return {"temperature": 1.0, **options, "seed": int(torch.randint(2**62, ()))}
+    return {"temperature": 1.0, **options, "seed": random_seed()}
+
+
+def random_seed() -> int:
+    """From torch's own generator."""
+    return int(torch.randint(2**62, ()))
 
 
 def check_supported(config: Any, model_kwargs: dict[str, Any], streamer: Any, sequences: int) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
@@ -204,17 +202,27 @@ class TextPieces:
         """ValueError without a fast tokenizer."""
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("streamed text needs a fast tokenizer; the target has none; use `stream` for tokens")
-        self._tokenizer, self._decoder = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+        self._tokenizer = tokenizer.backend_tokenizer
+        # the last piece's tokens, on which the text behind them may depend, and those that are held back
         self._tokens: list[int] = []
-        self._shown = 0
+        self._shown = 0  # how many of them are the last piece's
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""
-        self._tokens += tokens
-        text = "".join(self._decoder.step(self._tokenizer, token) or "" for token in tokens)
-        self._shown += len(text)
-        return text
+        return "".join(map(self._add, tokens))
+
+    def _add(self, token: int) -> str:
+        self._tokens.append(token)
+        piece = self.end()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._tokens, self._shown = self._tokens[self._shown :], len(self._tokens) - self._shown
+        return piece
 
     def end(self) -> str:
         """What is held back, a broken character as U+FFFD."""
-        return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[self._shown :]
+        shown, text = (
+            self._tokenizer.decode(tokens, skip_special_tokens=True)
+            for tokens in (self._tokens[: self._shown], self._tokens)
+        )
+        return str(text[len(shown) :])

@@ -5,6 +5,7 @@ Shapes: N layers, B sequences, G key/value heads, C capacity, D head size, R row
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def __init__(self, cache: KVCache, index: int) -> None:
         super().__init__()
-        self.cache, self.index = cache, index
+        self.cache, self.index = weakref.proxy(cache), index  # a cache is freed as soon as nobody holds it
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.cache.allocate(key_states)
@@ -34,13 +35,14 @@ class PreallocatedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self.cache.write(self.index, self.cache.slots(key_states.shape[2]), key_states, value_states)
+        cache: KVCache = self.cache
+        return cache.write(self.index, cache.slots(key_states.shape[2]), key_states, value_states)
 
     def get_seq_length(self) -> int:
-        return self.cache.bound
+        return int(self.cache.bound)
 
     def get_max_length(self) -> int:
-        return self.cache.capacity
+        return int(self.cache.capacity)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.bound + query_length, 0

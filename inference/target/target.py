@@ -86,7 +86,8 @@ class Target:
             raise ValueError(f"the target must have an LM head; {self.name} has none; pick another --target")
         self.architecture = Architecture.of(self.config, self.decoder, self.name)
         self.layer_types, self.window = self.architecture.layer_types, self.architecture.window
-        self.layer_devices = [next(x.parameters()).device for x in getattr(self.decoder, "layers", ())]
+        self.modules = ModuleDecoder(self.decoder, self.config, self.architecture, self.dtype)
+        self.layer_devices = [next(x.parameters()).device for x in self.modules.layers or ()]
         if self.device.type != "meta" and any(device.type == "meta" for device in self.layer_devices):
             raise ValueError(
                 f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
@@ -96,7 +97,6 @@ class Target:
         if self.device.type == "cuda":  # for the whole process: sums are not to be rounded on the way
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self.modules = ModuleDecoder(self.decoder, self.config, self.architecture, self.dtype)
         self._fused: FusedDecoder | None = None
         self._modules_only = True  # the probe asks the modules
         if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
@@ -114,12 +114,18 @@ class Target:
         It is probed as the modules were; where it answers differently it is not used.
         """
         if self._fused is None and not self._modules_only:
-            self._fused = FusedDecoder(self.model, self.layer_types, self.window)
+            fits = False
             try:
-                probe(self)
+                with torch.inference_mode(False):  # the model's weights become parts of merged ones
+                    self._fused = FusedDecoder(self.model, self.layer_types, self.window)
+                    probe(self)
+                fits = True
             except ValueError as error:
                 logger.info("%s runs through its modules: %s", self.name, error)
-                self._fused, self._modules_only = None, True
+                self._modules_only = True
+            finally:
+                if not fits:
+                    self._fused = None
         return self._fused
 
     @property
@@ -272,7 +278,7 @@ class Target:
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
-        if len(set(self.layer_devices)) > 1 or not self._one_size:
+        if any(device != self.device for device in self.layer_devices) or not self._one_size:
             return self.per_layer_cache(capacity, batch)
         return KVCache(len(self.layer_types), capacity, batch, self.device)
 

@@ -1,13 +1,18 @@
 """The engine: exact stops, exact contexts, and the drafter's tensors inside it against the training forward."""
 
+import gc
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from draft_heads.data.rendering import render_prompt
 from draft_heads.heads.base import Rows
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
@@ -339,6 +344,57 @@ def test_streamed_text_holds_back_a_character_that_is_not_whole(tiny_target):
     assert [shown[place] for place in smile] == [""] * (len(smile) - 1) + ["🙂"]
     broken = TextPieces(tiny_target.tokenizer)
     assert broken.add(tokens[: smile[-1]]) == "tea " and broken.end() == "\ufffd"
+
+
+def test_bytes_that_are_no_text_are_streamed_too():
+    names = ["<unk>", "\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]  # as Llama 2 has them
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+    def streamed(*shown):
+        pieces = TextPieces(fast)
+        return "".join(pieces.add([names.index(name)]) for name in shown) + pieces.end()
+
+    assert streamed("\u2581a", "<0xC3>", "<0xA9>", "b", "\u2581a") == "aéb a"
+    assert streamed("<0x0A>", "<0xE4>", "b", "\u2581a") == "\n\ufffdb a"
+    assert streamed("<0xC3>", "<0xA9>", "<0xE4>", "b").endswith("b")
+    assert streamed("\u2581a", "<0xE4>") == "a\ufffd"
+
+
+def test_a_cache_is_freed_as_soon_as_nobody_holds_it(tiny_target):
+    engine = DecodingEngine(tiny_target, VanillaDrafter())
+    batch = BatchEngine(tiny_target, VanillaDrafter, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.generate("Name a fruit.", GenerationSettings(8))
+        cache, its_engine = weakref.ref(engine._cache), weakref.ref(engine)
+        engine.generate([5] * 400, GenerationSettings(8))
+        assert cache() is None
+        made, new = [], tiny_target.new_cache
+
+        def new_cache(*arguments):
+            made.append(weakref.ref(cache := new(*arguments)))
+            return cache
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiny_target, "new_cache", new_cache)
+            batch.generate([[5, 6], [7]], GenerationSettings(4))
+        assert len(made) == 2 and not any(cache() for cache in made)
+        del engine
+        assert its_engine() is None
+    finally:
+        gc.enable()
+
+
+def test_weights_stay_trainable_after_decoding():
+    target = load_target("qwen3", torch.float64)
+    DecodingEngine(target, VanillaDrafter()).generate([5, 6], GenerationSettings(4))
+    assert target.fused is not None
+    target.model.requires_grad_(True)
 
 
 def test_the_lines_of_the_guide_run(tiny_target, tmp_path, capsys):

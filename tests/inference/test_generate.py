@@ -155,3 +155,24 @@ def test_what_drafting_cannot_honour_is_refused(target, settings, told):
             **{"do_sample": False, **settings},
             custom_generate=generate_fn(VanillaDrafter(target.device)),
         )  # fmt: skip
+
+
+def test_each_row_of_a_batch_is_drawn_for_itself(target, drafter):
+    torch.manual_seed(0)
+    prompts = torch.tensor([[5, 6, 7]] * 3)
+    options = dict(max_new_tokens=12, do_sample=True, top_k=0, custom_generate=generate_fn(drafter))
+    drawn = target.model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    assert len({tuple(row) for row in drawn.tolist()}) == 3
+
+
+def test_a_model_without_a_pad_token_is_padded_as_generate_does():
+    target = load_target("llama", torch.float64)
+    target.model.generation_config.pad_token_id = None
+    prompts = torch.tensor([[5, 6, 7], [7, 8, 9], [3, 1, 4]])
+    options = dict(max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(prompts))
+    whole = target.model.generate(prompts, **options)
+    end = int(whole[0, 8])  # the first answer ends early, at least
+    options |= {"eos_token_id": end}
+    expected = target.model.generate(prompts, **options)
+    found = target.model.generate(prompts, custom_generate=generate_fn(VanillaDrafter()), **options)
+    assert torch.equal(found, expected)

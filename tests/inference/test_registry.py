@@ -1,11 +1,13 @@
 """Drafters from the words of a command line, and a target with an adapter laid on it."""
 
+import json
+
 import pytest
 import torch
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 
@@ -108,3 +110,12 @@ def test_an_adapter_is_merged_into_the_target(target, tmp_path):
         got = merged.model(input_ids=ids).logits
     assert torch.allclose(got, expected, atol=1e-4)
     assert not torch.allclose(got, plain, atol=1e-2)
+
+
+def test_a_tuned_temperature_is_its_own_drafters(target, tmp_path):
+    make_head(target, "medusa", target_fingerprint=target.fingerprint()).save_pretrained(tmp_path / "head")
+    (tmp_path / "tuned.json").write_text(json.dumps({"tree_temperature": 2.5, "max_nodes": 4}))
+    builder = DrafterBuilder(target)
+    words = [f"a=medusa:{tmp_path / 'head'}", f"b=medusa:{tmp_path / 'head'},tuned={tmp_path / 'tuned.json'}"]
+    plain, tuned = (builder.build(DrafterSpec.parse(one)) for one in words)
+    assert [drafter.head.config.tree_temperature for drafter in (plain, tuned)] == [1.0, 2.5]

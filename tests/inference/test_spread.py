@@ -5,8 +5,9 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from draft_heads.inference.target.kv_cache import PerLayerKVCache
 from draft_heads.inference.target.linear import half_precision_product
 from draft_heads.inference.target.probe import _gaps
 from draft_heads.inference.target.target import Target
@@ -54,6 +55,18 @@ def test_states_and_logits_come_back_to_the_first_device(tied):
     tree = target.forward_tree(ids[:1, :3], ids[:1, :3], sees, cache, [1])
     assert tree.logits.shape == (1, 3, 64) and all(value.device == FIRST for value in tree)
     cache.commit(ids[:1, :2], ids[:1, 0])
+
+
+def test_a_target_wholly_on_another_device_than_its_embedding_has_a_cache_there():
+    target = spread_target(tied=False)
+    target.layer_devices, target._one_size = [LAST, LAST], True
+    assert isinstance(target.new_cache(32), PerLayerKVCache)
+
+
+def test_layers_are_found_whatever_a_decoder_calls_them():
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=64))
+    assert Target(model, runs=False).layer_devices == [torch.device("meta")] * 3
 
 
 def test_the_probe_compares_logits_of_two_devices():

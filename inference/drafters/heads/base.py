@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -147,8 +148,9 @@ class HeadDrafter(Drafter):
     ) -> HeadDrafter:
         """See `Drafter.from_options`; tree_temperature: that of a tuning file, instead of the checkpoint's."""
         head = build.head(cls.kind, path)
-        if tree_temperature is not None:
-            head.config.tree_temperature = tree_temperature
+        if tree_temperature is not None:  # other drafters may use the same head
+            head = copy(head)
+            head.config = replace(head.config, tree_temperature=tree_temperature)
         make: Any = cls
         drafter: HeadDrafter = make(head, build.target, **options)
         return drafter

@@ -121,8 +121,11 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
     return at_anchor
 
 
+ON_HOST = 64  # encodings kept in host memory for each on the device
+
+
 class KGramCache:
-    """Encodes every k-gram once; least recently used encodings move from the device to host memory.
+    """Keeps encodings of k-grams; the least recently used move from the device to host memory, and go from there.
 
     `hits`, `reloads` (from host memory) and `misses` count distinct k-grams looked up.
     """
@@ -156,6 +159,8 @@ class KGramCache:
         while len(self.table) > self.size:
             oldest, encoding = self.table.popitem(last=False)
             self.evicted[oldest] = encoding.cpu()
+            if len(self.evicted) > ON_HOST * self.size:
+                del self.evicted[next(iter(self.evicted))]
         return found
 
 
