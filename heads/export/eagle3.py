@@ -44,6 +44,7 @@ def write(head: Eagle3Head, target: Any, target_name: str) -> tuple[dict[str, An
 def sizes(head: Eagle3Head, target: Any) -> dict[str, Any]:
     """The block as a Llama of one layer; `target` is the target's transformers config."""
     config = head.config
+    dtype = str(getattr(target, "dtype", None) or "float32").removeprefix("torch.")
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return {
         "model_type": "llama",
@@ -55,7 +56,8 @@ def sizes(head: Eagle3Head, target: Any) -> dict[str, Any]:
         "max_position_embeddings": target.max_position_embeddings,
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "dtype": "float32",
+        "dtype": dtype,  # the target's: an engine that reads float32 may take float16 beside a target in bfloat16
+        "torch_dtype": dtype,
     }
 
 

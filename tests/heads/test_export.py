@@ -61,6 +61,14 @@ def test_what_is_read_back_is_the_head(written):
     assert len(differences(head, back)) == 2 and differences(head, back)[1] == "log-probabilities"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_engines_run_the_head_in_the_targets_type(tmp_path, dtype):
+    target = SimpleNamespace(**{**vars(TARGET), "dtype": dtype})
+    write_folder(eagle3(), "eagle3", tmp_path / "out", target, "some/target")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {config["dtype"], config["torch_dtype"]} == {"bfloat16" if dtype else "float32"}
+
+
 def vllm_medusa_logits(folder, hidden):
     """As vLLM's loader and forward have it: sizes from config.json, defaults where it names none."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
