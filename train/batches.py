@@ -35,10 +35,10 @@ class TokenBatches(BatchSampler):
     """Batches of at most `tokens` tokens, padding included; every epoch has every row once.
 
     Rows are sorted by a slightly disturbed length and cut into batches whose sizes are fixed once, so that every epoch
-    has the same number of batches; their order is random. Example: lengths 8, 8, 16, 16, 16 with 36
-    tokens give the batches [16, 16], [16, 8], [8]. The number of batches is a multiple of `processes`; the ranks of a
-    step get neighbours in length, so that none waits for another. Where batches of one row each do not come out even,
-    the shortest rows stand in an epoch twice.
+    has the same number of batches; their order is random. Example: lengths 8, 8, 16, 16, 16 with 36 tokens give the
+    batches [16, 16], [16, 8], [8]. The number of batches is a multiple of `processes`; the ranks of a step get batches
+    of about as many tokens, so that none waits for another. Where batches of one row each do not come out even, the
+    shortest rows stand in an epoch twice.
     """
 
     sampler: EpochSampler  # accelerate calls its set_epoch
@@ -78,7 +78,8 @@ class TokenBatches(BatchSampler):
         generator = self.sampler.generator()
         disturbed = self.lengths * (1 + torch.rand(len(self.lengths), generator=generator).double() / _JITTER)
         ranked = disturbed.argsort(descending=True)
-        batches = torch.cat([ranked, ranked[len(ranked) - self.repeated :]]).split(self.sizes)
+        batches = list(torch.cat([ranked, ranked[len(ranked) - self.repeated :]]).split(self.sizes))
+        batches.sort(key=lambda rows: int(self.lengths[rows].sum()))
         for step in torch.randperm(len(batches) // self.processes, generator=generator).tolist():
             for rows in batches[step * self.processes : (step + 1) * self.processes]:
                 yield rows.tolist()

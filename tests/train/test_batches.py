@@ -31,7 +31,7 @@ def test_every_epoch_has_every_row_once_in_batches_that_are_full():
         assert max(padded) <= 4096
         assert int(lengths.sum()) / sum(padded) > 0.95
         tokens = torch.tensor([int(lengths[batch].sum()) for batch in rows]).view(-1, 4).float()
-        assert float((tokens.mean(1) / tokens.max(1).values).mean()) > 0.95  # ranks wait little for each other
+        assert float((tokens.mean(1) / tokens.max(1).values).mean()) > 0.98  # ranks wait little for each other
     assert sorted(map(sorted, epochs[0])) != sorted(map(sorted, epochs[1]))  # rows meet others
     assert list(batches) == epochs[1]
 
