@@ -31,7 +31,7 @@ from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_m
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.config import HeadConfig
 from draft_heads.heads.draft_vocab import OUTSIDE
-from draft_heads.heads.losses import soft_cross_entropy
+from draft_heads.heads.losses import soft_cross_entropies
 from draft_heads.heads.windows import Windows, at
 
 
@@ -133,14 +133,22 @@ class Eagle3Head(DraftHead):
         """Σ_k decay^k · cross entropy of pass k to the target's distribution, where there is a label at offset k."""
         states = self.norm(self.train_states(rows, windows.anchors, target)[windows.valid])  # [N, S, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
+        offset = torch.arange(self.config.passes, device=states.device)
+        drafted = (lengths[:, None] > offset) & (labels != OUTSIDE)  # [N, S]
+        hidden = torch.stack([windows.gather(rows.hidden, ahead=k + 1) for k in range(len(offset))], dim=1)
+        # h_{n+1+k} predicts x_{n+2+k}; the LM head is read once for all passes
+        passes = offset.expand_as(drafted)[drafted]
+        total, losses = soft_cross_entropies(
+            states[drafted], self.lm_head.weight, hidden[drafted], target, self.config.decay ** passes.float()
+        )
         loss = HeadLoss.zero(len(states), states.device)
-        hits = []
-        for k in range(self.config.passes):
-            drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
-            x, y = states[drafted, k], labels[drafted, k]
-            hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, which predicts x_{n+2+k}
-            loss.add(f"soft_{k}", soft_cross_entropy(x, self.lm_head.weight, hidden, target), self.config.decay**k)
-            if not self.training:
-                hits.append(offset_hits(self.lm_head, x, y))
-        loss.score(hits, lengths)
+        loss.total = loss.total + total
+        parts = losses.new_zeros(len(offset)).index_add(0, passes, losses)
+        loss.parts |= {f"soft_{k}": part for k, part in enumerate(parts.unbind())}
+        if not self.training:
+            hits = [
+                offset_hits(self.lm_head, states[which, k], labels[which, k])
+                for k, which in enumerate(drafted.unbind(1))
+            ]
+            loss.score(hits, lengths)
         return loss

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from draft_heads.heads.base import TargetView
 
@@ -213,18 +213,13 @@ def linear_cross_entropy(
     """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
 
     states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. On GPU through liger-kernel where it is
-    installed, or torch's own `linear_cross_entropy` with chunking; else chunks of rows, their logits made anew in
-    the backward pass.
+    installed, or torch's own `linear_cross_entropy` with chunking; else in chunks of rows.
     """
     if states.is_cuda and len(states):
         fused = _fused_linear_cross_entropy()
         if fused is not None:
             return fused(states, weight, labels, bias)
-
-    def of_chunk(some: Tensor, their: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(some, weight, bias).float(), their, reduction="sum")
-
-    return _in_chunks(of_chunk, states, labels, (chunk_bytes or logits_bytes(states)) // (4 * weight.shape[0]))
+    return _chunked_cross_entropy(states, weight, bias, labels, None, None, chunk_bytes)[0]
 
 
 def soft_cross_entropy(
@@ -239,20 +234,121 @@ def soft_cross_entropy(
 
     states [N, H], weight [V, H], hidden [N, H] of the target. In chunks, as `linear_cross_entropy`.
     """
-
-    def of_chunk(some: Tensor, their_hidden: Tensor) -> Tensor:
-        with torch.no_grad():
-            wanted = target.logits(their_hidden).float().softmax(-1)
-        return F.cross_entropy(F.linear(some, weight, bias).float(), wanted, reduction="sum")
-
-    rows = (chunk_bytes or logits_bytes(states)) // (4 * weight.shape[0])
-    return _in_chunks(of_chunk, states, hidden.to(target.lm_head_weight.dtype), rows)
+    return soft_cross_entropies(states, weight, hidden, target, None, bias, chunk_bytes)[0]
 
 
-def _in_chunks(of_chunk: Callable[[Tensor, Tensor], Tensor], rows: Tensor, other: Tensor, size: int) -> Tensor:
-    pieces = zip(rows.split(max(1, size)), other.split(max(1, size)))
-    sums = [checkpoint(of_chunk, *piece, use_reentrant=False) for piece in pieces]
-    return torch.stack(sums).sum()
+def soft_cross_entropies(
+    states: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
+    target: TargetView,
+    row_weights: Tensor | None,
+    bias: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same with `row_weights [N]` of the rows in the sum, and the unweighted loss of each row [N], detached."""
+    hidden = hidden.to(target.lm_head_weight.dtype)
+
+    def wanted(rows: slice) -> Tensor:
+        return target.logits(hidden[rows]).float().softmax(-1)
+
+    return _chunked_cross_entropy(states, weight, bias, None, wanted, row_weights, chunk_bytes)
+
+
+def _chunked_cross_entropy(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor | None,
+    wanted: Callable[[slice], Tensor] | None,
+    row_weights: Tensor | None,
+    chunk_bytes: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(sum, each row's loss); products in the type of autocast where it is on, else in that of the weight."""
+    dtype, device = weight.dtype, states.device.type
+    off: AbstractContextManager[Any] = nullcontext()
+    if device != "meta":  # which has no autocast
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+        off = torch.autocast(device, enabled=False)
+    chunk = max(1, (chunk_bytes or logits_bytes(states)) // (4 * weight.shape[0]))
+    with off:
+        return _ChunkedCrossEntropy.apply(
+            states, weight, bias, labels, wanted, row_weights, chunk, dtype, torch.is_grad_enabled()
+        )
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Chunks of rows: logits → loss and gradient `softmax − wanted`, written over the logits and multiplied at once.
+
+    Labels [N] int64, or `wanted(rows)`, distributions [n, V]. The gradient of the weight is made here, in one buffer:
+    what reads one weight several times should do it in one call.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor | None,
+        wanted: Callable[[slice], Tensor] | None,
+        row_weights_N: Tensor | None,
+        chunk: int,
+        dtype: torch.dtype,
+        need_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        given = states_NH, weight_VH, bias_V
+        summed = torch.promote_types(dtype, torch.float32)
+        weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        several = summed if len(states_NH) > chunk else None  # chunks are not added up in half precision
+        grad_states, grad_weight, grad_bias = (
+            None if x is None or not (need_grad and x.requires_grad) else torch.zeros_like(x, dtype=kept)
+            for x, kept in zip(given, (None, several, several))
+        )
+        grads = grad_states, grad_weight, grad_bias
+        losses = states_NH.new_zeros(len(states_NH), dtype=summed)
+        for start in range(0, len(states_NH), chunk):
+            rows = slice(start, start + chunk)
+            x = states_NH[rows].to(dtype)
+            logits = F.linear(x, weight, bias).to(summed)  # [n, V], overwritten below
+            if wanted is None:
+                assert labels_N is not None
+                labels = labels_N[rows, None]
+                hit = logits.gather(1, labels)[:, 0]
+            else:
+                probs = wanted(rows).to(summed)
+                hit = (probs[:, None] @ logits[:, :, None])[:, 0, 0]
+            peak = logits.amax(-1)
+            exped = logits.sub_(peak[:, None]).exp_()
+            total = exped.sum(-1)
+            losses[rows] = peak + total.log() - hit
+            if all(grad is None for grad in grads):
+                continue
+            grad_logits = exped.div_(total[:, None])
+            if wanted is None:
+                grad_logits.scatter_add_(1, labels, grad_logits.new_full(labels.shape, -1.0))
+            else:
+                grad_logits.sub_(probs)
+            if row_weights_N is not None:
+                grad_logits.mul_(row_weights_N[rows, None])
+            grad = grad_logits.to(dtype)
+            if grad_states is not None:
+                grad_states[rows] = (grad @ weight).to(grad_states.dtype)
+            if grad_weight is not None and grad_weight.dtype == dtype:
+                grad_weight.addmm_(grad.T, x)
+            elif grad_weight is not None:
+                grad_weight += grad.T @ x
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        ctx.grads = [None if grad is None or x is None else grad.to(x.dtype) for grad, x in zip(grads, given)]
+        ctx.mark_non_differentiable(losses)
+        return (losses if row_weights_N is None else losses * row_weights_N).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, ctx.grads = ctx.grads, None  # handed on, not copied: the weight's is large
+        assert found is not None, "the gradient of a loss is computed once"
+        return (*(None if grad is None else grad.mul_(grads[0].to(grad.dtype)) for grad in found), *([None] * 6))
 
 
 @functools.cache

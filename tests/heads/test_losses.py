@@ -15,6 +15,7 @@ from draft_heads.heads.losses import (
     interleave_blank,
     lattice_log_prob,
     linear_cross_entropy,
+    soft_cross_entropies,
     soft_cross_entropy,
 )
 from draft_heads.inference.drafters.heads.ctc_search import collapsed
@@ -172,6 +173,37 @@ def test_chunked_cross_entropies_equal_whole_logits_in_value_and_gradient(count,
     ]
     for chunked, whole in pairs:
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(chunked, whole))
+
+
+@pytest.mark.parametrize("rows_per_chunk", [3, 100])
+def test_weighted_rows_are_the_weighted_sum_of_their_losses(rows_per_chunk):
+    torch.manual_seed(0)
+    states, weight, aims, shares = torch.randn(10, 8), torch.randn(13, 8), torch.randn(10, 8), torch.rand(10)
+    target = TargetView(torch.nn.Embedding(13, 8), torch.randn(13, 8))
+    leaves = [x.clone().requires_grad_() for x in (states, weight)]
+    loss, losses = soft_cross_entropies(*leaves, aims, target, shares, chunk_bytes=4 * 13 * rows_per_chunk)
+    (2 * loss).backward()
+    plain = [x.clone().requires_grad_() for x in (states, weight)]
+    each = F.cross_entropy(F.linear(*plain), target.logits(aims).softmax(-1), reduction="none")
+    (2 * (each * shares).sum()).backward()
+    assert torch.allclose(losses, each.detach(), atol=1e-5) and torch.allclose(loss, (each * shares).sum())
+    assert not losses.requires_grad
+    assert all(torch.allclose(one.grad, other.grad, atol=1e-5) for one, other in zip(leaves, plain))
+
+
+def test_under_autocast_products_are_in_its_type_and_sums_in_float32():
+    torch.manual_seed(0)
+    states, weight, labels = torch.randn(400, 8), torch.randn(13, 8), torch.randint(13, (400,))
+    found = []
+    for on in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (states, weight)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            loss = linear_cross_entropy(*leaves, labels, chunk_bytes=4 * 13 * 50)
+        loss.backward()
+        found.append((loss.detach(), *(leaf.grad for leaf in leaves)))
+    for plain, half in zip(*found):
+        assert half.dtype == torch.float32 and not torch.equal(plain, half)
+        assert float((plain - half).norm() / plain.norm()) < 1e-2
 
 
 def test_the_librarys_kernel_equals_the_chunks():
