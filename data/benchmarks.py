@@ -25,8 +25,12 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)%.])[-−])?[$€£]?(?:(?<=[$€£])[-−])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
 )
-# `#### 42`, not the heading of a step: `#### Step 2`, `#### 2. Total`
-_MARKED = re.compile(rf"####[\s*]*((?>{_NUMBER.pattern}))(?![.):]\s*[^\W\d])")
+# `#### 42`, `#### Answer: **$42**`; not the heading of a step: `#### Step 2`, `#### 2. Total`
+_MARKED = re.compile(
+    r"####[ \t]*(?:(?:the )?(?:final )?answer(?: is)?:?)?(?:[\s*_`$\\]|boxed\{)*"
+    rf"((?>{_NUMBER.pattern}))(?![.):][ \t]*[^\W\d])",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
     With a mask, CUDA has grouped heads in its math kernel only, which writes all scores: there the keys are repeated.
     """
-    if mask is not None and queries.is_cuda:
+    if mask is not None and queries.is_cuda and queries.shape[1] != keys.shape[1]:
         keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (keys, values))
     return F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, enable_gqa=queries.shape[1] != keys.shape[1]

@@ -151,7 +151,7 @@ class CTCHead(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
-        The first block starts as the target's last layer where it has the same parts and adds no more than twice the
+        The first block starts as the target's last layer where that is a Llama's and adds no more than twice the
         size of h; a layer adds what fits its residual stream, which can be fifty times larger than h. The queries start
         as large as a hidden state, so that frames differ from the first step on. The blank's bias is the mean
         log-normaliser of the target's logits at frames that see each other only.

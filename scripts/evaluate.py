@@ -113,7 +113,8 @@ def decode_and_judge(
 def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
     """What an evaluation measures: an interrupted one goes on only if all of it is the same."""
     paths = {Path(word) for text in options.drafters for word in re.split("[=:+,]", text) if word}
-    inside = [file for path in paths if path.is_dir() for file in path.iterdir() if file.is_file()]
+    loaded = [path for path in paths if (path / "config.json").is_file() or (path / "datastore.json").is_file()]
+    inside = [file for path in loaded for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".npy")]
     files = sorted({*inside, *(path for path in paths if path.is_file())})
     described = describe_run(options, target)
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}

@@ -122,8 +122,6 @@ class TrainingOptions:
             self.load_best_model_at_end, self.metric_for_best_model = True, "eval_loss"
             self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.logging_steps
         accelerator: dict[str, Any] = {}
-        if self.tokens_per_batch:
-            accelerator["even_batches"] = False  # their numbers of rows differ
         if self.deepspeed:
             check_build_locks()
         self.remove_unused_columns = False
@@ -142,6 +140,8 @@ class TrainingOptions:
         given = json.loads(given) if isinstance(given, str) and given.startswith("{") else given
         self.accelerator_config = {**given, **accelerator} if isinstance(given, dict) else given
         super().__post_init__()  # type: ignore[misc]
+        if self.tokens_per_batch:
+            self.accelerator_config.even_batches = False  # their numbers of rows differ
         if self.n_gpu > 1:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
 

@@ -189,7 +189,7 @@ def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any],
             }
             for part in data
         ],
-        "steps": (trainer.args.patience and trainer.state.best_global_step) or trainer.state.global_step,
+        "steps": (trainer.args.load_best_model_at_end and trainer.state.best_global_step) or trainer.state.global_step,
         "minutes": round(trainer.clock.elapsed, 2),
         "metrics": metrics,
         "target_licence": target_licence(run.target),

@@ -47,7 +47,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         defaults, taken = recipe_defaults(head_config.kind, known, parser)
         if known.max_steps is not None or known.num_train_epochs is not None:
             defaults.pop("max_minutes", None)  # the schedule ends with the steps asked for
-        elif known.max_minutes:
+        elif known.max_minutes and not defaults.get("max_minutes"):
             defaults |= {"max_steps": -1, "num_train_epochs": 1e6}  # it ends with the time
         parser.set_defaults(**defaults)
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)

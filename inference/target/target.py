@@ -87,7 +87,8 @@ class Target:
         self.architecture = Architecture.of(self.config, self.decoder, self.name)
         self.layer_types, self.window = self.architecture.layer_types, self.architecture.window
         self.modules = ModuleDecoder(self.decoder, self.config, self.architecture, self.dtype)
-        self.layer_devices = [next(x.parameters()).device for x in self.modules.layers or ()]
+        weights = (next(layer.parameters(), self.embedding.weight) for layer in self.modules.layers or ())
+        self.layer_devices = [weight.device for weight in weights]
         if self.device.type != "meta" and any(device.type == "meta" for device in self.layer_devices):
             raise ValueError(
                 f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
@@ -97,6 +98,7 @@ class Target:
         if self.device.type == "cuda":  # for the whole process: sums are not to be rounded on the way
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every size of tree and text
         self._fused: FusedDecoder | None = None
         self._modules_only = True  # the probe asks the modules
         if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):

@@ -82,7 +82,8 @@ def random_target(options: argparse.Namespace) -> Target:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     shape = SHAPES[options.shape] | ({"num_hidden_layers": options.layers} if options.layers else {})
-    config = AutoConfig.for_model("llama", **shape, max_position_embeddings=4096)
+    # weights as small as a wide model's: larger ones make its logits noisier in half precision than a trained one's
+    config = AutoConfig.for_model("llama", **shape, max_position_embeddings=4096, initializer_range=0.01)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return configure_target(Target(model, name=f"random {options.shape}"), options)
@@ -175,6 +176,7 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
 
     def step(nodes: int) -> Callable[[], Any]:
         engine = DecodingEngine(target, FullTrees(nodes, target.device))
+        verify = engine._verify or engine._verify_step
         cache = target.new_cache(len(text) + 2 * max(NODES))
         engine._end.fill_(len(text) + max(NODES))
         target.prefill(torch.tensor(text, device=target.device), cache)
@@ -183,7 +185,7 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
 
         def run() -> None:
             cache.lengths.fill_(len(text))
-            engine._verify(base, tree, cache, engine._end, None, None)
+            verify(base, tree, cache, engine._end, None, None)
 
         return run
 

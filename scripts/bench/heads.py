@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -192,7 +191,8 @@ class Comparison:
             heads = [load_head(self.runs()[name][1] / "head") for name in names]
             known = [head.provenance for head in heads]
             row: dict[str, Any] = {"head": arm.name, "steps": known[0]["steps"]}
-            row["simulated_beta"] = mean([one["metrics"].get("eval_simulated_beta", math.nan) for one in known])
+            simulated = [one["metrics"].get("eval_simulated_beta") for one in known]
+            row["simulated_beta"] = None if None in simulated else mean(simulated)
             for variant in VARIANTS:
                 for benchmark in decoded["vanilla"]:
                     betas = [decoded[name + variant][benchmark]["beta"] for name in names]
@@ -222,7 +222,8 @@ def table(rows: list[dict[str, Any]], benchmarks: list[str]) -> str:
 
     cells = [
         [
-            *(row["head"], f"{row['steps']:,}", f"{row['simulated_beta']:.2f}"),
+            *(row["head"], f"{row['steps']:,}"),
+            "–" if row["simulated_beta"] is None else f"{row['simulated_beta']:.2f}",
             *(betas(row, variant) for variant in VARIANTS),
             " ".join(f"{value:.2f}" for value in row["accuracy"]),
             *(f"{row['draft_share']:.2f}", f"{row['parameters'] / 1e6:.1f}M", f"{row['bytes_read'] / 2**20:.0f} MiB"),

@@ -102,6 +102,12 @@ def test_empty_file_is_an_error_and_ids_count_from_0(tmp_path):
         ("#### Step 2: Total\n7 + 5 = **12**", "12"),
         ("#### 2. Total\nThat is 12.", "12"),
         ("#### **42**", "42"),
+        ("#### 42.\nShe has 7 apples and 3 pears", "42"),
+        ("#### 18.\n\nQuestion: Tom has 5 apples", "18"),
+        ("#### The answer is 42\nNote 7", "42"),
+        ("#### Answer: 42\nNote 7", "42"),
+        ("#### \\boxed{42} since 7", "42"),
+        ("#### -$7\nNote 8", "-7"),
         ("That is \\$1{,}234", "1234"),
     ],
 )

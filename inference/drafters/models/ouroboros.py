@@ -140,7 +140,7 @@ class OuroborosDrafter(DraftModelDrafter):
 
     def findings(self) -> dict[str, Any]:
         """Tokens per forward of the draft model, and the number of phrases."""
-        return {**super().findings(), "phrases": len(self.pool)}
+        return {**super().findings(), "phrases": float(len(self.pool))}  # of now: not added up
 
 
 def agreement(phrase: Phrase, choices: list[int]) -> int:
