@@ -2,8 +2,8 @@
 
     scripts/bench/gpu.sh [OUTPUT.json]
 
-- every drafter on small random targets in float32, graphs on and off, against transformers' `generate`; where drafting
-  is the device's, every tensor of a step must lie there;
+- every drafter on small random targets in float32, some in bfloat16, graphs on and off, against transformers'
+  `generate`; where drafting is the device's, every tensor of a step must lie there;
 - for each of `--shapes`, in bfloat16 behind `--prompt_tokens` of text: the plain step against the time its weights take
   to read at the measured bandwidth; trees of 8 … 64 nodes, each head's step, n-grams and a hybrid over the plain step;
   what drafting alone takes; captured against eager steps, both tree attentions, transformers' `generate`; γ and η of
@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -98,14 +98,19 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
-def correctness(device: torch.device, name: str) -> dict[str, Any]:
-    """Counts of answers over a small random target in float32: graphs on and off must both give `generate`'s."""
+def correctness(
+    device: torch.device, name: str, drafters: Sequence[str] = CHECKED, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Counts of answers over a small random target: graphs on and off must both give `generate`'s.
+
+    In half precision near ties may differ.
+    """
     found: dict[str, Any] = {}
     torch.manual_seed(0)
-    target = Target(RANDOM_TARGETS[name]().to(device), name=name)
+    target = Target(RANDOM_TARGETS[name]().to(device, dtype), name=name)
     texts, settings = make_prompts(target, 4), GenerationSettings(48, eos_token_ids=())
     oracle = Oracle(target, settings)
-    for words in ("vanilla", *CHECKED):
+    for words in ("vanilla", *drafters):
         for graphs in (True, False):
             try:
                 engine = DecodingEngine(target, build(target, words, 12))
@@ -262,6 +267,16 @@ class Steps:
             self.target.attend("masked")
         return ratio(*map(list, zip(*pairs)))
 
+    def kernels(self, nodes: int) -> dict[str, list[int]]:
+        """The operations that take most of an answer's time: how often each ran, its own microseconds."""
+        engine = self.engine(FullTrees(nodes, self.device))
+        self.run(engine)
+        with torch.profiler.profile() as profile:
+            self.run(engine)
+        own = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        ranked = sorted(profile.key_averages(), key=lambda event: -getattr(event, own))
+        return {event.key: [event.count, round(getattr(event, own))] for event in ranked[:15]}
+
     def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Name and work of everything that is measured, the most important first."""
         yield "plain step", self.plain_step
@@ -276,6 +291,8 @@ class Steps:
         for name, nodes in (("plain eager", 0), ("32 nodes eager", 32)):
             trees = FullTrees(nodes, self.device)
             yield name, lambda trees=trees: self.beside_plain(self.engine(trees, graphs=False))
+        yield "kernels of plain steps", partial(self.kernels, 0)
+        yield "kernels of 32 nodes", partial(self.kernels, 32)
         yield "hf generate", self.hf_generate
         yield "flex over masked", self.flex
 
@@ -370,8 +387,12 @@ def run() -> bool:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     parts = Parts(args.output, device, args.seconds)
     wrong = []
-    for name in args.targets:
-        answers = parts.run(f"correctness {name}", partial(correctness, device, name)) or {}
+    checks = {name: partial(correctness, device, name) for name in args.targets}
+    if args.targets:
+        name, half = args.targets[0], ("ctc:head", "eagle3:head", "ngram")
+        checks[f"{name} bfloat16"] = partial(correctness, device, name, half, torch.bfloat16)
+    for name, check in checks.items():
+        answers = parts.run(f"correctness {name}", check) or {}
         bad = [words for words, counts in answers.items() if counts["unexplained"] or counts["elsewhere"]]
         print(f"{name}: answers of {len(answers)} engines; {', '.join(bad) or 'none'} differ or leave the device")
         wrong += bad
@@ -384,7 +405,8 @@ def run() -> bool:
         steps, found = Steps(made[0], args), {}
         for name, work in steps.parts():
             found[name] = parts.run(f"{shape}: {name}", work) or {}
-        rows = {name: value.get("over_plain_step", value) for name, value in found.items() if name != "plain step"}
+        listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
+        rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
         Console().print(table({f"{shape}, over the plain step:": {name: row for name, row in rows.items() if row}}))
         print(found["plain step"], found["ctc scripted"])
         del steps, work

@@ -35,6 +35,8 @@ def test_every_part_runs(tmp_path, monkeypatch):
     assert found["1b: hf generate"]["median"] > 0 and found["1b: drafting hydra"]["median"] > 0
     assert 3 < found["1b: ctc scripted"]["beta"] < 4  # measured over the steps that were timed
     assert found["1b: training"]["tokens_per_second"] > 0
+    assert found["correctness llama bfloat16"]["eagle3:head"]["unexplained"] == 0
+    assert all(count > 0 for count, _ in found["1b: kernels of 32 nodes"].values())
 
 
 def test_what_fails_is_named_and_stops_nothing_else(tmp_path, monkeypatch):
@@ -49,7 +51,7 @@ def test_what_fails_is_named_and_stops_nothing_else(tmp_path, monkeypatch):
     assert "planted" in found["failed"]["1b: 8 nodes"] and found["1b: plain step"] and "1b: last" in found
 
     sound, found = rehearse(tmp_path, monkeypatch, "--targets", "llama", "--seconds", "0")
-    assert not sound and found["no_time"] == ["correctness llama", "1b: target"]
+    assert not sound and found["no_time"] == ["correctness llama", "correctness llama bfloat16", "1b: target"]
 
 
 def test_a_tensor_off_the_device_is_found():
