@@ -80,7 +80,10 @@ class AnswerServer:
         answers: dict[int, Answer] = {}
         try:
             while len(answers) < len(prompts):
-                number, answer = done.get()
+                try:
+                    number, answer = done.get(timeout=1)
+                except Empty:  # a Ctrl-C that came just before the wait is noticed here
+                    continue
                 if isinstance(answer, Exception):
                     raise answer
                 answers[number] = answer

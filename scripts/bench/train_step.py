@@ -78,12 +78,21 @@ def plain_soft_cross_entropy(
     return F.cross_entropy(F.linear(states, weight, bias).float(), wanted, reduction="sum")
 
 
+def plain_soft_cross_entropies(
+    states: Tensor, weight: Tensor, hidden: Tensor, target: Any, row_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    wanted = target.logits(hidden).float().softmax(-1)
+    losses = F.cross_entropy(F.linear(states, weight).float(), wanted, reduction="none")
+    return (losses * row_weights).sum(), losses.detach()
+
+
 PLAIN = [
     (ctc, "ctc_loss_fused", plain_ctc),
     (ctc, "anchor_attention", partial(attention.dense_anchor_attention, anchors_per_chunk=10**9)),
     (chimera, "anchor_attention", partial(attention.dense_anchor_attention, anchors_per_chunk=10**9)),
     *((module, "linear_cross_entropy", plain_cross_entropy) for module in (chimera, medusa, hydra)),
-    *((module, "soft_cross_entropy", plain_soft_cross_entropy) for module in (hydra, eagle3)),
+    (hydra, "soft_cross_entropy", plain_soft_cross_entropy),
+    (eagle3, "soft_cross_entropies", plain_soft_cross_entropies),
 ]
 
 

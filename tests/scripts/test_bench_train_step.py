@@ -26,6 +26,9 @@ def test_the_plain_cross_entropies_are_the_chunked_ones():
     target = SimpleNamespace(logits=lambda hidden: F.linear(hidden, weight), lm_head_weight=weight)
     given = states, weight, torch.randn(5, 8), target, bias
     assert torch.allclose(losses.soft_cross_entropy(*given), train_step.plain_soft_cross_entropy(*given), atol=1e-4)
+    given = *given[:-1], torch.rand(5)
+    pairs = zip(losses.soft_cross_entropies(*given), train_step.plain_soft_cross_entropies(*given))
+    assert all(torch.allclose(ours, plain, atol=1e-4) for ours, plain in pairs)
 
 
 def test_what_is_replaced_comes_back():
