@@ -128,7 +128,7 @@ def test_ten_architectures_loaded_from_folders_answer_as_generate():
         "deepseek_v3",
     ]
     for row, holds in check_all([*names, "gemma3"]):
-        assert holds and row.count("2 of 2 identical") == 2, row
+        assert holds and row.count("2 of 2, β") == 2, row
 
 
 def test_where_only_the_cache_of_generate_has_a_window_texts_end_at_it():
