@@ -38,3 +38,9 @@ def model_class(config: Any) -> Any:
     causal = type(config) in AutoModelForCausalLM._model_mapping
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if multimodal and not causal else AutoModelForCausalLM
+
+
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a model's config: one for all layers, or one per layer type."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    return [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]

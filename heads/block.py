@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draft_heads.data.pretrained import rope_settings
 from draft_heads.heads.config import HeadConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,8 +73,7 @@ def _unlike_llama(layer: Any, head_dim: int) -> list[str]:
 
 def scaled_rotation(layer: nn.Module) -> list[str]:
     """The types of rotary positions that a target's layer has and this block has not: llama3, linear, yarn …"""
-    ropes = getattr(getattr(layer.self_attn, "config", None), "rope_parameters", None) or {}
-    given = (rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict))  # one for all layers, or one a type
+    given = rope_settings(getattr(layer.self_attn, "config", None))
     return sorted({rope.get("rope_type", "default") for rope in given} - {"default"})
 
 

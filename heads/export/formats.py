@@ -128,9 +128,8 @@ def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
     try:
         if found[0].suffix == ".safetensors":
             return load_file(found[0])
-        loaded: dict[str, Tensor] = torch.load(
-            found[0], map_location="cpu", weights_only=True
-        )  # public heads; tensors only
+        # public heads; weights_only: no code in the file is run
+        loaded: dict[str, Tensor] = torch.load(found[0], map_location="cpu", weights_only=True)
         return loaded
     except (SafetensorError, OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{found[0]} cannot be read: it was cut short or holds no tensors; copy it again") from error

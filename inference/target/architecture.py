@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.pretrained import rope_settings
+
 logger = logging.getLogger(__name__)
 
 
@@ -66,9 +68,8 @@ def _positions(config: Any, name: str) -> int:
     """`max_position_embeddings`; of long-rope models the length at which rotary frequencies change, because those of a
     longer text are others at every position and cached keys keep the old ones."""
     positions = int(getattr(config, "max_position_embeddings", 2**31))
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # one for all layers, or one per layer type
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+    for rope in rope_settings(config):
+        if rope.get("rope_type") == "longrope":
             positions = min(positions, int(rope["original_max_position_embeddings"]))
             logger.info(f"{name} has other rotary frequencies behind {positions} tokens: texts end there")
     return positions

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from draft_heads.data.pretrained import rope_settings
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention, behind_text, masks_by_layer_type
@@ -146,8 +147,7 @@ class FusedDecoder:
         decoder, lm_head = model.get_decoder(), model.get_output_embeddings()
         if decoder.config.model_type not in ARCHITECTURES:
             return False
-        ropes = getattr(decoder.config, "rope_parameters", None) or {}
-        kinds = {rope.get("rope_type", "default") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
+        kinds = {rope.get("rope_type", "default") for rope in rope_settings(decoder.config)}
         frequencies = [buffer for name, buffer in decoder.rotary_emb.named_buffers() if name.endswith("inv_freq")]
         weights = {(p.device, p.dtype, type(p.data)) for module in (decoder, lm_head) for p in module.parameters()}
         return (

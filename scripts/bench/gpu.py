@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,106 +36,23 @@ from draft_heads.data.config_file import exit_status
 import torch
 import yaml
 from rich.console import Console
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from draft_heads.data.options import add_threads, option_names
-from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import HEADS, head_classes
-from draft_heads.heads.config import target_sizes
+from draft_heads.data.options import add_threads
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
-from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, correctness
 from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, prompts, random_target, ratio, table
 from draft_heads.scripts.bench.scripted import ScriptedEngine
-from draft_heads.scripts.checks.lossless_matrix import FREE, RANDOM_TARGETS, make_prompts, untrained_head
+from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.options import RECIPES, SHAPES, peak_flops
 
 NODES = (8, 16, 32, 64)  # trees of one node are padded to 8
 ACCEPTED = 3.6  # tokens a step of a CTC head in its paper
-HEAD_WORDS = tuple(f"{kind}:head" for kind in sorted(HEADS))
 TIMED = (*HEAD_WORDS, "ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
-CHECKED = (
-    *(*HEAD_WORDS, *(f"{words},tree=chain" for words in HEAD_WORDS), "ctc:head,tree=raw", "ctc:head,tree=plain"),
-    *(*FREE.values(), "medusa:head+ngram", "ctc:head+ngram", "hydra:head+lookahead,n=4,w=4"),
-)
-
-
-def build(target: Target, words: str, nodes: int) -> Drafter:
-    """A drafter from the words of a command line: untrained heads of the 8B recipes' settings, scaled to the target,
-    and as a draft model the target itself, which always agrees."""
-    made = DrafterBuilder(target, nodes)
-
-    def head(kind: str, path: str = "") -> DraftHead:
-        if target.vocab_size < 1000:
-            return untrained_head(target, kind).to(target.device).eval()
-        head_type, config_type = head_classes(kind)
-        recipe = yaml.safe_load((RECIPES / kind / "8b.yaml").read_text())
-        settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
-        with torch.device(target.device):
-            return head_type(config_type(**target_sizes(target.config), **settings)).to(target.dtype).eval()
-
-    made.head, made.draft_model = head, lambda kind, path: target  # type: ignore[method-assign]
-    return made.build(DrafterSpec.parse("drafter=" + words.format(nodes=nodes, columns=min(nodes, 8))))
-
-
-class OnDevice(TorchDispatchMode):
-    """Collects the operations that have a tensor on another device than this one."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device, self.elsewhere = device, set[str]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if any(isinstance(x, torch.Tensor) and x.device.type != self.device.type for x in tree_leaves((args, result))):
-            self.elsewhere.add(str(function))
-        return result
-
-
-def correctness(
-    device: torch.device, name: str, drafters: Sequence[str] = CHECKED, dtype: torch.dtype = torch.float32
-) -> dict[str, Any]:
-    """Counts of answers over a small random target: graphs on and off must both give `generate`'s.
-
-    In half precision near ties may differ.
-    """
-    found: dict[str, Any] = {}
-    torch.manual_seed(0)
-    target = Target(RANDOM_TARGETS[name]().to(device, dtype), name=name)
-    texts, settings = make_prompts(target, 4), GenerationSettings(48, eos_token_ids=())
-    oracle = Oracle(target, settings)
-    for words in ("vanilla", *drafters):
-        for graphs in (True, False):
-            try:
-                engine = DecodingEngine(target, build(target, words, 12))
-                if not graphs:
-                    engine._captured = None
-                turns = [(text, engine.generate(text, settings).tokens) for text in texts]
-                counts = judge_all(oracle, turns).as_dict()
-                counts["elsewhere"] = _elsewhere(engine, texts[0]) if engine.ahead and not graphs else []
-            except Exception:  # the other drafters are still tried
-                counts = {"unexplained": len(texts), "elsewhere": [], "failed": traceback.format_exc()}
-            found[f"{words}{', graphs' if graphs else ''}"] = counts
-    return found
-
-
-def _elsewhere(engine: DecodingEngine, text: list[int]) -> list[str]:
-    """Operations of the engine's steps with tensors that do not lie on its device, over a short answer."""
-    step, watching = engine._step, OnDevice(engine.target.device)
-
-    def watched(*arguments: Any) -> Any:
-        with watching:
-            return step(*arguments)
-
-    engine._step = watched  # type: ignore[method-assign]
-    engine.generate(text, GenerationSettings(8, eos_token_ids=()))
-    return sorted(watching.elsewhere)
 
 
 def bandwidth(device: torch.device) -> float:

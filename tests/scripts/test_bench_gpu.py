@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_heads.scripts.bench import decode, gpu
+from draft_heads.scripts.bench import answers_on_gpu, decode, gpu
 from draft_heads.train.options import SHAPES
 
 TINY = {**SHAPES["8b"], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -29,7 +29,7 @@ def rehearse(tmp_path, monkeypatch, *more):
 def test_every_part_runs(tmp_path, monkeypatch):
     sound, found = rehearse(tmp_path, monkeypatch, "--targets", "llama")
     assert sound and not found["failed"] and not found["no_time"]
-    assert len(found["correctness llama"]) == 2 * (1 + len(gpu.CHECKED))
+    assert len(found["correctness llama"]) == 2 * (1 + len(answers_on_gpu.CHECKED))
     for name in ("8 nodes", "64 nodes", "chimera", "ctc+ngram", "plain eager", "ctc scripted"):
         assert found[f"1b: {name}"]["over_plain_step"]["median"] > 0
     assert found["1b: hf generate"]["median"] > 0 and found["1b: drafting hydra"]["median"] > 0
@@ -55,7 +55,7 @@ def test_what_fails_is_named_and_stops_nothing_else(tmp_path, monkeypatch):
 
 
 def test_a_tensor_off_the_device_is_found():
-    watching = gpu.OnDevice(torch.device("meta"))
+    watching = answers_on_gpu.OnDevice(torch.device("meta"))
     with watching:
         torch.ones(2, device="meta") + torch.ones(2, device="meta")
         assert not watching.elsewhere
