@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
 
 from draft_heads.data.rendering import render_prompt
 from draft_heads.heads.base import Rows
@@ -18,7 +16,7 @@ from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.generation import ContextError, GenerationSettings, TextPieces
+from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.step import verify_step
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
@@ -330,38 +328,6 @@ def test_an_answer_ends_with_the_targets_own_end_tokens_unless_told_otherwise(ti
     engine = DecodingEngine(tiny_target, VanillaDrafter())
     assert engine.generate("Name a fruit.").finish_reason == "eos"
     assert engine.generate("Name a fruit.", GenerationSettings(eos_token_ids=())).finish_reason == "length"
-
-
-def test_streamed_text_holds_back_a_character_that_is_not_whole(tiny_target):
-    tokens, before, after = (
-        tiny_target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("tea 🙂é", "tea ", "tea 🙂")
-    )
-    smile = range(len(before), len(after))
-    assert len(smile) > 2  # the embedded tokenizer has no token for it
-    pieces = TextPieces(tiny_target.tokenizer)
-    shown = [pieces.add([token]) for token in tokens]
-    assert "".join(shown) == "tea 🙂é" and pieces.end() == ""
-    assert [shown[place] for place in smile] == [""] * (len(smile) - 1) + ["🙂"]
-    broken = TextPieces(tiny_target.tokenizer)
-    assert broken.add(tokens[: smile[-1]]) == "tea " and broken.end() == "\ufffd"
-
-
-def test_bytes_that_are_no_text_are_streamed_too():
-    names = ["<unk>", "\u2581a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]  # as Llama 2 has them
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-    def streamed(*shown):
-        pieces = TextPieces(fast)
-        return "".join(pieces.add([names.index(name)]) for name in shown) + pieces.end()
-
-    assert streamed("\u2581a", "<0xC3>", "<0xA9>", "b", "\u2581a") == "aéb a"
-    assert streamed("<0x0A>", "<0xE4>", "b", "\u2581a") == "\n\ufffdb a"
-    assert streamed("<0xC3>", "<0xA9>", "<0xE4>", "b").endswith("b")
-    assert streamed("\u2581a", "<0xE4>") == "a\ufffd"
 
 
 def test_a_cache_is_freed_as_soon_as_nobody_holds_it(tiny_target):
