@@ -1,7 +1,5 @@
 """The engine: exact stops, exact contexts, and the drafter's tensors inside it against the training forward."""
 
-import gc
-import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import torch
 
 from draft_heads.data.rendering import render_prompt
 from draft_heads.heads.base import Rows
-from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
@@ -328,39 +325,6 @@ def test_an_answer_ends_with_the_targets_own_end_tokens_unless_told_otherwise(ti
     engine = DecodingEngine(tiny_target, VanillaDrafter())
     assert engine.generate("Name a fruit.").finish_reason == "eos"
     assert engine.generate("Name a fruit.", GenerationSettings(eos_token_ids=())).finish_reason == "length"
-
-
-def test_a_cache_is_freed_as_soon_as_nobody_holds_it(tiny_target):
-    engine = DecodingEngine(tiny_target, VanillaDrafter())
-    batch = BatchEngine(tiny_target, VanillaDrafter, 2)
-    gc.collect()
-    gc.disable()
-    try:
-        engine.generate("Name a fruit.", GenerationSettings(8))
-        cache, its_engine = weakref.ref(engine._cache), weakref.ref(engine)
-        engine.generate([5] * 400, GenerationSettings(8))
-        assert cache() is None
-        made, new = [], tiny_target.new_cache
-
-        def new_cache(*arguments):
-            made.append(weakref.ref(cache := new(*arguments)))
-            return cache
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tiny_target, "new_cache", new_cache)
-            batch.generate([[5, 6], [7]], GenerationSettings(4))
-        assert len(made) == 2 and not any(cache() for cache in made)
-        del engine
-        assert its_engine() is None
-    finally:
-        gc.enable()
-
-
-def test_weights_stay_trainable_after_decoding():
-    target = load_target("qwen3", torch.float64)
-    DecodingEngine(target, VanillaDrafter()).generate([5, 6], GenerationSettings(4))
-    assert target.fused is not None
-    target.model.requires_grad_(True)
 
 
 def test_the_lines_of_the_guide_run(tiny_target, tmp_path, capsys):
