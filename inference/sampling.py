@@ -53,9 +53,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
+        if not 1e-99 < self.temperature < float("inf"):  # logits over less would be infinite
             raise ValueError(
-                f"--temperature must be above 0 to sample; got {self.temperature:g}; leave it out for greedy decoding"
+                f"--temperature must be above 1e-99 to sample; got {self.temperature:g}; leave it out for greedy "
+                "decoding"
             )
         if self.top_k < 0:
             raise ValueError(f"--top_k must be 0 (all tokens) or more; got {self.top_k}")
