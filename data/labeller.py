@@ -42,10 +42,6 @@ class Labeller(Protocol):
         """Tokens that end an answer, ascending; decoding stops at the same ones."""
 
     @property
-    def pad_token_id(self) -> int:
-        """What fills the padding, which is masked."""
-
-    @property
     def max_positions(self) -> int:
         """How many tokens fit, prompt and answer together."""
 

@@ -207,8 +207,9 @@ def load_distilled(path: str) -> DistilledDataset:
         raise ValueError(
             f"{path} is not complete ({done} shards written); run the same scripts/distill.py command again"
         )
-    for shard in manifest["shards"]:
-        if wrong := _damage(folder, shard):
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    for number, shard in enumerate(manifest["shards"]):  # each process reads its share; one that fails ends them all
+        if wrong := _damage(folder, shard, read=number % ranks == rank):
             raise ValueError(
                 f"{folder / shard['file']} {wrong}; the same scripts/distill.py command makes this shard again"
             )
@@ -220,15 +221,18 @@ def load_distilled(path: str) -> DistilledDataset:
     )
 
 
-def _damage(folder: Path, shard: dict[str, Any]) -> str | None:
-    """What is wrong with the file of a shard, None for nothing; older manifests have no checksum to compare."""
+def _damage(folder: Path, shard: dict[str, Any], read: bool = True) -> str | None:
+    """What is wrong with the file of a shard, None for nothing; older manifests have no checksum to compare.
+
+    read: whether its content is read for that; its size is always compared.
+    """
     path = folder / shard["file"]
     if not path.is_file():
         return "is missing"
     status = path.stat()
     if status.st_size != shard["bytes"]:
         return f"has {status.st_size} bytes instead of {shard['bytes']}"
-    if "xxh3" in shard and _checksum(path, status.st_mtime_ns) != shard["xxh3"]:
+    if read and "xxh3" in shard and _checksum(path, status.st_mtime_ns) != shard["xxh3"]:
         return "has other content than was written (its checksum differs)"
     return None
 

@@ -138,7 +138,7 @@ def select_windows(
     real = torch.where(segment_ids > 0, input_ids, -1)  # padding must not change a row's anchors
     score = torch.where(valid, anchor_scores(real, seed) + 1, 0)
     sampled = valid if anchors_each == 0 else valid & (rank_in_segment(score, segment_ids) < anchors_each)
-    take = int(sampled.sum(-1).max())
+    take = max(1, int(sampled.sum(-1).max()))  # with one that is not valid a batch without any has the same graph
     chosen = (score * sampled).topk(take, dim=-1).indices
     anchors = chosen.sort(-1).values
     picked = sampled.gather(1, anchors)

@@ -6,7 +6,9 @@ next step runs. Drafters that synchronise more often set `Drafter.on_device` to 
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -38,10 +40,14 @@ from draft_heads.inference.tree import DraftTree
 from draft_heads.inference.verify import Accept, TypicalAcceptance, accept_exact
 
 logger = logging.getLogger(__name__)
+ONE_TEXT = "make an engine for each of them, on the same target"
 
 
 class DecodingEngine:
-    """Decodes one sequence at a time with one drafter; keeps its cache's memory between prompts."""
+    """Decodes one sequence at a time with one drafter; keeps its cache's memory between prompts.
+
+    Texts of several engines may take turns; a second one in the same engine ends the first with a RuntimeError.
+    """
 
     reserved = 8192
     """Positions of a cache whose address compiled programs or CUDA graphs hold; a longer text doubles it."""
@@ -64,6 +70,7 @@ class DecodingEngine:
         self._accept: Accept = accept_exact
         self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
         self._cache: KVCache | None = None
+        self._busy, self._text = threading.Lock(), object()  # held within a step; the text that the memory is of
         self._end = torch.zeros((), dtype=torch.long, device=target.device)  # length at which the text must end
         self._warmed_up = False
         self._draft = self._verify = None  # compiled programs, or none: methods of its own would keep an engine alive
@@ -89,15 +96,32 @@ class DecodingEngine:
         yield from self._run(prompt, settings or GenerationSettings(), result or Generation())
 
     def stream_text(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[str]:
-        """As `stream`, in pieces of text of whole characters; special tokens are left out."""
-        pieces = TextPieces(self.target.tokenizer)
-        for tokens in self.stream(prompt, settings):
-            if text := pieces.add(tokens):
+        """As `stream`, in pieces of text of whole characters; special tokens and the end token are left out."""
+        pieces, result = TextPieces(self.target.tokenizer), Generation()
+        for tokens in self.stream(prompt, settings, result):
+            if text := pieces.add(result.shown(tokens)):
                 yield text
         if text := pieces.end():
             yield text
 
     def _run(self, prompt: Prompt, settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
+        """`_steps`; RuntimeError where another text or thread works in this engine's memory."""
+        steps, text = self._steps(prompt, settings, result), object()
+        for begun in itertools.count():
+            if not self._busy.acquire(blocking=False):
+                raise RuntimeError(f"an engine decodes for one thread at a time; {ONE_TEXT}")
+            try:
+                if begun and self._text is not text:
+                    raise RuntimeError(f"another text was begun before this one had ended; {ONE_TEXT}")
+                self._text = text
+                tokens = next(steps, None)
+            finally:
+                self._busy.release()
+            if tokens is None:
+                return
+            yield tokens
+
+    def _steps(self, prompt: Prompt, settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
         ids = prompt_ids(self.target, prompt)
         limit = room(self.target, len(ids), settings.max_new_tokens)
         stopper = Stopper(settings, self.target, limit)

@@ -25,8 +25,10 @@ from transformers import (
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.target.target import Target
+from draft_heads.inference.target.target import TARGET_OF, Target
 
+_READ = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds"}
+_CHANGING_NOTHING = {"use_cache", "cache_position", "logits_to_keep", "cache_implementation"}
 _UNSUPPORTED = (
     "return_dict_in_generate",
     "output_scores",
@@ -53,10 +55,10 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         streamer = _streamer_of_caller()
         check_supported(generation_config, model_kwargs, streamer, len(input_ids))
         if id(model) not in engines:
-            engines[id(model)] = DecodingEngine(Target(model), drafter)
+            engines[id(model)] = DecodingEngine(TARGET_OF.get(id(model)) or Target(model), drafter)
         answers = []
         for row, ids in enumerate(input_ids):
-            padding = 0 if attention_mask is None else int((attention_mask[row] == 0).sum())
+            padding = 0 if attention_mask is None else padding_of(attention_mask[row].tolist())
             rule = _stop_rule(stopping_criteria, ids)  # end tokens are among the criteria
             if row and sampling:
                 sampling = {**sampling, "seed": random_seed()}  # with one for all, equal prompts had equal answers
@@ -123,6 +125,14 @@ def sampling_options(config: Any, processors: LogitsProcessorList) -> dict[str, 
     return {"temperature": 1.0, **options, "seed": random_seed()}
 
 
+def padding_of(mask: list[int]) -> int:
+    """How many tokens of padding a row of the attention mask begins with; ValueError for padding elsewhere."""
+    padding = mask.count(0)
+    if 0 in mask[padding:]:
+        raise ValueError("prompts must be padded on the left; got an attention mask with zeros behind ones")
+    return padding
+
+
 def random_seed() -> int:
     """From torch's own generator."""
     return int(torch.randint(2**62, ()))
@@ -135,6 +145,18 @@ def check_supported(config: Any, model_kwargs: dict[str, Any], streamer: Any, se
         raise ValueError(f"drafting returns token ids only; got {', '.join(unsupported)}; leave it out")
     if (config.num_beams or 1) > 1:
         raise ValueError(f"drafting supports one beam; got num_beams={config.num_beams}; set it to 1")
+    given = {name: value for name, value in model_kwargs.items() if value is not None}
+    if unknown := sorted(given.keys() - _READ - _CHANGING_NOTHING):
+        raise ValueError(
+            f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; generate without "
+            "custom_generate"
+        )
+    positions = given.get("position_ids")
+    if positions is not None:
+        mask = given.get("attention_mask", torch.ones_like(positions))  # transformers leaves one of ones out
+        usual = mask.long().cumsum(-1) - 1
+        if positions.shape != usual.shape or not torch.equal(positions[mask != 0], usual[mask != 0]):
+            raise ValueError("drafting counts positions from the first token; got other position_ids; leave them out")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError("drafting starts with an empty cache; got past_key_values that are not empty; leave them out")

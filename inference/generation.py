@@ -90,6 +90,10 @@ class Generation:
         """Target forwards, the prefill included."""
         return len(self.accept_lengths)
 
+    def shown(self, step: list[int]) -> list[int]:
+        """Of the newest step's tokens those that are text: not the one that ended the answer."""
+        return step[:-1] if self.finish_reason == "eos" else step
+
 
 class Clock:
     """Splits wall time into named parts; with a GPU it measures the host, which waits for the GPU in `accept`."""
@@ -198,14 +202,16 @@ class TextPieces:
     Example: of the tokens "a", and two that are two bytes of "🙂" each, the pieces are "a", "" and "🙂".
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """ValueError without a fast tokenizer."""
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+        """before: tokens of the text that the answer goes on with, whose first space would else be dropped by some
+        tokenizers. ValueError without a fast tokenizer."""
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("streamed text needs a fast tokenizer; the target has none; use `stream` for tokens")
         self._tokenizer = tokenizer.backend_tokenizer
         # the last piece's tokens, on which the text behind them may depend, and those that are held back
-        self._tokens: list[int] = []
-        self._shown = 0  # how many of them are the last piece's
+        whole = not self._tokenizer.decode(list(before[-8:])).endswith("\ufffd")
+        self._tokens = list(before[-8:]) if whole else []
+        self._shown = len(self._tokens)  # how many of them are the last piece's
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""

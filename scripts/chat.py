@@ -125,7 +125,7 @@ class Chat:
         try:
             for tokens in steps:
                 drafted = [source >= 0 for source in result.sources[len(result.sources) - len(tokens) :]]
-                parts = [(pieces.add([token]), own) for token, own in zip(tokens, drafted)]
+                parts = [(pieces.add([token]), own) for token, own in zip(result.shown(tokens), drafted)]
                 if result.finish_reason:
                     parts.append((pieces.end(), False))
                 text += "".join(part for part, _ in parts)

@@ -40,7 +40,10 @@ def run() -> bool:
     head = load_head(args.head)
     check_kind(head, args.format)
     name = args.target or head.config.target
-    target = load_config(name).get_text_config(decoder=True)
+    whole = load_config(name)
+    target = whole.get_text_config(decoder=True)
+    for stated in ("dtype", "architectures"):  # multimodal checkpoints state them for the whole model only
+        setattr(target, stated, getattr(target, stated, None) or getattr(whole, stated, None))
     made_for = head.config.target_fingerprint
     different = [
         f"{size} {made_for[size]} against {getattr(target, size, None)}"

@@ -125,6 +125,11 @@ class TrainingOptions:
         if self.deepspeed:
             check_build_locks()
         self.remove_unused_columns = False
+        self.logging_nan_inf_filter = (
+            False  # the host would wait for every step; losses are checked where they are logged
+        )
+        if self.ddp_find_unused_parameters is None:
+            self.ddp_find_unused_parameters = False  # every parameter has a gradient in every step
         self.label_names = []  # type: ignore[var-annotated]
         on_cpu = not torch.accelerator.is_available()
         if on_cpu and not self.deepspeed:

@@ -120,7 +120,7 @@ class DraftHeadTrainer(Trainer):
             return head
         with sharded.whole(head.parameters()):
             state = {name: value.detach().clone() for name, value in head.state_dict().items()}
-        copied = type(head)(head.config).to(self.args.device)
+        copied = type(head)(head.config).to(self.args.device, head.dtype)
         copied.load_state_dict(state)
         return copied.train(head.training)
 
@@ -167,7 +167,8 @@ class DraftHeadTrainer(Trainer):
             self._parts[name] = self._parts.get(name, 0) + value
         self._windows = self._windows.to(loss.windows.device) + loss.windows
         windows = loss.windows if num_items_in_batch is None else num_items_in_batch
-        mean = loss.total * self.args.world_size / max(float(windows), 1.0)  # DDP averages over processes
+        # DDP averages over processes; the host waits for nothing
+        mean = loss.total * self.args.world_size / torch.as_tensor(windows).clamp(min=1)
         segments = inputs["segment_ids"]
         self._since_log.append((mean.detach(), inputs["input_ids"], segments))
         self._tokens, self._slots = (

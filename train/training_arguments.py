@@ -51,6 +51,11 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
             defaults |= {"max_steps": -1, "num_train_epochs": 1e6}  # it ends with the time
         parser.set_defaults(**defaults)
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        if run.packing and training.tokens_per_batch:
+            raise ValueError(
+                "--packing would fill batches beyond --tokens_per_batch, whose rows are of similar length already; got "
+                f"--packing and --tokens_per_batch {training.tokens_per_batch}; drop the one, or set the other to 0"
+            )
         if not run.dataset:
             raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
         head = {name: getattr(rest, name) for name in option_names(head_config)}

@@ -25,7 +25,7 @@ BLOCK = {
 OUTSIDE = {"fc": "layer_projection", "norm": "norm", "lm_head": "lm_head"}
 ONLY = {
     **{"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "num_hidden_layers": 1, "logit_scale": 1.0},
-    **{"norm_before_residual": False, "partial_rotary_factor": 1.0},
+    **{"norm_before_residual": False, "norm_output": False, "partial_rotary_factor": 1.0},
 }
 """Settings of other heads that this block does not have: their only values here, which are the loaders' defaults."""
 

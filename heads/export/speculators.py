@@ -37,7 +37,6 @@ def write(head: Eagle3Head, target: Any, target_name: str) -> tuple[dict[str, An
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
     """See `formats.Format`."""
     around = {"norm_before_residual": True, **config}  # what a loader takes it for where it is missing
-    sizes = config["transformer_layer_config"] | {
-        name: around.get(name) for name in ("norm_before_residual", "draft_vocab_size")
-    }
+    named = ("norm_before_residual", "norm_output", "draft_vocab_size")
+    sizes = config["transformer_layer_config"] | {name: around.get(name) for name in named}
     return eagle3.assembled(sizes, tensors, "layers.0", config.get("eagle_aux_hidden_state_layer_ids"))

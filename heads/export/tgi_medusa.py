@@ -23,11 +23,6 @@ def _names(heads: int, layers: int) -> dict[str, str]:
 def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """See `formats.Format`. No `architectures`: TGI takes a folder that has them for a whole model."""
     vllm_medusa.check(head)
-    if head.draft_vocab is not None:
-        raise ValueError(
-            f"--format tgi-medusa has no draft vocabulary; this head drafts from {head.config.classes} tokens; use "
-            "--format vllm-medusa, or train without --draft_vocab_size"
-        )
     config = {
         "medusa_num_heads": head.config.heads,
         "medusa_num_layers": head.config.layers,
@@ -36,14 +31,16 @@ def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, An
         "vocab_size": head.config.vocab_size,
         "medusa_fc_bias": True,
     }
-    state = head.state_dict()
-    return config, {theirs: state[ours] for ours, theirs in _names(head.config.heads, head.config.layers).items()}
+    return config, vllm_medusa.tensors_of(head, _names(head.config.heads, head.config.layers))
 
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     """See `formats.Format`; names may begin with `medusa_head.`, as in the published checkpoints."""
     tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
-    layers, heads = config["medusa_num_layers"], 1 + max(int(name.split(".")[0]) for name in tensors)
+    layers, heads = (
+        config["medusa_num_layers"],
+        1 + max(int(name.split(".")[0]) for name in set(tensors) - {"token_map"}),
+    )
     if f"0.{layers}.weight" not in tensors:
         found = ", ".join(sorted(name for name in tensors if name.startswith("0.")))
         raise ValueError(f"medusa_num_layers {layers!r} needs a tensor 0.{layers}.weight; of head 0 there are {found}")

@@ -39,16 +39,30 @@ def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, An
         "model_type": "medusa",
         "hidden_size": head.config.hidden_size,
         "vocab_size": head.config.vocab_size,
-        "truncated_vocab_size": head.config.classes,
+        "truncated_vocab_size": head.config.vocab_size,
         "num_heads": head.config.heads,
         "num_hidden_layers": head.config.layers,
         "original_lm_head": False,
         "medusa_fc_bias": True,
         "base_model_name_or_path": target_name,
     }
+    return config, tensors_of(head, _names(head.config.heads, head.config.layers))
+
+
+def tensors_of(head: MedusaHead, names: dict[str, str]) -> dict[str, Tensor]:
+    """The head's tensors under their names. Engines read vocabulary matrices of all tokens: one that is never drafted
+    gets the mean of the rows of those that are, so its logit is their mean and never the largest. `token_map`, which
+    engines then pass over, tells our reader which those are."""
     state = head.state_dict()
-    tensors = {theirs: state[ours] for ours, theirs in _names(head.config.heads, head.config.layers).items()}
-    return config, tensors if head.draft_vocab is None else {**tensors, "token_map": head.draft_vocab}
+    tensors = {theirs: state[ours] for ours, theirs in names.items()}
+    if head.draft_vocab is None:
+        return tensors
+    for ours, theirs in names.items():
+        if ours.endswith("vocabulary.weight"):
+            whole = state[ours].mean(0).repeat(head.config.vocab_size, 1)
+            whole[head.draft_vocab] = state[ours]
+            tensors[theirs] = whole
+    return {**tensors, "token_map": head.draft_vocab}
 
 
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
@@ -56,7 +70,7 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     layers, hidden, vocabulary = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
     names = _names(config["num_heads"], layers, bool(config.get("original_lm_head")))
     classes, kept = len(tensors.get("token_map", range(vocabulary))), config.get("truncated_vocab_size") or vocabulary
-    if classes != kept:
+    if kept not in (classes, vocabulary):
         raise ValueError(f"truncated_vocab_size {kept} must be the number of tokens that can be drafted, {classes}")
     head = assembled(names, tensors, layers, hidden, vocabulary, bool(config.get("medusa_fc_bias")))
     with torch.no_grad():
@@ -85,6 +99,9 @@ def assembled(
     state = {ours: tensors.get(theirs, torch.zeros(hidden)) for ours, theirs in names.items()}
     if token_map is not None:
         head.set_draft_vocab(token_map)
+        for name, weight in state.items():
+            if name.endswith("vocabulary.weight") and len(weight) > size:
+                state[name] = weight[token_map]
         state["draft_vocab"] = token_map
     head.load_state_dict(state)
     return head.eval()

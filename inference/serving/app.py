@@ -170,7 +170,8 @@ def create_app(
             raise APIError(400, str(error), "invalid_value", error.param) from error
         except (ValueError, ConversationError) as error:
             raise APIError(400, str(error)) from error
-        answers = Answers([(prompt, one) for prompt, n in zip(prompts, settings) for one in n], body.stops, worker)
+        work = [(prompt, one) for prompt, n in zip(prompts, settings) for one in n]
+        answers = Answers(work, body, worker)
         tokens = sum(map(len, prompts))
         try:
             worker.submit(answers.jobs)
@@ -206,7 +207,8 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
+        parts = map(str, first["loc"][1:])
+        where = ".".join(part for part in parts if part != "str" and "[" not in part)  # without types of a union
         message = first["msg"].removeprefix("Value error, ")
         if not where and first["type"] != "value_error":
             message = "the body must be a JSON object, sent with `Content-Type: application/json`"
@@ -227,7 +229,7 @@ def add_error_handlers(app: FastAPI) -> None:
 class Answers:
     """The answers to one request: their jobs, and the pieces that the engine's thread delivers."""
 
-    def __init__(self, work: list[tuple[list[int], Any]], stops: tuple[str, ...], worker: Worker) -> None:
+    def __init__(self, work: list[tuple[list[int], Any]], asked: DecodingRequest, worker: Worker) -> None:
         self._worker, self._started = worker, time.perf_counter()
         self._pieces = [asyncio.Queue[Piece | Exception]() for _ in work]
         loop = asyncio.get_running_loop()
@@ -237,7 +239,7 @@ class Answers:
                 loop.call_soon_threadsafe(queue.put_nowait, piece)
 
         self.jobs = [
-            Job(prompt, settings, stops, partial(deliver, queue))
+            Job(prompt, settings, asked.stops, partial(deliver, queue), asked.continues)
             for (prompt, settings), queue in zip(work, self._pieces)
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from abc import abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -56,6 +56,8 @@ Tokens = Annotated[int, Field(ge=1)]
 class StreamOptions(BaseModel):
     """`include_usage`: a last event with the tokens counted."""
 
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -73,6 +75,8 @@ class DecodingRequest(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    continues: ClassVar[bool] = False
+    """Whether an answer goes on with the text of its prompt."""
 
     model: str
     max_tokens: Tokens | None = None
@@ -123,6 +127,9 @@ class DecodingRequest(BaseModel):
             raise ParameterError(
                 f"{name} must be at most {server.max_new_tokens}, the server's limit; got {tokens}", name
             )
+        if unknown := [token for token in self.stop_token_ids or () if not 0 <= token < target.vocab_size]:
+            told = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}"
+            raise ParameterError(told, "stop_token_ids")
         temperature = server.temperature if self.temperature is None else self.temperature
         ends = tuple({*target.end_token_ids, *(self.stop_token_ids or ())})
         if not temperature:
@@ -173,7 +180,8 @@ class Message(BaseModel):
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return message if self.name is None else {**message, "name": self.name}
 
 
 class ChatRequest(DecodingRequest):
@@ -195,6 +203,8 @@ class ChatRequest(DecodingRequest):
 
 class CompletionRequest(DecodingRequest):
     """`POST /v1/completions`: up to 16 texts, or texts already split into token ids."""
+
+    continues: ClassVar[bool] = True
 
     prompt: str | list[str] | list[int] | list[list[int]]
 

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from draft_heads.inference.engine import DecodingEngine
@@ -45,15 +45,17 @@ class Piece:
 class Job:
     """One answer that a client waits for.
 
-    prompt   token ids
-    stops    texts that end the answer; they are not part of it
-    deliver  receives every piece, or the exception that ended the work; called in the engine's thread
+    prompt     token ids
+    stops      texts that end the answer; they are not part of it
+    deliver    receives every piece, or the exception that ended the work; called in the engine's thread
+    continues  the answer goes on with the prompt's own text, as a space may show
     """
 
     prompt: list[int]
     settings: GenerationSettings
     stops: tuple[str, ...]
     deliver: Callable[[Piece | Exception], None]
+    continues: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.perf_counter)
 
@@ -64,8 +66,9 @@ class AnswerText:
     The end of a text is held back while it may be the beginning of a stop text.
     """
 
-    def __init__(self, tokenizer: object, stops: tuple[str, ...]) -> None:
-        self._pieces, self._stops = TextPieces(tokenizer), stops
+    def __init__(self, tokenizer: object, stops: tuple[str, ...], before: Sequence[int] = ()) -> None:
+        """before: see `TextPieces`."""
+        self._pieces, self._stops = TextPieces(tokenizer, before), stops
         self._held = ""
         self.stopped = False
 
@@ -164,15 +167,16 @@ class Worker:
                 job.deliver(error)
 
     def _answer(self, job: Job) -> None:
-        result, text = Generation(), AnswerText(self.engine.target.tokenizer, job.stops)
+        before = job.prompt if job.continues else ()
+        result, text = Generation(), AnswerText(self.engine.target.tokenizer, job.stops, before)
         steps = self.engine.stream(job.prompt, job.settings, result)
         try:
             for step in steps:
                 if len(result.accept_lengths) == 1:
                     self.metrics.first_token.observe(time.perf_counter() - job.submitted)
-                shown, tokens = "", []
-                for token in step:
-                    shown += text.add(token)
+                shown, tokens, read = "", [], len(result.shown(step))
+                for count, token in enumerate(step, start=1):
+                    shown += text.add(token) if count <= read else ""
                     tokens.append(token)
                     if text.stopped:
                         break

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ from draft_heads.inference.target.tree_attention import behind_text, masks_by_la
 
 logger = logging.getLogger(__name__)
 
+TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
+"""The id of a transformers model → the newest target that wraps it."""
 _LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
 
 
@@ -72,6 +75,7 @@ class Target:
         self.tokenizer = tokenizer
         self.adapter = adapter
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
+        TARGET_OF[id(model)] = self
         self.config = config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
@@ -234,12 +238,6 @@ class Target:
             configured = getattr(self.config, "eos_token_id", None)
         return end_token_ids(self.tokenizer, configured)
 
-    @property
-    def pad_token_id(self) -> int:
-        """What fills the padding; it is masked, so any id will do."""
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        return int(pad if pad is not None else (*self.end_token_ids, 0)[0])
-
     def answer_text(self, tokens: list[int]) -> str:
         """The text of an answer, of one in several channels (gpt-oss) the last."""
         rest, _ = said(tokens, self.end_token_ids, special_token_ids(self.tokenizer))
@@ -382,7 +380,8 @@ class Target:
     def label(self, rows: list[list[int]], keep_hidden: bool, target_layers: Sequence[int] = ()) -> list[Labelled]:
         """See `data.labeller.Labeller`; from one forward."""
         lengths = [len(row) for row in rows]
-        ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=self.pad_token_id)
+        # padding is masked: any token will do that has a row in the embedding, as a tokenizer's own may not
+        ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=0)
         real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         positions = torch.arange(max(lengths)).expand_as(ids_BL)  # padding on the right is not seen
         hidden_BLH, aux_BLK = self.modules(

@@ -136,8 +136,25 @@ def test_windows_are_counted_as_the_forward_uses_them(head, view):
 def test_a_batch_without_a_window_has_no_loss_and_zero_gradients(head, view):
     loss = loss_of(head, text(rows=2), view, torch.zeros(2, 20, dtype=torch.bool))
     loss.total.backward()
-    assert int(loss.windows) == 0 and float(loss.total) == 0
+    assert int(loss.windows) == 0 and loss.total.item() == 0
     assert all(float(p.grad.abs().max()) == 0 for p in head.parameters() if p.requires_grad)
+
+
+def test_gradients_are_ready_in_one_order_with_and_without_windows(head, view):
+    """ZeRO-2 puts them into its buckets in that order, which must be the same on all processes."""
+    orders = []
+    for mask in (torch.ones(2, 20, dtype=torch.bool), torch.zeros(2, 20, dtype=torch.bool)):
+        order: list[str] = []
+        hooks = [
+            p.register_post_accumulate_grad_hook(lambda _, name=name, order=order: order.append(name))
+            for name, p in head.named_parameters()
+            if p.requires_grad
+        ]
+        loss_of(head, text(rows=2), view, mask).total.backward()
+        orders.append(order)
+        for hook in hooks:
+            hook.remove()
+    assert orders[0] == orders[1] and len(orders[0]) == len(hooks)
 
 
 def test_evaluation_counts_the_five_best_of_every_offset(head, view):

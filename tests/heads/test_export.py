@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
 from draft_heads.heads.base import Rows
 from draft_heads.heads.chimera import ChimeraConfig, ChimeraHead
@@ -38,6 +39,7 @@ WRITTEN = {
     "vllm-medusa": medusa,
     "vllm-medusa cut": lambda: medusa(draft_vocab_size=40),
     "tgi-medusa": medusa,
+    "tgi-medusa cut": lambda: medusa(draft_vocab_size=40),
     "eagle3": eagle3,
     "eagle3 cut": lambda: eagle3(draft_vocab_size=40),
     "speculators": eagle3,
@@ -79,12 +81,8 @@ def vllm_medusa_logits(folder, hidden):
         for layer in range(config["num_hidden_layers"]):
             bias = tensors[f"blocks.{k}.layers.{layer}.bias"] if config.get("medusa_fc_bias", False) else None
             state = state + F.silu(F.linear(state, tensors[f"blocks.{k}.layers.{layer}.weight"], bias))
-        found = state @ tensors[f"lm_heads.{k}.weight"][: config["truncated_vocab_size"]].T
-        if "token_map" in tensors:
-            found = torch.full((*hidden.shape[:-1], config["vocab_size"]), -torch.inf).index_copy(
-                -1, tensors["token_map"], found
-            )
-        logits.append(found)
+        assert len(tensors[f"lm_heads.{k}.weight"]) == config["vocab_size"] == config["truncated_vocab_size"]
+        logits.append(state @ tensors[f"lm_heads.{k}.weight"].T)
     return torch.stack(logits, dim=-2)
 
 
@@ -94,11 +92,14 @@ def test_vllms_medusa_computes_the_heads_logits(tmp_path, cut):
     write_folder(head, "vllm-medusa", tmp_path / "out", TARGET, "t")
     logits = vllm_medusa_logits(tmp_path / "out", hidden)
     tokens = torch.arange(61) if head.draft_vocab is None else head.draft_vocab
-    assert torch.allclose(logits.log_softmax(-1)[..., tokens], head.draft_log_probs(hidden), atol=1e-5)
+    ours = head.draft_log_probs(hidden)
+    assert torch.allclose(logits[..., tokens].log_softmax(-1), ours, atol=1e-5)
+    assert torch.equal(logits.argmax(-1), tokens[ours.argmax(-1)])  # tokens out of the vocabulary are never drafted
 
 
-def test_tgis_medusa_computes_the_heads_logits(tmp_path):
-    head, hidden = medusa(), torch.randn(5, 32)
+@pytest.mark.parametrize("cut", [0, 40])
+def test_tgis_medusa_computes_the_heads_logits(tmp_path, cut):
+    head, hidden = medusa(draft_vocab_size=cut), torch.randn(5, 32)
     write_folder(head, "tgi-medusa", tmp_path / "out", TARGET, "t")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     tensors = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
@@ -109,7 +110,10 @@ def test_tgis_medusa_computes_the_heads_logits(tmp_path):
             name = f"{k}.{layer}.linear"
             state = state + F.silu(F.linear(state, tensors[f"{name}.weight"], tensors[f"{name}.bias"]))
         logits = F.linear(state, tensors[f"{k}.{config['medusa_num_layers']}.weight"])
-        assert torch.allclose(logits.log_softmax(-1), head.draft_log_probs(hidden)[:, k], atol=1e-5)
+        tokens = torch.arange(61) if head.draft_vocab is None else head.draft_vocab
+        ours = head.draft_log_probs(hidden)[:, k]
+        assert logits.shape[-1] == 61 and torch.equal(logits.argmax(-1), tokens[ours.argmax(-1)])
+        assert torch.allclose(logits[:, tokens].log_softmax(-1), ours, atol=1e-5)
 
 
 def engine_chain(folder, prefix, embed, aux_hidden, ids, passes):
@@ -199,7 +203,6 @@ def test_engines_eagle3_computes_the_heads_chain(tmp_path, name, prefix, cut):
         (lambda: disturbed(HydraHead, HydraConfig), "tgi-medusa", "no other engine knows its kind"),
         (medusa, "eagle3", "use --format vllm-medusa or tgi-medusa"),
         (lambda: medusa(target_layers=[1]), "vllm-medusa", "--target_layers 1; train one without"),
-        (lambda: medusa(draft_vocab_size=40), "tgi-medusa", "40 tokens; use --format vllm-medusa"),
         (lambda: disturbed(Eagle3Head, Eagle3Config), "eagle3", "the last hidden state; train it with"),
     ],
 )
@@ -299,6 +302,8 @@ def test_damaged_files_get_sentences_that_name_them(tmp_path):
         ("eagle3", {"logit_scale": 0.5}, "logit_scale must be 1.0; got 0.5"),
         ("eagle3", {"norm_before_residual": True}, "norm_before_residual must be False; got True"),
         ("speculators", {"norm_before_residual": True}, "norm_before_residual must be False; got True"),
+        ("eagle3", {"norm_output": True}, "norm_output must be False; got True"),
+        ("speculators", {"norm_output": True}, "norm_output must be False; got True"),
         ("eagle3", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "rotary positions are of type linear"),
         ("vllm-medusa", {"medusa_fc_bias": False}, "medusa_fc_bias false has no blocks.0.layers.0.bias"),
         ("tgi-medusa", {"medusa_fc_bias": False}, "medusa_fc_bias false has no 0.0.linear.bias"),
@@ -337,6 +342,23 @@ def test_the_script_says_what_it_compared(tmp_path, target):
     status, told = run_script("scripts/export.py", *flags[:-1], str(tmp_path / "b"), "--target", "data/tiny_target")
     assert status == 1 and "data/tiny_target has other sizes: " in told and "num_hidden_layers" in told
     assert not (tmp_path / "b").exists()
+
+
+def test_what_a_config_states_for_the_whole_model_only_is_exported(tmp_path, target):
+    """As multimodal checkpoints do, whose text part has neither a type nor the name of a class."""
+    text = LlamaConfig(vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=12)
+    stated = {"dtype": "bfloat16", "architectures": ["LlavaForConditionalGeneration"]}
+    whole = LlavaConfig(vision_config=CLIPVisionConfig(), text_config=text, **stated)
+    whole.save_pretrained(tmp_path / "target")
+    head = eagle3()
+    head.config.target = str(tmp_path / "target")
+    head.save_pretrained(tmp_path / "head")
+    flags = "--head", str(tmp_path / "head"), "--format", "speculators", "--output", str(tmp_path / "out")
+    status, told = run_script("scripts/export.py", *flags)
+    assert status == 0, told
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["transformer_layer_config"]["dtype"] == "bfloat16"
+    assert config["speculators_config"]["verifier"]["architectures"] == ["LlavaForConditionalGeneration"]
 
 
 def test_an_eagle3_head_with_embeddings_of_its_own_is_not_imported(tmp_path, target):

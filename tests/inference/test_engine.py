@@ -109,6 +109,20 @@ def test_streaming_yields_the_steps_of_generate(target, answer):
     assert [token for step in steps for token in step] == answer[:30]
 
 
+def test_a_second_text_in_an_engine_ends_the_first_and_a_second_thread_is_refused(target, answer):
+    engine = DecodingEngine(target, VanillaDrafter())
+    first = engine.stream(PROMPT, GenerationSettings(60))
+    next(first)
+    assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
+    with pytest.raises(RuntimeError, match=r"another text was begun .*; make an engine for each"):
+        next(first)
+    engine._busy.acquire()  # as a step of another thread does
+    with pytest.raises(RuntimeError, match="one thread at a time; make an engine for each"):
+        engine.generate(PROMPT, GenerationSettings(60))
+    engine._busy.release()
+    assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
+
+
 def test_decoding_goes_to_the_last_position_of_the_context_and_no_further(target):
     prompt = make_prompts(target, 1)[0] * 10
     prompt = prompt[:230]

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
@@ -13,7 +19,9 @@ from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generate import generate_fn
+from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from tests.inference.models import load_target, make_head, make_prompts, small_model
 
@@ -155,6 +163,31 @@ def test_what_drafting_cannot_honour_is_refused(target, settings, told):
             **{"do_sample": False, **settings},
             custom_generate=generate_fn(VanillaDrafter(target.device)),
         )  # fmt: skip
+
+
+def test_images_and_padding_behind_a_text_are_refused(target):
+    """transformers knows that this target takes no images before it calls us, so the loop itself is asked."""
+    run = {"logits_processor": LogitsProcessorList(), "stopping_criteria": StoppingCriteriaList()}
+    run |= {"model": target.model, "input_ids": torch.tensor([[5, 6, 7]]), "pixel_values": torch.zeros(1)}
+    with pytest.raises(ValueError, match="reads nothing beside it; got pixel_values"):
+        generate_fn(VanillaDrafter())(**run, generation_config=target.model.generation_config)
+    with pytest.raises(ValueError, match="got other position_ids; leave them out"):
+        both(target, VanillaDrafter(), [[5, 6, 7]], position_ids=torch.tensor([[3, 4, 5]]))
+    with pytest.raises(ValueError, match="padded on the left; got an attention mask with zeros behind ones"):
+        both(target, VanillaDrafter(), [[5, 6, 7]], attention_mask=torch.tensor([[1, 1, 0]]))
+
+
+def test_the_weights_are_not_merged_again(target):
+    engine = DecodingEngine(target, VanillaDrafter())
+    engine.generate([5, 6, 7], GenerationSettings(4))
+    made = []
+    remembered = Target.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Target, "__init__", lambda self, *args, **options: made.append(remembered(self, *args, **options))
+        )
+        both(target, VanillaDrafter(), [[5, 6, 7]])
+    assert not made
 
 
 def test_each_row_of_a_batch_is_drawn_for_itself(target, drafter):

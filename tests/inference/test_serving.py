@@ -188,6 +188,16 @@ BAD = {
     "logprobs": (openai.BadRequestError, {"logprobs": True}, "logprobs is not supported; got True; leave it out"),
     "top logprobs": (openai.BadRequestError, {"top_logprobs": False}, "top_logprobs is not supported; got False"),
     "penalty": (openai.BadRequestError, {"presence_penalty": 0.5}, "presence_penalty is not supported"),
+    "no such end": (
+        openai.BadRequestError,
+        {"extra_body": {"stop_token_ids": [5, -4]}},
+        "stop_token_ids must lie in 0…1023; got -4",
+    ),
+    "stream options": (
+        openai.BadRequestError,
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats: Extra inputs",
+    ),
     "unknown": (openai.BadRequestError, {"extra_body": {"beams": 3}}, "beams: Extra inputs"),
     "context": (
         openai.BadRequestError,
@@ -218,12 +228,21 @@ def test_bad_requests_get_sentences(client, name):
         ({"prompt": ""}, "prompt must have at least one token; got ''; write a text"),
         ({"prompt": []}, r"prompt must have at least one token; got \[\]; write a text"),
         ({"prompt": [[5], []]}, r"prompt must have at least one token; got \[\]; write a text"),
+        ({"prompt": 5}, "prompt: Input should be a valid string"),
     ],
 )
 def test_bad_completions_get_sentences(client, wrong, told):
     with pytest.raises(openai.BadRequestError, match=told) as caught:
         client.completions.create(**{"model": "tiny", "prompt": "a", **wrong})
     assert "logprobs" in wrong or caught.value.param == "prompt"
+
+
+def test_the_token_that_ends_an_answer_is_no_text(target, engine, client):
+    tokens = engine.generate(QUESTIONS[3], GenerationSettings(32)).tokens
+    end = next(place for place in range(3, 32) if tokens[place] not in tokens[:place])
+    answer = chat(client, QUESTIONS[3], extra_body={"stop_token_ids": [tokens[end]], "return_token_ids": True})
+    assert answer.choices[0].message.content == text_of(target, tokens[:end])
+    assert answer.choices[0].token_ids == tokens[: end + 1] and answer.choices[0].finish_reason == "stop"
 
 
 def test_what_changes_nothing_is_accepted(client):

@@ -47,10 +47,13 @@ def test_without_a_generation_config_the_models_config_names_the_end_tokens():
     assert Target(model).end_token_ids == (2, 9)
 
 
-def test_padding_without_a_pad_token_is_an_end_token():
+def test_rows_are_labelled_where_the_pad_token_has_no_row_in_the_embedding():
     tokenizer = byte_tokenizer(template("chatml"))
-    assert tokenizer.pad_token_id is None
-    assert Target(random_llama(), tokenizer).pad_token_id == 2
+    tokenizer.add_special_tokens({"pad_token": "<pad, added later>"})
+    target = Target(random_llama(), tokenizer)
+    assert tokenizer.pad_token_id >= len(target.embedding.weight)
+    short, long = target.label([[1, 2, 3], [1, 2, 3, 4, 5]], keep_hidden=False)
+    assert short.greedy_ids == long.greedy_ids[:3] == target.label([[1, 2, 3]], keep_hidden=False)[0].greedy_ids
 
 
 def test_unknown_precision_lists_the_valid_ones(tmp_path):

@@ -30,11 +30,15 @@ def test_bytes_that_are_no_text_are_streamed_too():
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
-    def streamed(*shown):
-        pieces = TextPieces(fast)
+    def streamed(*shown, before=()):
+        pieces = TextPieces(fast, [names.index(name) for name in before])
         return "".join(pieces.add([names.index(name)]) for name in shown) + pieces.end()
 
     assert streamed("\u2581a", "<0xC3>", "<0xA9>", "b", "\u2581a") == "aéb a"
     assert streamed("<0x0A>", "<0xE4>", "b", "\u2581a") == "\n\ufffdb a"
     assert streamed("<0xC3>", "<0xA9>", "<0xE4>", "b").endswith("b")
     assert streamed("\u2581a", "<0xE4>") == "a\ufffd"
+    # the text before is not shown again, but the space behind it is
+    assert streamed("\u2581a", "b", before=["\u2581a"] * 9) == " ab"
+    assert streamed("b", "\u2581a", before=["\u2581a", "b"]) == "b a"
+    assert streamed("<0xA9>", "b", before=["\u2581a", "<0xC3>"]) == "\ufffdb"  # half a character is not
