@@ -171,7 +171,19 @@ class DrafterBuilder:
         """Several parts in one tree; the hybrid's own options may follow any of them."""
         if any(part.kind == "vanilla" for part in spec.parts):
             raise ValueError(f"drafter {spec.name!r} combines vanilla, which drafts nothing, with others; leave it out")
-        own = {key: value for part in spec.parts for key, value in part.options.items() if key in HybridDrafter.options}
+        own: dict[str, str] = {}
+        for part in spec.parts:
+            if "branches" in part.options and DRAFTERS[part.kind].extends_paths:
+                raise ValueError(
+                    f"drafter {spec.name!r} gives branches to {part.kind}, but in a hybrid the shared tree decides how "
+                    f"many tokens follow a path; got branches={part.options['branches']}; leave it out"
+                )
+            for key in part.options.keys() & HybridDrafter.options.keys():
+                if own.setdefault(key, part.options[key]) != part.options[key]:
+                    raise ValueError(
+                        f"drafter {spec.name!r} gives {key}={own[key]} and {key}={part.options[key]}; a hybrid has "
+                        "one; give it once"
+                    )
         whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
         parts = [
             replace(part, options={key: value for key, value in part.options.items() if key not in own})

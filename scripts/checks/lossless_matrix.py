@@ -80,13 +80,13 @@ FREE = {
 """Training-free drafters as on a command line, by the labels of the table."""
 HYBRIDS = {
     "ctc": ("ngram",),
-    "medusa": ("ngram tree, kept", "prompt_lookup"),
+    "medusa": ("ngram,keep=1", "prompt_lookup"),
     "chimera": ("ouroboros",),
     "hydra": ("lookahead", "ngram"),
     "eagle3": ("ngram",),
     "context": ("ngram",),
 }
-"""Name of a head → the training-free drafters that share a tree with it."""
+"""Name of a head → the training-free drafters that share a tree with it, as in `FREE` or as they are written."""
 KINDS = (*HEADS, "free", "hybrid")
 USUAL = tuple(kind for kind in KINDS if kind not in OPTIONS)
 
@@ -198,7 +198,9 @@ class _Cell:
             yield from ((label, "free", text) for label, text in FREE.items())
         elif kind == "hybrid":
             for head, others in HYBRIDS.items():
-                text = "+".join([f"{HEADS[head].get('kind', head)}:{head}-yes", *(FREE[name] for name in others)])
+                text = "+".join(
+                    [f"{HEADS[head].get('kind', head)}:{head}-yes", *(FREE.get(name, name) for name in others)]
+                )
                 yield " + ".join([head, *others]), "yes", text
         else:
             for trained in ("no", "yes"):

@@ -245,3 +245,15 @@ def test_the_search_writes_what_the_drafter_loads(tiny, tmp_path, capsys):
     assert (drafter.gamma, drafter.pool.length, drafter.pool.most) == (found["gamma"], found["p"], 7)
     assert main([*command, "--phrases", "1"]) == 2
     assert "--phrases must be at least 2; got 1" in capsys.readouterr().err
+
+
+def test_every_forward_of_the_draft_model_teaches_the_lookahead_inside(llama):
+    """Also the last one of a draft, whose tokens are drafted already: its window has found n-grams."""
+    drafter = OuroborosDrafter(llama, **SMALL)
+    inner, told = drafter.loop.inner, []
+    observe = inner.observe
+    inner.observe = lambda step: (told.append(step.choices is not None), observe(step))
+    verified_ones, whole = [], drafter.loop._verified
+    drafter.loop._verified = lambda *arguments: verified_ones.append(1) or whole(*arguments)
+    DecodingEngine(llama, drafter).generate(make_prompts(llama, 1)[0], GenerationSettings(30))
+    assert told.count(True) == len(verified_ones) > 5

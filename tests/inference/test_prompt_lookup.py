@@ -11,7 +11,10 @@ def brute_force(text, n, k):
     for size in range(min(n, len(text) - 1), 0, -1):
         for at in range(len(text) - size - 1, -1, -1):
             if text[at : at + size] == text[-size:]:
-                drafts = text[at + size : at + size + k]
+                drafts = list(text)
+                for place in range(at + size, at + size + k):  # a copy that reaches its own beginning goes on with it
+                    drafts.append(drafts[place])
+                drafts = drafts[len(text) :]
                 return [tuple(drafts[: i + 1]) for i in range(len(drafts))]
     return []
 

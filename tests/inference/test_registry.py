@@ -83,6 +83,10 @@ def test_unknown_kinds_and_missing_heads_are_refused(target):
         build_drafter(DrafterSpec.parse("ctc"), target)
     with pytest.raises(ValueError, match="combines vanilla"):
         build_drafter(DrafterSpec.parse("both=vanilla+vanilla"), target)
+    with pytest.raises(ValueError, match=r"the shared tree decides .* got branches=2; leave it out"):
+        build_drafter(DrafterSpec.parse("both=ngram,branches=2+prompt_lookup"), target)
+    with pytest.raises(ValueError, match="gives depth=3 and depth=9; a hybrid has one"):
+        build_drafter(DrafterSpec.parse("both=ngram,depth=3+prompt_lookup,depth=9"), target)
 
 
 @pytest.mark.parametrize("kind", HEAD_DRAFTERS)

@@ -141,10 +141,12 @@ class DraftLoop:
             step = self._verified(base, self.inner.propose())
             new = step.next_tokens.tolist()[: int(step.count)]
             drafted += new
+            if len(drafted) >= count and not self.inner.reads_choices:
+                return drafted
+            self.inner.observe(step)  # also the last one, where the rows beside the path teach it n-grams
+            self._observed_drafts += new
             if len(drafted) >= count:
                 return drafted
-            self.inner.observe(step)
-            self._observed_drafts += new
             base = step.next_tokens[-1:]
 
     def _update_inner(self, text: list[int]) -> None:

@@ -50,5 +50,8 @@ class PromptLookupDrafter(TextDrafter):
         for _, mask, places in reversed(self._sizes):
             place = places.get(self._code & mask)
             if place is not None:
-                return self.chain(self._text[place : place + self.max_depth])
+                copied = self._text[place : place + self.max_depth]
+                while len(copied) < self.max_depth:  # the copy has reached its own beginning: the text goes round
+                    copied += copied[: self.max_depth - len(copied)]
+                return self.chain(copied)
         return self.chain([])
