@@ -8,7 +8,7 @@ level, and the LM head once a level where heads share it.
 
 Memory is an estimate for the recipe of the target's size class: the target in 16 bits, whole on every GPU; 16 bytes for
 each parameter of the head (weight and gradient in 16 bits, a float32 weight and two Adam moments), of which ZeRO 1
-shards 12, ZeRO 2 also the gradients, ZeRO 3 all; activations of one micro-batch, at most: of short conversations every
+shards 12, ZeRO 2 also the gradients, whose sums it has in float32, ZeRO 3 all; activations of one micro-batch, at most: of short conversations every
 token is an anchor; 2 GiB for CUDA itself.
 """
 
@@ -88,8 +88,8 @@ def training_memory(config: Any, kind: str, recipe: dict[str, Any]) -> dict[str,
         "activations": 2 * (forward + saved) / 2**30 + 2,
     }
     fixed = parts["target"] + parts["activations"]
-    for stage, kept in enumerate((16, 4, 2, 0)):
-        parts[f"zero{stage}"] = fixed + (kept + (16 - kept) / 8) * parameters / 2**30
+    for stage, (whole, sharded) in enumerate(((16, 0), (4, 12), (2, 16), (0, 18))):
+        parts[f"zero{stage}"] = fixed + (whole + sharded / 8) * parameters / 2**30
     return parts
 
 

@@ -36,5 +36,5 @@ def test_stages_share_the_head_between_gpus_and_never_the_target():
     memory = training_memory(LlamaConfig(**SHAPES["8b"]), "medusa", recipe)
     fixed = memory["target"] + memory["activations"]
     assert memory["zero0"] == pytest.approx(fixed + memory["head"])
-    assert memory["zero3"] == pytest.approx(fixed + memory["head"] / 8)
+    assert memory["zero3"] == pytest.approx(fixed + memory["head"] * 18 / 16 / 8)  # sums of gradients in float32
     assert memory["zero1"] == pytest.approx(fixed + memory["head"] * (4 + 12 / 8) / 16)
