@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import torch
@@ -32,9 +30,9 @@ from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, TokenBatches
 from draft_heads.train.optimizer import MuonWithAdamW
-from draft_heads.train.options import peak_flops
 from draft_heads.train.run_folder import kept
 from draft_heads.train.simulate import simulate_row
+from draft_heads.train.since_log import SinceLog
 from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.wall_clock import MinutesBar, Patience, TrainingLines, WallClock, wall_time_scheduler
 
@@ -65,13 +63,7 @@ class DraftHeadTrainer(Trainer):
         self.clock = WallClock(args.max_minutes)
         self.simulate_dataset = simulate_dataset
         self.propose_from = propose_from
-        # parts of the loss since the last log, summed over windows, and the number of those
-        self._parts: dict[str, Tensor] = {}
-        self._windows = torch.zeros(())
-        # since the last log: loss, tokens and segments of the last batches, and of all batches their tokens and slots
-        self._since_log: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=1024)
-        self._tokens, self._slots = torch.zeros((), dtype=torch.long), 0
-        self._logged_at = time.monotonic()
+        self._since_log = SinceLog()
         self.final_metrics: dict[str, float] = {}
         self._order: EpochSampler | None = None  # of the training rows
         super().__init__(
@@ -163,18 +155,10 @@ class DraftHeadTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         loss = self.head_loss(model, inputs, seed=self.state.global_step)
-        for name, value in loss.parts.items():
-            self._parts[name] = self._parts.get(name, 0) + value
-        self._windows = self._windows.to(loss.windows.device) + loss.windows
         windows = loss.windows if num_items_in_batch is None else num_items_in_batch
         # DDP averages over processes; the host waits for nothing
         mean = loss.total * self.args.world_size / torch.as_tensor(windows).clamp(min=1)
-        segments = inputs["segment_ids"]
-        self._since_log.append((mean.detach(), inputs["input_ids"], segments))
-        self._tokens, self._slots = (
-            self._tokens.to(segments.device) + (segments > 0).sum(),
-            self._slots + segments.numel(),
-        )
+        self._since_log.add(loss, mean.detach(), inputs["input_ids"], inputs["segment_ids"])
         return (mean, loss) if return_outputs else mean
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
@@ -246,45 +230,17 @@ class DraftHeadTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the loss's parts, speed and memory since the last log, and the minutes used."""
         if "loss" in logs:
-            logs = {**logs, **self._parts_of_loss(), **self._throughput(), "minutes": round(self.clock.elapsed, 3)}
+            told = self._since_log.told(self.args.world_size, self._operations_a_token, self.args.device)
+            logs = {**logs, **told, "minutes": round(self.clock.elapsed, 3)}
         super().log(logs, start_time)
 
-    def _parts_of_loss(self) -> dict[str, float]:
-        """Of this process's batches since the last log: unweighted means per window, and counts that are not 0."""
-        names, windows = list(self._parts), float(self._windows)
-        values = torch.stack([self._parts[name].double() for name in names]).tolist() if names else []
-        self._parts, self._windows = {}, torch.zeros(())
-        found: dict[str, float] = {}
-        for name, value in zip(names, values):
-            if not name.endswith("_count"):
-                found[f"loss_{name}"] = round(value / max(windows, 1), 5)
-            elif value:
-                found[name] = int(value)
-        return found
-
-    def _throughput(self) -> dict[str, float]:
-        """Since the last log: tokens a second of all processes, the share of batches that is no padding; peak memory.
-
-        mfu, on a GPU whose peak is known: 6 operations for each parameter of the head and 2 for each of the target
-        (none with cached states) a token, over the peak; attention and the head's several drafts a token do not count.
-        """
-        now, tokens = time.monotonic(), int(self._tokens)
-        per_second = tokens / (now - self._logged_at)  # of this process
-        found = {"tokens_per_second": round(per_second * self.args.world_size)}
-        found |= {"fill": round(tokens / max(self._slots, 1), 3)}
-        if (peak := peak_flops(self.args.device)) is not None:
-            collator: Any = self.data_collator
-            per_token = 6 * sum(sharded.size_of(p) for p in self.model.parameters())
-            per_token += 0 if collator.hidden_dtype else 2 * self.target.parameters
-            found["mfu"] = round(per_second * per_token / peak, 3)
-        if self.args.device.type == "cuda":
-            found["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        else:
-            kib = getrusage(RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
-            found["memory_mib"] = round(kib / 1024)
-        self._since_log.clear()
-        self._tokens, self._slots, self._logged_at = torch.zeros((), dtype=torch.long), 0, now
-        return found
+    @property
+    def _operations_a_token(self) -> float:
+        """6 for each parameter of the head, and 2 for each of the target where no states are cached; attention and the
+        head's several drafts a token do not count."""
+        collator: Any = self.data_collator
+        target = 0 if collator.hidden_dtype else 2 * self.target.parameters
+        return 6 * sum(sharded.size_of(p) for p in self.model.parameters()) + target
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
         """Nothing, where a run resumes behind its last step; transformers would train for another one."""
@@ -312,12 +268,12 @@ class DraftHeadTrainer(Trainer):
 
     def _check_losses(self) -> None:
         """ValueError on every process if a loss since the last log is no finite number; nothing bad is saved."""
-        finite = torch.stack([loss for loss, _, _ in self._since_log] or [torch.zeros(())]).isfinite().tolist()
+        finite = torch.stack([loss for loss, _, _ in self._since_log.batches] or [torch.zeros(())]).isfinite().tolist()
         if int(self.accelerator.reduce(torch.tensor(finite.count(False), device=self.args.device))) == 0:
             return
         rows = "those of another process"
         if False in finite:
-            _, input_ids, segment_ids = self._since_log[finite.index(False)]
+            _, input_ids, segment_ids = self._since_log.batches[finite.index(False)]
             rows = ", ".join(self._ids_of(input_ids, segment_ids))
         raise ValueError(
             f"the loss became infinite or not a number by step {self.state.global_step}; rows of the batch: {rows}; "

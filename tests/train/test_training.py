@@ -140,7 +140,7 @@ def test_a_run_leaves_a_head_with_its_history(uninterrupted):
 
 
 def test_the_log_has_the_parts_of_the_loss_memory_and_mfu(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("draft_heads.train.trainer.peak_flops", lambda device: 1e9)
+    monkeypatch.setattr("draft_heads.train.since_log.peak_flops", lambda device: 1e9)
     status, told = run(dataset, tmp_path / "run", "--logging_steps", "3", kind="medusa")
     assert status == 0, told
     history = json.loads((tmp_path / "run" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
