@@ -32,6 +32,18 @@ class Processes:
             dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
         return cls(int(os.environ.get("RANK", "0")), count) if count > 1 else cls()
 
+    @classmethod
+    def running(cls) -> Processes:
+        """Those that can wait for each other already; alone where there are none."""
+        return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
+
+    def first_of(self, told: str | None) -> str | None:
+        """The first process's text that is not None, for all; every process must ask."""
+        found = [told] * self.count
+        if self.count > 1:
+            dist.all_gather_object(found, told)
+        return next((one for one in found if one is not None), None)
+
     def wait(self) -> None:
         """Until all processes are here."""
         if self.count > 1:

@@ -26,7 +26,7 @@ import datasets
 import pyarrow as pa
 
 from draft_heads.data.files import LOCK, checksum, lock_folder, write_text
-from draft_heads.data.processes import TOKEN
+from draft_heads.data.processes import TOKEN, Processes
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,10 @@ class ShardFolder:
 
 
 def load_distilled(path: str) -> DistilledDataset:
-    """Open a finished output of `distill`; ValueError when it is missing, unfinished or damaged."""
+    """Open a finished output of `distill`; ValueError when it is missing, unfinished or damaged.
+
+    Of several processes that can wait for each other all must open it: they share the reading of its checksums.
+    """
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{path} has no {MANIFEST}; pass the --output folder of scripts/distill.py")
@@ -207,12 +210,13 @@ def load_distilled(path: str) -> DistilledDataset:
         raise ValueError(
             f"{path} is not complete ({done} shards written); run the same scripts/distill.py command again"
         )
-    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    for number, shard in enumerate(manifest["shards"]):  # each process reads its share; one that fails ends them all
-        if wrong := _damage(folder, shard, read=number % ranks == rank):
-            raise ValueError(
-                f"{folder / shard['file']} {wrong}; the same scripts/distill.py command makes this shard again"
-            )
+    processes, damage = Processes.running(), None
+    for number, shard in enumerate(manifest["shards"]):  # each process reads its share
+        if wrong := _damage(folder, shard, read=number % processes.count == processes.rank):
+            damage = f"{folder / shard['file']} {wrong}"
+            break
+    if (damage := processes.first_of(damage)) is not None:
+        raise ValueError(f"{damage}; the same scripts/distill.py command makes this shard again")
     files = [str(folder / shard["file"]) for shard in manifest["shards"] if shard["rows"]]
     if not files:
         raise ValueError(f"{path} holds no rows: all {manifest['counts'].get('skipped', 0)} were skipped")

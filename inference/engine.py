@@ -6,7 +6,6 @@ next step runs. Drafters that synchronise more often set `Drafter.on_device` to 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -106,15 +105,15 @@ class DecodingEngine:
 
     def _run(self, prompt: Prompt, settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
         """`_steps`; RuntimeError where another text or thread works in this engine's memory."""
-        steps, text = self._steps(prompt, settings, result), object()
-        for begun in itertools.count():
+        steps, text = self._steps(prompt, settings, result), None
+        while True:
             if not self._busy.acquire(blocking=False):
                 raise RuntimeError(f"an engine decodes for one thread at a time; {ONE_TEXT}")
             try:
-                if begun and self._text is not text:
+                if text is not None and self._text is not text and not result.finish_reason:
                     raise RuntimeError(f"another text was begun before this one had ended; {ONE_TEXT}")
-                self._text = text
                 tokens = next(steps, None)
+                text = self._text
             finally:
                 self._busy.release()
             if tokens is None:
@@ -125,6 +124,7 @@ class DecodingEngine:
         ids = prompt_ids(self.target, prompt)
         limit = room(self.target, len(ids), settings.max_new_tokens)
         stopper = Stopper(settings, self.target, limit)
+        self._text = object()
         with torch.inference_mode():
             reserved = self._reserved_length(len(ids) + limit)
             cache = self._cleared_cache(reserved)

@@ -29,6 +29,7 @@ from draft_heads.inference.target.target import TARGET_OF, Target
 
 _READ = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds"}
 _CHANGING_NOTHING = {"use_cache", "cache_position", "logits_to_keep", "cache_implementation"}
+_OF_TEXT = {"mm_encoder_outputs", "token_type_ids", "mm_token_type_ids"}
 _UNSUPPORTED = (
     "return_dict_in_generate",
     "output_scores",
@@ -53,7 +54,7 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         attention_mask = model_kwargs.get("attention_mask")  # a parameter of this name would be passed twice
         sampling = sampling_options(generation_config, logits_processor)
         streamer = _streamer_of_caller()
-        check_supported(generation_config, model_kwargs, streamer, len(input_ids))
+        check_supported(model, generation_config, model_kwargs, streamer, len(input_ids))
         if id(model) not in engines:
             engines[id(model)] = DecodingEngine(TARGET_OF.get(id(model)) or Target(model), drafter)
         answers = []
@@ -138,14 +139,21 @@ def random_seed() -> int:
     return int(torch.randint(2**62, ()))
 
 
-def check_supported(config: Any, model_kwargs: dict[str, Any], streamer: Any, sequences: int) -> None:
+def _says_something(value: Any) -> bool:
+    return bool(value.any()) if isinstance(value, Tensor) else bool(value)
+
+
+def check_supported(model: Any, config: Any, model_kwargs: dict[str, Any], streamer: Any, sequences: int) -> None:
     """Raise ValueError for arguments that this loop would have to ignore."""
     unsupported = [name for name in _UNSUPPORTED if getattr(config, name, None)]
     if unsupported:
         raise ValueError(f"drafting returns token ids only; got {', '.join(unsupported)}; leave it out")
     if (config.num_beams or 1) > 1:
         raise ValueError(f"drafting supports one beam; got num_beams={config.num_beams}; set it to 1")
-    given = {name: value for name, value in model_kwargs.items() if value is not None}
+    whole, given = model.config, {name: value for name, value in model_kwargs.items() if value is not None}
+    if whole.get_text_config(decoder=True) is not whole:  # multimodal: what says that there is nothing but text
+        nothing = {name for name in _OF_TEXT & given.keys() if not _says_something(given[name])}
+        given = {name: value for name, value in given.items() if name not in nothing}
     if unknown := sorted(given.keys() - _READ - _CHANGING_NOTHING):
         raise ValueError(
             f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; generate without "
@@ -153,9 +161,11 @@ def check_supported(config: Any, model_kwargs: dict[str, Any], streamer: Any, se
         )
     positions = given.get("position_ids")
     if positions is not None:
-        mask = given.get("attention_mask", torch.ones_like(positions))  # transformers leaves one of ones out
-        usual = mask.long().cumsum(-1) - 1
-        if positions.shape != usual.shape or not torch.equal(positions[mask != 0], usual[mask != 0]):
+        ones = positions.new_ones(positions.shape[-2:])
+        mask = given.get("attention_mask", ones)  # transformers leaves one of ones out
+        usual, read = mask.long().cumsum(-1) - 1, mask != 0
+        axes = positions.reshape(-1, *positions.shape[-2:])  # several where the model has them for images
+        if usual.shape != axes.shape[1:] or not all(torch.equal(axis[read], usual[read]) for axis in axes):
             raise ValueError("drafting counts positions from the first token; got other position_ids; leave them out")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:

@@ -209,8 +209,9 @@ class TextPieces:
             raise ValueError("streamed text needs a fast tokenizer; the target has none; use `stream` for tokens")
         self._tokenizer = tokenizer.backend_tokenizer
         # the last piece's tokens, on which the text behind them may depend, and those that are held back
-        whole = not self._tokenizer.decode(list(before[-8:])).endswith("\ufffd")
-        self._tokens = list(before[-8:]) if whole else []
+        # a window that begins within a character, of 4 bytes at most, would seem to end within one
+        windows = (list(before[-size:]) for size in range(8, 12))
+        self._tokens = next((one for one in windows if not self._tokenizer.decode(one).endswith("\ufffd")), [])
         self._shown = len(self._tokens)  # how many of them are the last piece's
 
     def add(self, tokens: Sequence[int]) -> str:

@@ -58,6 +58,11 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_is_off(cls, given: Any) -> Any:
+        return {name: on for name, on in given.items() if on} if isinstance(given, dict) else given
+
     include_usage: bool = False
     include_obfuscation: bool = False
 

@@ -23,6 +23,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generate import generate_fn
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.checks.architectures import make_model
 from tests.inference.models import load_target, make_head, make_prompts, small_model
 
 
@@ -175,6 +176,18 @@ def test_images_and_padding_behind_a_text_are_refused(target):
         both(target, VanillaDrafter(), [[5, 6, 7]], position_ids=torch.tensor([[3, 4, 5]]))
     with pytest.raises(ValueError, match="padded on the left; got an attention mask with zeros behind ones"):
         both(target, VanillaDrafter(), [[5, 6, 7]], attention_mask=torch.tensor([[1, 1, 0]]))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_multimodal_models_go_on_with_texts(name, tmp_path):
+    """transformers tells them that there are no images, and Qwen's positions have several axes."""
+    make_model(name, tmp_path)
+    model = Target.from_pretrained(str(tmp_path), device="cpu").model
+    run = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    run |= {"input_ids": torch.tensor([[0, 6, 7, 8], [5, 6, 7, 8]])}
+    run |= {"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])}
+    run |= {"mm_token_type_ids" if name == "qwen2_5_vl" else "token_type_ids": torch.zeros(2, 4, dtype=torch.long)}
+    assert torch.equal(model.generate(**run), model.generate(**run, custom_generate=generate_fn(VanillaDrafter())))
 
 
 def test_the_weights_are_not_merged_again(target):

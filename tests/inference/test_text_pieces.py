@@ -41,4 +41,6 @@ def test_bytes_that_are_no_text_are_streamed_too():
     # the text before is not shown again, but the space behind it is
     assert streamed("\u2581a", "b", before=["\u2581a"] * 9) == " ab"
     assert streamed("b", "\u2581a", before=["\u2581a", "b"]) == "b a"
+    many = [f"<0x{byte:02X}>" for byte in "中文字日本".encode()]  # 15 tokens: 8 of them begin within a character
+    assert streamed("\u2581a", before=many) == " a"
     assert streamed("<0xA9>", "b", before=["\u2581a", "<0xC3>"]) == "\ufffdb"  # half a character is not
