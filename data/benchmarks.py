@@ -22,7 +22,7 @@ from draft_heads.data.rendering import ConversationError
 # A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals. A full stop
 # after it is not part of it.
 _NUMBER = re.compile(
-    r"(?:(?<![\w)%.])[-−])?[$€£]?(?:(?<=[$€£])[-−])?"
+    r"(?:(?<![\w)%.])[-−](?![$€£][-−]))?[$€£]?(?:(?<=[$€£])[-−])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
 )
 # `#### 42`, `#### Answer: **$42**`; not the heading of a step: `#### Step 2`, `#### 2. Total`
@@ -132,8 +132,13 @@ def _humaneval(record: dict[str, Any], row: int) -> Question:
 def _conversation(record: dict[str, Any], row: int) -> Question:
     """The user's turns; recorded answers and system turns are not read."""
     turns, role_key, text_key = turns_of(record)
-    read = [turn for turn in turns if isinstance(turn, dict)]
-    asked = [turn.get(text_key) for turn in read if ROLES.get(str(turn.get(role_key))) == "user"]
+    for turn in turns:
+        role = str(turn.get(role_key)) if isinstance(turn, dict) else None
+        if role is None or (role not in ROLES and role.lower() in ROLES):
+            raise BenchmarkError(
+                f"a turn is an object with a role as in {', '.join(ROLES)}, received {_describe(turn)}"
+            )
+    asked = [turn.get(text_key) for turn in turns if ROLES.get(str(turn.get(role_key))) == "user"]
     texts = [text for text in asked if isinstance(text, str) and text.strip()]
     if not texts or len(texts) < len(asked):
         raise BenchmarkError(f"the user's turns are non-empty texts, received {_describe(asked)}")

@@ -18,7 +18,6 @@ from torch import Tensor
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, checked_ids, room
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
-from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -46,7 +45,6 @@ class BatchEngine:
         self.target = target
         self.drafters = [make_drafter() for _ in range(batch)]
         self.drafter = self.drafters[0]
-        self._compiled = program(self._verify, target.device) if target.compiled else None
 
     def generate_or_none(
         self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None
@@ -78,8 +76,7 @@ class BatchEngine:
                     index = waiting.pop()
                     own = replace(settings, stop=deepcopy(settings.stop))  # a stop rule may be stateful
                     stopper = Stopper(own, self.target, limits[index])
-                    slots[slot] = self._begin(slot, prompts[index], stopper, answers[index], single, cache, end)
-            clock.lap("verify")
+                    slots[slot] = self._begin(slot, prompts[index], stopper, answers[index], single, cache, end, clock)
             if not any(slots):
                 break
             self._step(slots, settings, cache, end, clock)
@@ -97,20 +94,25 @@ class BatchEngine:
         single: KVCache,
         cache: KVCache,
         end: Tensor,
+        clock: Clock,
     ) -> _Slot | None:
         """Prefill a prompt in `single` and copy it to its slot; None if the answer has one token only."""
         drafter = self.drafters[slot]
         prompt = torch.tensor(prompt_ids, device=self.target.device)
+        drafting = "draft" if drafter.max_nodes else "other"
         drafter.begin(prompt, len(prompt_ids) + stopper.limit)
+        clock.lap(drafting)
         single.clear()
         hidden, logits, aux_hidden = self.target.prefill(prompt, single, drafter.target_layers)
         base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), stopper.settings.sampling)[0]
         stopper.extend(answer, [int(base)], [-1])
+        clock.lap("verify")
         if answer.finish_reason:
             return None
         cache.copy_sequence(slot, single)
         end[slot] = len(prompt_ids) + stopper.limit
         drafter.observe(VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden))
+        clock.lap(drafting)
         return _Slot(drafter, answer, stopper, base, len(prompt_ids))
 
     def _step(
@@ -123,8 +125,7 @@ class BatchEngine:
         clock.lap("draft" if self.drafter.max_nodes else "other")
         cache.bound = max(slot.committed for slot in slots if slot is not None)
         cache.set_visible_length(1 + max(self.drafter.max_depth, *map(len, trees)))
-        verify = self._verify if settings.sampling is not None or self._compiled is None else self._compiled
-        batch = verify(base, DraftTree.stack(trees), cache, end, settings)
+        batch = self._verify(base, DraftTree.stack(trees), cache, end, settings)
         clock.lap("verify")
         assert batch.source is not None
         counts, next_tokens, sources = batch.count.tolist(), batch.next_tokens.tolist(), batch.source.tolist()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from draft_heads.data.rendering import render_prompt
@@ -89,6 +90,14 @@ class Generation:
     def target_steps(self) -> int:
         """Target forwards, the prefill included."""
         return len(self.accept_lengths)
+
+    @property
+    def accepted(self) -> list[int]:
+        """Drafted tokens kept by each step behind the prefill; all of a step's where the answer ends with a draft."""
+        if len(self.sources) != len(self.tokens):  # not recorded: all but the base token
+            return [max(kept - 1, 0) for kept in self.accept_lengths[1:]]
+        ends = accumulate(self.accept_lengths)
+        return [sum(source >= 0 for source in self.sources[a:b]) for a, b in pairwise(ends)]
 
     def shown(self, step: list[int]) -> list[int]:
         """Of the newest step's tokens those that are text: not the one that ended the answer."""

@@ -31,6 +31,7 @@ ACCEPTANCE = ("exact", "typical")
 REPORTED = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "acceptance", "seed"),
     *("max_nodes", "limit", "stop_at_loops", "batch_size", "compile", "attention"),
+    *("drafters", "chat_template", "target_adapter"),
 )
 
 
@@ -93,6 +94,11 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
     options = parse_with_config(parser, arguments, ("target", "drafters", "benchmarks", "output"))
     check_positive(options, "max_new_tokens", "max_nodes", "limit", "batch_size")
+    if options.compile and options.batch_size > 1:
+        raise ValueError(
+            "--compile makes programs for one sequence at a time; got it with --batch_size "
+            f"{options.batch_size}; leave one of them out"
+        )
     if options.acceptance not in ACCEPTANCE:
         raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded

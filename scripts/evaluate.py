@@ -45,7 +45,7 @@ from draft_heads.inference.evaluation.evaluate import (
 from draft_heads.inference.evaluation.hf_generate import HFGenerate
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.parts import PartFolder
-from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
+from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, environment
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
     describe_run,
@@ -123,6 +123,7 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
     return {
         "target": model,
         "settings": described["settings"] | {"threads": options.threads},
+        "environment": {key: value for key, value in environment(str(target.device)).items() if key != "time"},
         "drafters": options.drafters,
         "files": {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
         "questions": hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16],

@@ -228,6 +228,7 @@ def solved(target: Target, problems: list[dict]) -> tuple[float, list[list[int]]
 def measure(target: Target, unseen: list[list[dict]], options: argparse.Namespace) -> dict:
     """What the trained model does with unseen prompts; word problems only for the synthetic corpus."""
     rows = render(target.tokenizer, unseen, options.max_length)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # decoding one token at a time gains nothing from a second thread
     losses = [loss_of(target.model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]
     figures = {"unseen_loss": round(sum(losses) / len(losses), 4)}
@@ -242,6 +243,7 @@ def measure(target: Target, unseen: list[list[dict]], options: argparse.Namespac
             share, worked = solved(target, problems)
             figures |= {f"solved_{steps}_step": round(share, 4)}
             answers += worked
+    torch.set_num_threads(threads)
     return figures | {
         "answers": len(answers),
         "ended": round(sum(row[-1] in target.end_token_ids for row in answers) / len(answers), 4),

@@ -67,6 +67,11 @@ def main() -> None:
         "mt_bench": questions(args.questions, 200, "heldout"),
         "gsm8k": word_problems(args.problems, 300, "heldout"),
     }
+    measured = {row["turns"][0] for row in inputs["mt_bench"]}
+    measured |= {row["question"] for row in inputs["gsm8k"]}
+    inputs["conversations"] = [
+        row for row in inputs["conversations"] if not any(turn["value"] in measured for turn in row["conversations"])
+    ]
     files = {name: output / "data" / f"{name}.jsonl" for name in inputs}
     for name, rows in inputs.items():
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

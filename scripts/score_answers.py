@@ -14,7 +14,15 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status
 
-from draft_heads.inference.evaluation.answers import Answer, QuestionId, QuestionKey, read_answers, read_jsonl, some
+from draft_heads.inference.evaluation.answers import (
+    Answer,
+    QuestionId,
+    QuestionKey,
+    check_one_benchmark,
+    read_answers,
+    read_jsonl,
+    some,
+)
 from draft_heads.scripts.decoding_options import script_parser
 
 HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)", "γ", "equal texts")
@@ -76,8 +84,16 @@ def score_answers(
         raise ValueError(f"{rule}; the baseline lacks {some(lacking)}")
     if extra := sorted((id_ for _, id_ in baseline.keys() - answers.keys()), key=str):
         raise ValueError(f"{rule}; only the baseline has {some(extra)}")
-    if categories is not None and (missing := [id_ for _, id_ in answers if id_ not in categories]):
-        raise ValueError(f"every answered question must be in the questions file; it lacks {some(missing)}")
+    if categories is not None:
+        check_one_benchmark(answers)
+        if missing := [id_ for _, id_ in answers if id_ not in categories]:
+            raise ValueError(f"every answered question must be in the questions file; it lacks {some(missing)}")
+    for key, answer in answers.items():
+        if len(answer.turns) != (others := len(baseline[key].turns)):
+            raise ValueError(
+                f"both files must answer the same turns; of question {answer.question_id!r} the answers have "
+                f"{len(answer.turns)}, the baseline {others}; leave the question out of both"
+            )
     scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
     for key, answer in answers.items():
         for group in {None, categories[answer.question_id] if categories is not None else None}:

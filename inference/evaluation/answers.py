@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,15 @@ def answer_row(turns: Sequence[TurnRecord]) -> dict[str, Any]:
         "choices": [choice],
         "tstamp": time.time(),
     }
+
+
+def check_one_benchmark(answers: Iterable[QuestionKey]) -> None:
+    """ValueError for answers of several benchmarks, whose questions may have the same ids."""
+    if len(names := {str(benchmark) for benchmark, _ in answers}) > 1:
+        raise ValueError(
+            f"--questions names the questions of one benchmark; the answers are of {', '.join(sorted(names))}; put "
+            "the lines of one of them into a file of their own"
+        )
 
 
 def some(keys: Sequence[QuestionId]) -> str:

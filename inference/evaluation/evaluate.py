@@ -23,7 +23,7 @@ from draft_heads.inference.generation import ContextError, Generation, Generatio
 
 VANILLA = "vanilla"
 TRANSFORMERS = "transformers"  # the row of transformers' own `generate`
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 64  # several steps of the deepest drafts
 
 Key = TypeVar("Key")
 Messages = list[dict[str, str]]
@@ -256,12 +256,17 @@ def time_engines(
     for turn, prompt in enumerate(prompts):
         if turn == 0:
             for engine in engines.values():
-                engine.generate(prompt[::-1], settings)
+                engine.generate(prompt[::-1], endless(settings))
         for key in drafter_order(list(engines), turn):
             answer, (tokens, steps, seconds) = engines[key].generate(prompt, settings), totals[key]
             seconds += answer.seconds["total"]
             totals[key] = tokens + len(answer.tokens), steps + answer.target_steps, seconds
     return totals
+
+
+def endless(settings: GenerationSettings) -> GenerationSettings:
+    """For a warm-up: nothing ends it before its tokens do, as programs are compiled in the second step and later."""
+    return replace(settings, max_new_tokens=WARM_UP_TOKENS, eos_token_ids=(), stop_strings=(), stop=None)
 
 
 def warm_up(
@@ -272,7 +277,7 @@ def warm_up(
     The question's words are reversed: a drafter that keeps earlier texts must not see a measured prompt beforehand.
     A GPU may still capture graphs for longer texts while it is timed.
     """
-    short = replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
+    short = endless(settings)
     questions = [question for benchmark in benchmarks for question in benchmark.questions]
     for engine in engines:
         for question in questions:

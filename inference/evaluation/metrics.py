@@ -136,11 +136,8 @@ def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:
 
 
 def accept_length_histogram(records: Sequence[TurnRecord]) -> list[int]:
-    """Entry a = target steps after the prefill that kept a drafted tokens.
-
-    Kept lengths include the base token and begin with the prefill's: [1, 3, 1, 2] -> [1, 1, 1].
-    """
-    counts = Counter(max(kept - 1, 0) for record in records for kept in record.generation.accept_lengths[1:])
+    """Entry a = target steps after the prefill that kept a drafted tokens: kept lengths [1, 3, 1, 2] -> [1, 1, 1]."""
+    counts = Counter(accepted for record in records for accepted in record.generation.accepted)
     return [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
 
 

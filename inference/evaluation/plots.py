@@ -39,7 +39,7 @@ def speedup(report: Report) -> Figure:
             row, (colour, hatch, _) = rows[benchmark, drafter], styles[drafter]
             if row["gamma"] is None:
                 continue
-            low, high = row["gamma_ci95"]
+            low, high = row["gamma_ci95"] or 2 * [row["gamma"]]
             error = [[max(row["gamma"] - low, 0)], [max(high - row["gamma"], 0)]]
             axes.barh(place, row["gamma"], 0.7, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
             axes.errorbar(row["gamma"], place, xerr=error, color="#333333", capsize=3, linewidth=1)

@@ -15,7 +15,7 @@ import torch
 from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
-from draft_heads.inference.evaluation.answers import Answer, QuestionKey, some
+from draft_heads.inference.evaluation.answers import Answer, QuestionKey, check_one_benchmark, some
 from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, described
 from draft_heads.inference.evaluation.parts import TurnRecord
 from draft_heads.inference.generation import Generation
@@ -125,6 +125,7 @@ def match_questions(answers: Mapping[QuestionKey, Answer], questions: Sequence[Q
     """The question of each answer; without `questions`, one without text. ValueError names those that are missing."""
     if questions is None:
         return [Question(answer.question_id, None, [""] * len(answer.turns)) for answer in answers.values()]
+    check_one_benchmark(answers)
     known = {question.question_id: question for question in questions}
     if missing := [answer.question_id for answer in answers.values() if answer.question_id not in known]:
         raise ValueError(

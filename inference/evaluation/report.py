@@ -36,10 +36,14 @@ def build_report(
     evaluation: Evaluation, target: dict[str, Any] | None, settings: dict[str, Any], seed: int
 ) -> dict[str, Any]:
     """The content of report.json; `target` and `settings` describe the run; target None: replayed answers."""
+    results = result_rows(evaluation, seed)
+    if settings.get("batch_size", 1) > 1:  # answers decoded together share their seconds by tokens: none has its own
+        for row in results:
+            row |= {"gamma_ci95": None} | ({"gamma": None, "over_transformers": None} if row["category"] else {})
     return {
         "target": target,
         "settings": settings if target is None else {**settings, "plain_loop": plain_loop(evaluation)},
-        "results": result_rows(evaluation, seed),
+        "results": results,
         "findings": evaluation.findings,
         "noise": evaluation.noise,
         "environment": environment((target or {}).get("device", "cpu")),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from draft_heads.inference.generation import Generation
+
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -35,14 +37,15 @@ class ServerMetrics:
         )
         self._tokens = self._steps = 0
 
-    def add(self, prompt_tokens: int, accept_lengths: list[int]) -> None:
+    def add(self, prompt_tokens: int, answer: Generation) -> None:
         """Count an answer, whole or not, by the new tokens of its steps."""
+        accept_lengths = answer.accept_lengths
         self._tokens, self._steps = self._tokens + sum(accept_lengths), self._steps + len(accept_lengths)
         self.prompt_tokens.inc(prompt_tokens)
         self.new_tokens.inc(sum(accept_lengths))
         self.steps.inc(len(accept_lengths))
-        for length in accept_lengths[1:]:  # the prefill's step drafts nothing
-            self.accepted.observe(length - 1)
+        for accepted in answer.accepted:
+            self.accepted.observe(accepted)
 
     def text(self) -> bytes:
         """All of it, in the exposition format."""

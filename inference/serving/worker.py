@@ -186,7 +186,7 @@ class Worker:
                     job.deliver(Piece(shown, tokens))
         finally:
             steps.close()
-            self.metrics.add(len(job.prompt), result.accept_lengths)
+            self.metrics.add(len(job.prompt), result)
         if job.cancelled.is_set():
             self.metrics.abandoned.inc()
             return

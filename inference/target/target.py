@@ -239,9 +239,9 @@ class Target:
         return end_token_ids(self.tokenizer, configured)
 
     def answer_text(self, tokens: list[int]) -> str:
-        """The text of an answer, of one in several channels (gpt-oss) the last."""
+        """The text of an answer as later turns have it: stripped, of one in several channels (gpt-oss) the last."""
         rest, _ = said(tokens, self.end_token_ids, special_token_ids(self.tokenizer))
-        return str(self.tokenizer.decode(rest, skip_special_tokens=True))
+        return str(self.tokenizer.decode(rest, skip_special_tokens=True)).strip()
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree between a target and the heads and datasets made for it."""

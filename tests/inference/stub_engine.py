@@ -51,7 +51,8 @@ class StubEngine:
             "accept": 0.125 * total,
             "other": 0.125 * total,
         }
-        return Generation(tokens, lengths, [-1] * len(tokens), {**parts, "total": total}, "eos")
+        sources = [-1, *(source for kept in lengths[1:] for source in [0] * (kept - 1) + [-1])]
+        return Generation(tokens, lengths, sources, {**parts, "total": total}, "eos")
 
 
 class StubOracle:

@@ -11,7 +11,7 @@ from draft_heads.data.processes import Processes
 from draft_heads.inference.evaluation.evaluate import decode, drafter_order, drafters_of, evaluate, findings_of, judged
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
 from draft_heads.inference.evaluation.parts import Part, PartFolder, Parts, merged_findings, since
-from draft_heads.inference.generation import ContextError, GenerationSettings
+from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
 
 
@@ -51,7 +51,7 @@ def test_drafters_take_turns_in_changing_order():
 def test_the_warm_up_is_short_and_leaves_no_record():
     engine = StubEngine()
     evaluation = run({"vanilla": engine})
-    assert engine.prompts[0] == ("abcd", 16)
+    assert engine.prompts[0] == ("abcd", 64)
     assert {most for _, most in engine.prompts[1:]} == {64}
     assert len(evaluation.records) == 4
 
@@ -238,7 +238,7 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
     again.begin(settings, False)
     resumed = run(dict(zip(("vanilla", "fast"), asked)), parts=again)
     assert figures(resumed) == figures(whole)
-    assert [text for text, most in asked[0].prompts if most == 64] == ["hi", "jk"]
+    assert [text for text, most in asked[0].prompts if most == 64] == ["abcd", "hi", "jk"]  # the warm-up first
     again._lock.close()
     with pytest.raises(ValueError, match=r"an unfinished run with other settings \(limit was 3, now 4\).*overwrite"):
         PartFolder(tmp_path).begin({"limit": 4}, False)
@@ -288,11 +288,10 @@ def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_ba
 
 
 def test_histogram_leaves_the_prefill_out():
-    class Record:
-        class generation:
-            accept_lengths = (1, 3, 1, 2)
-
-    assert accept_length_histogram([Record]) == [1, 1, 1]
+    record = SimpleNamespace(generation=Generation([5] * 7, [1, 3, 1, 2]))
+    assert accept_length_histogram([record]) == [1, 1, 1]
+    record.generation.sources = [-1, 0, 0, -1, -1, 0, 0]  # it ends with a draft
+    assert accept_length_histogram([record]) == [1, 0, 2]
     assert accept_length_histogram([]) == []
 
 
@@ -300,4 +299,4 @@ def test_settings_reach_the_engine():
     engine = StubEngine()
     oracle = StubOracle(settings=GenerationSettings(max_new_tokens=7))
     evaluate({"vanilla": engine}, oracle, [benchmark()], render)
-    assert {most for _, most in engine.prompts} == {7}
+    assert {most for _, most in engine.prompts[1:]} == {7}  # behind the warm-up
