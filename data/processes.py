@@ -105,6 +105,13 @@ def own_device(device: str | None) -> str | None:
             f"--device auto spreads the target over the GPUs of one process; this run has {count}; start one, or leave "
             "it out, and each process takes a GPU"
         )
+    if device not in (None, "auto"):
+        try:
+            unseen = torch.device(device).type == "cuda" and not torch.cuda.is_available()
+        except RuntimeError:
+            unseen = True
+        if unseen:
+            raise ValueError(f"--device must be one that torch sees; got {device}, which it does not; leave it out")
     local = os.environ.get("LOCAL_RANK")
     if local is None or device not in (None, "cuda") or not torch.cuda.is_available():
         return device

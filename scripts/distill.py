@@ -50,6 +50,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Defaults, then --config, then flags; SystemExit with a sentence for unknown or missing ones."""
     p = parser()
     args = parse_with_config(p, argv, ())
+    if args.preview is not None and args.preview < 1:
+        raise ValueError(f"--preview must be at least 1; got {args.preview}")
     needed = ["target", "dataset"] + ([] if args.preview else ["output"])
     if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
         p.error(f"{', '.join(missing)} needed")

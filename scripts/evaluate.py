@@ -107,7 +107,13 @@ def decode_and_judge(
         oracle, render = Oracle(target, generation_settings(options)), partial(render_prompt, target.tokenizer)
         decode(engines, oracle, benchmarks, render, parts, progress, group_size, processes)
         processes.wait()
-        return None if processes.rank else judged(engines, oracle, benchmarks, parts, group_size)
+        evaluation = None if processes.rank else judged(engines, oracle, benchmarks, parts, group_size)
+    if evaluation is not None and not evaluation.records:
+        raise ValueError(
+            f"a prompt and its answer must fit the target's {target.max_positions} positions; none of the "
+            f"{sum(len(benchmark.questions) for benchmark in benchmarks)} questions does; shorten them"
+        )
+    return evaluation
 
 
 def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:

@@ -57,6 +57,9 @@ def main() -> None:
     args = parser.parse_args()
     output = args.output.resolve()
     console = Console()
+    earlier = (output / "data" / "gsm8k.jsonl").is_file()
+    if output.exists() and not earlier and (not output.is_dir() or any(output.iterdir())):
+        sys.exit(f"--output must be a new folder or one of an earlier quickstart; {output} is none; pick another")
     if output.exists():
         console.print(f"replacing the earlier quickstart in {args.output}")
         shutil.rmtree(output)

@@ -64,6 +64,8 @@ def run() -> bool:
             f"the server needs further packages ({error}); run `pip install 'draft-heads[serve]'`"
         ) from error
 
+    if "" in (options.api_key, os.environ.get(API_KEY)):
+        raise ValueError(f"an API key must not be empty; got an empty --api_key or {API_KEY}; set it, or leave it out")
     check_free(options.host, options.port)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for name in ("httpx", "httpx2"):  # huggingface_hub's, by its version: a line a request

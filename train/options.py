@@ -105,9 +105,17 @@ class TrainingOptions:
                 "--gradient_checkpointing is not for heads, whose losses recompute their logits already; lower "
                 "--tokens_per_batch, --per_device_train_batch_size or --anchors instead"
             )
-        for name in ("max_minutes", "patience"):
-            if getattr(self, name) < 0:
+        for name in ("max_minutes", "patience", "learning_rate"):
+            if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1; got {getattr(self, name)}")
+        if self.resume_from_checkpoint:
+            raise ValueError(
+                "--resume_from_checkpoint is not read: the same command resumes from the newest checkpoint of its "
+                f"--output_dir; got {self.resume_from_checkpoint}; leave it out"
+            )
         if self.save_total_limit == 1:
             raise ValueError(
                 "--save_total_limit must be at least 2, got 1: should the newest checkpoint be damaged, the one before "

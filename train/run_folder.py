@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from accelerate.utils import broadcast_object_list
 
 from draft_heads.data.files import LOCK, lock_folder, write_text
-from draft_heads.data.processes import Processes
+from draft_heads.data.processes import TOKEN, Processes
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -23,13 +23,14 @@ from draft_heads.train.wall_clock import (
 
 SETTINGS = "run.json"
 _OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
+_WRITTEN = _OWN | {SETTINGS, "head", "loss.png"}  # and folders of checkpoints
 # May differ between a run and its resumption: they change where and how often, not what is learned.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
 _FREE |= {"save_total_limit"}
 
 
 def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
-    """ValueError, naming --overwrite, if --output_dir holds a finished run, one of other settings, or something else.
+    """ValueError if --output_dir holds a finished run or one of other settings (it names --overwrite), or other files.
 
     The first process looks, and all raise what it found.
 
@@ -46,9 +47,17 @@ def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None
     begun = (folder / SETTINGS).is_file()
     if (folder / LOCK).is_file():
         lock_folder(folder, "--output_dir").close()  # refused now rather than when the target is loaded
+    finished = (folder / "head" / CONFIG).is_file()
+    if not begun and not finished and folder.exists():
+        others = [folder.name] if not folder.is_dir() else sorted(p.name for p in folder.iterdir() if not _written(p))
+        if others:
+            raise ValueError(
+                f"--output_dir {folder} must be a new folder or one of this program; it holds {', '.join(others[:3])}; "
+                "pick another folder"
+            )
     if args.overwrite:
         return
-    if (folder / "head" / CONFIG).is_file():
+    if finished:
         raise ValueError(
             f"--output_dir {folder} holds a finished run (its head is in {folder / 'head'}); pick another folder or "
             "add --overwrite to delete it"
@@ -63,11 +72,6 @@ def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None
                 f"--output_dir {folder} was begun with other settings ({differences}); repeat those, pick "
                 "another folder or add --overwrite to delete it"
             )
-    elif not begun and folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _OWN):
-        raise ValueError(
-            f"--output_dir {folder} is not empty and holds no run of this program; pick another folder or add "
-            "--overwrite to delete it"
-        )
 
 
 def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path | None, TextIO | None]:
@@ -80,7 +84,7 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path |
     with processes.first_alone() as first:
         if first:
             lock = lock_folder(folder, "--output_dir")
-            for path in folder.iterdir() if args.overwrite else ():
+            for path in filter(_written, folder.iterdir()) if args.overwrite else ():
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 elif path.name != LOCK:
@@ -94,6 +98,11 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path |
     processes.check_shared(folder, "--output_dir")
     chosen: Path | None = broadcast_object_list([resume])[0]
     return chosen, lock
+
+
+def _written(path: Path) -> bool:
+    """Whether a training run writes what is in its folder under this name."""
+    return path.name in _WRITTEN or path.name.startswith(("checkpoint-", "damaged-checkpoint-", TOKEN))
 
 
 def _processes(args: HeadTrainingArguments) -> Processes:

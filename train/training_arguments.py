@@ -43,6 +43,10 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         parser.refuse(unknown)
         if not known.target:
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
+        for name in ("max_steps", "num_train_epochs"):
+            given = getattr(known, name)
+            if given is not None and not given > 0 and (name, given) != ("max_steps", -1):  # -1: by epochs
+                raise ValueError(f"--{name} must be above 0; got {given}")
         load_config(known.target)  # a sentence, should there be none
         defaults, taken = recipe_defaults(head_config.kind, known, parser)
         if known.max_steps is not None or known.num_train_epochs is not None:

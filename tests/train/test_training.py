@@ -474,8 +474,9 @@ def test_a_full_disk_is_named_with_what_is_kept(tmp_path):
 
 def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
-    status, told = run(dataset, tmp_path)
-    assert status != 0 and "--overwrite" in told and (tmp_path / "thesis.txt").exists()
+    for flags in ([], ["--overwrite"]):
+        status, told = run(dataset, tmp_path, *flags)
+        assert status != 0 and "it holds thesis.txt; pick another folder" in told and (tmp_path / "thesis.txt").exists()
 
 
 def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
