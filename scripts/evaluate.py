@@ -126,10 +126,12 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
     model = {name: value for name, value in described["target"].items() if name not in ("path", "device")}
     model["device"] = target.device.type
     questions = [[benchmark.name, *map(asdict, benchmark.questions)] for benchmark in benchmarks]
+    machine = environment(str(target.device))  # a launcher may change the default of threads
+    machine = {key: value for key, value in machine.items() if key not in ("time", "threads")}
     return {
         "target": model,
         "settings": described["settings"] | {"threads": options.threads},
-        "environment": {key: value for key, value in environment(str(target.device)).items() if key != "time"},
+        "environment": machine,
         "drafters": options.drafters,
         "files": {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
         "questions": hashlib.sha256(json.dumps(questions).encode()).hexdigest()[:16],
