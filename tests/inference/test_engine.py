@@ -13,7 +13,7 @@ from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
+from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.step import verify_step
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
@@ -107,29 +107,6 @@ def test_streaming_yields_the_steps_of_generate(target, answer):
     steps = list(engine.stream(PROMPT, GenerationSettings(30)))
     assert [len(step) for step in steps] == engine.generate(PROMPT, GenerationSettings(30)).accept_lengths
     assert [token for step in steps for token in step] == answer[:30]
-
-
-def test_a_second_text_in_an_engine_ends_the_first_and_a_second_thread_is_refused(target, answer):
-    engine = DecodingEngine(target, VanillaDrafter())
-    first = engine.stream(PROMPT, GenerationSettings(60))
-    next(first)
-    assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
-    with pytest.raises(RuntimeError, match=r"another text was begun .*; make an engine for each"):
-        next(first)
-    first = engine.stream(PROMPT, GenerationSettings(60))
-    next(first)
-    with pytest.raises(ContextError):
-        engine.generate([], GenerationSettings(60))  # touches nothing
-    ended = Generation()
-    for _ in engine.stream(PROMPT, GenerationSettings(60), ended):
-        if ended.finish_reason:
-            engine.generate(PROMPT, GenerationSettings(1))
-    assert ended.tokens == answer
-    engine._busy.acquire()  # as a step of another thread does
-    with pytest.raises(RuntimeError, match="one thread at a time; make an engine for each"):
-        engine.generate(PROMPT, GenerationSettings(60))
-    engine._busy.release()
-    assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
 
 
 def test_decoding_goes_to_the_last_position_of_the_context_and_no_further(target):

@@ -1,0 +1,37 @@
+"""An engine decodes one text at a time, and says so."""
+
+import pytest
+import torch
+
+from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.lossless import Oracle
+from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
+from tests.inference.models import load_target
+
+PROMPT = list(range(3, 40))
+
+
+def test_a_second_text_in_an_engine_ends_the_first_and_a_second_thread_is_refused():
+    target = load_target("llama", torch.float64)
+    answer = Oracle(target, GenerationSettings(max_new_tokens=60)).answer(PROMPT)
+    engine = DecodingEngine(target, VanillaDrafter())
+    first = engine.stream(PROMPT, GenerationSettings(60))
+    next(first)
+    assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
+    with pytest.raises(RuntimeError, match=r"another text was begun .*; make an engine for each"):
+        next(first)
+    first = engine.stream(PROMPT, GenerationSettings(60))
+    next(first)
+    with pytest.raises(ContextError):
+        engine.generate([], GenerationSettings(60))  # touches nothing
+    ended = Generation()
+    for _ in engine.stream(PROMPT, GenerationSettings(60), ended):
+        if ended.finish_reason:
+            engine.generate(PROMPT, GenerationSettings(1))
+    assert ended.tokens == answer
+    engine._busy.acquire()  # as a step of another thread does
+    with pytest.raises(RuntimeError, match="one thread at a time; make an engine for each"):
+        engine.generate(PROMPT, GenerationSettings(60))
+    engine._busy.release()
+    assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
