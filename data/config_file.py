@@ -48,7 +48,7 @@ def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read ({error.strerror}); give a YAML file") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must map flags to values, got {type(content).__name__}")
@@ -71,6 +71,8 @@ def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
         return value
     kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
     try:
+        if isinstance(value, dict | list):
+            raise ValueError
         return kind(str(value))
     except ValueError:
         name = getattr(kind, "__name__", str(kind))

@@ -132,6 +132,10 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
 
     No row after the last of --limit is read, unless rows are shuffled first.
     """
+    if options.split != "train" and Path(source).is_file():
+        raise ValueError(
+            f"--split names a part of a dataset, and --dataset {source} is a file; got {options.split!r}; drop it"
+        )
     shuffled, generate = options.shuffle_seed is not None, options.labels == "generate"
     first = None if shuffled else options.limit
     loaded = read_conversations(source, options.split, options.skip_bad_rows, first, distinct=generate)

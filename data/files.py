@@ -42,7 +42,10 @@ def checksum(path: Path) -> str:
 def lock_folder(folder: Path, flag: str) -> TextIO:
     """ValueError while another run writes to the folder, which is made; the lock ends when what is returned is closed,
     or with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{flag} must be a folder; a file is in the way of {folder}; name another folder") from None
     lock = (folder / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

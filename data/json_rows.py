@@ -127,7 +127,14 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
     if (Path(source) / "dataset_info.json").is_file() or (Path(source) / "dataset_dict.json").is_file():
         loaded = datasets.load_from_disk(source)
     else:
-        loaded = datasets.load_dataset(source, name=config)
+        try:
+            loaded = datasets.load_dataset(source, name=config)
+        except (datasets.exceptions.DatasetsError, FileNotFoundError) as error:
+            found = "folder" if Path(source).is_dir() else "hub id"
+            raise ValueError(
+                f"{source} is no {found} with rows of one form ({str(error).splitlines()[0]}); give a .json or .jsonl "
+                "file, a saved dataset, or the id of one on the hub"
+            ) from error
     if isinstance(loaded, datasets.DatasetDict):
         split = split or ("test" if "test" in loaded else next(iter(loaded)))
         if split not in loaded:

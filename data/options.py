@@ -57,6 +57,7 @@ def add_flags(group: Any, options: type) -> None:
         group.add_argument(f"--{f.name}", **settings)
 
 
+MOST_THREADS = 1024
 THREADS_HELP = "CPU threads of a process; 0: torch's choice, one a core (0)"
 
 
@@ -66,9 +67,9 @@ def add_threads(parser: Any) -> None:
 
 
 def use_threads(threads: int) -> None:
-    """Let torch compute with so many CPU threads; 0 leaves its choice; ValueError for fewer."""
-    if threads < 0:
-        raise ValueError(f"--threads must be 0 (torch's choice) or more; got {threads}")
+    """Let torch compute with so many CPU threads; 0 leaves its choice; ValueError for fewer, or too many."""
+    if not 0 <= threads <= MOST_THREADS:
+        raise ValueError(f"--threads must be 0 (torch's choice) to {MOST_THREADS}; got {threads}")
     if threads:
         torch.set_num_threads(threads)
 

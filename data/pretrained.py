@@ -25,10 +25,14 @@ def load_config(source: str, what: str = "--target") -> Any:
     check_folder_or_hub_id(what, source)
     try:
         return AutoConfig.from_pretrained(source)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split()).split(". ")[0]
         if Path(source).is_dir():
-            raise ValueError(f"{what} {source} is no model's folder: {reason}") from None
+            raise ValueError(
+                f"{what} {source} is no model's folder: {reason}; give one with config.json, weights and tokenizer"
+            ) from None
+        if isinstance(error, ValueError):
+            raise ValueError(f"{what} {source} cannot be used: {reason}; name another model") from None
         raise ValueError(f"{what}: there is no folder {source}, and no such model from the hub: {reason}") from None
 
 

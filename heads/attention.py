@@ -186,24 +186,29 @@ class TreeAttention:
     """Attention of a draft tree grown level by level over a cached context that every node sees.
 
     The first `length` slots of the memory ([] int64, on the device) are the context; the drafted nodes' own keys and
-    values are written behind it, so it must have room for them. Call `enter` with each level's parents, then use the
-    object as `Attend`.
+    values are written behind it, so it must have room for `most` of them. Call `enter` with each level's parents, then
+    use the object as `Attend`. Masks are what is added to scores, 0 or −inf, made for all levels at once.
     """
 
-    def __init__(self, memory: Memory, length: Tensor) -> None:
-        self.memory, self.length = memory, length
-        self.index = torch.arange(memory.keys.shape[2], device=length.device)  # of the slots
-        self.drafted = 0
-        self.slots: Tensor  # [W] of the level
-        self.mask: Tensor  # [W, C], the slots that each of its nodes sees
+    def __init__(self, memory: Memory, length: Tensor, heads: int, most: int) -> None:
+        """heads: N, of the queries."""
+        self.memory = memory
+        shared, slots = memory.keys.shape[1:3]
+        index = torch.arange(slots, device=length.device)
+        self._slots = index[:most] + length
+        sees = (index < length) | (index == self._slots[:, None])
+        self._own = memory.keys.new_full(sees.shape, -torch.inf).masked_fill_(sees, 0)  # the context and itself
+        self._repeat = heads // shared
+        self._mask: Tensor  # [N/G, W, C] of the level
+        self._drafted, self._level = 0, slice(0)
 
     def enter(self, parents: Tensor) -> None:
         """A new level: node w hangs under `parents[w]`, an index into the level before; any value at the root."""
-        above = self.mask[parents] if self.drafted else self.index < self.length
-        self.slots = self.index[self.drafted : self.drafted + len(parents)] + self.length
-        self.mask = above | (self.index == self.slots[:, None])
-        self.drafted += len(parents)
+        self._level = slice(self._drafted, self._drafted + len(parents))
+        own = self._own[self._level].expand(self._repeat, -1, -1)
+        self._mask = torch.maximum(self._mask.index_select(1, parents), own) if self._drafted else own
+        self._drafted += len(parents)
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self.memory.write(self.slots, keys, values)
-        return folded_attention(queries, self.memory.keys, self.memory.values, self.mask)
+        self.memory.write(self._slots[self._level], keys, values)
+        return folded_attention(queries, self.memory.keys, self.memory.values, self._mask)

@@ -23,22 +23,24 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 context and who may see what."""
 
 
+Product = Callable[[Tensor], Tensor]
+
 Rotation = tuple[Tensor, Tensor]
 """cos and sin `[B, 1, L, D]` of rotary position embedding, the first half of sin negated; see `rotary`."""
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32) -> Rotation:
     """The rotation of integer positions `[B, L]`, computed in float32."""
-    half = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[:, None, :, None].float() * theta ** (-half / head_dim)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
+    half = torch.arange(0, -head_dim, -2, dtype=torch.float32, device=positions.device)
+    frequencies = theta ** (half / head_dim)
+    angles = positions[:, None, :, None] * torch.cat([-frequencies, frequencies])
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Apply rotary embedding to `[B, heads, L, D]` (pairs are D/2 apart)."""
     cos, sin = rotation
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 _LLAMA_NAMES = {
@@ -101,6 +103,8 @@ class DecoderBlock(nn.Module):
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
             nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
         self.start_as_identity()
+        self.qkv: Product | None = None  # one product for three projections while drafting, and one for two
+        self.gate_up: Product | None = None
 
     def start_as_identity(self) -> None:
         """Make the block return its input, by output projections of zeros."""
@@ -148,13 +152,21 @@ class DecoderBlock(nn.Module):
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend, tokens: Tensor | None = None) -> Tensor:
         """States `[B, Q, H]` at positions with this `rotation`, with `tokens [B, Q, H]` beside them → `[B, Q, H]`."""
         read = self._read(states, tokens)
-        merged = torch.cat([self.q_proj(read), self.k_proj(read)], dim=-1)
+        if self.qkv is None:
+            merged, values = torch.cat([self.q_proj(read), self.k_proj(read)], dim=-1), self.v_proj(read)
+        else:
+            rows = self.kv_heads * self.head_dim
+            merged, values = self.qkv(read).tensor_split([-rows], dim=-1)
         rotated = rotate(self._split(merged, self.heads + self.kv_heads), rotation)
         queries, keys = rotated.split([self.heads, self.kv_heads], dim=1)
-        attended = attend(queries, keys, self._split(self.v_proj(read), self.kv_heads))
+        attended = attend(queries, keys, self._split(values, self.kv_heads))
         states = states + self.o_proj(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(states)
-        return states + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        if self.gate_up is None:
+            gate, up = self.gate_proj(normed), self.up_proj(normed)
+        else:
+            gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        return states + self.down_proj(F.silu(gate) * up)
 
 
 class ResidualLayer(nn.Module):
@@ -185,9 +197,10 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 def folded_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """The same for a few queries `[B, N, Q, D]`, whose heads all see the `[Q, C]` of `mask`; no key is copied.
 
-    The queries of the N/G heads that share a key head are taken as rows of one head.
+    The queries of the N/G heads that share a key head are taken as rows of one head; `mask` may be given as
+    `[N/G, Q, C]`, written out for them.
     """
     heads, shared = queries.shape[1], keys.shape[1]
     folded = queries.unflatten(1, (shared, -1)).flatten(2, 3)
-    attended = grouped_attention(folded, keys, values, mask.repeat(heads // shared, 1))
+    attended = grouped_attention(folded, keys, values, mask.expand(heads // shared, *mask.shape[-2:]).flatten(0, 1))
     return attended.unflatten(2, (heads // shared, -1)).flatten(1, 2)

@@ -94,9 +94,7 @@ class DraftTree:
 
     def take(self, order: Tensor) -> DraftTree:
         """The nodes `order [K]` (indices, ascending), which must be prefix-closed: a taken node's parent is taken."""
-        new_index = torch.full_like(self.tokens, -1).index_copy(0, order, torch.arange(len(order), device=order.device))
-        parents = self.parents[order]
-        parents = torch.where(parents >= 0, new_index[parents.clamp(min=0)], parents)
+        parents = kept_parents(self.parents, order)
         return DraftTree(self.tokens[order], parents, self.log_probs[order], self.source[order], self.candidate[order])
 
     def limit_depth(self, limit: Tensor | int, depth: Tensor) -> DraftTree:
@@ -116,6 +114,11 @@ class DraftTree:
             torch.cat([self.source, padding]),
             torch.cat([self.candidate, padding.bool()]),
         )
+
+
+def kept_parents(parents: Tensor, order: Tensor) -> Tensor:
+    """[K] parents of the nodes `order [K]` (see `DraftTree.take`), as indices into `order`."""
+    return torch.searchsorted(order, parents[order], right=True) - 1
 
 
 class TokenTrie:

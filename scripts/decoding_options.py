@@ -101,6 +101,8 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
         )
     if options.acceptance not in ACCEPTANCE:
         raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"--seed must be at least 0 and below 2^63; got {options.seed}")
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
     dtype_named("--dtype", options.dtype)
     return options

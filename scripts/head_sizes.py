@@ -123,9 +123,11 @@ def memory_table(config: Any) -> str:
 def run() -> None:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--target", help="take the sizes from this folder's or hub id's configuration")
-    parser.add_argument("--shape", choices=list(SHAPES), default="8b", help="without --target: a Llama of this size")
+    parser.add_argument("--shape", choices=list(SHAPES), help="without --target: a Llama of this size (8b)")
     args = parser.parse_args()
-    config = load_config(args.target) if args.target else AutoConfig.for_model("llama", **SHAPES[args.shape])
+    if args.target and args.shape:
+        raise ValueError(f"--target has sizes of its own; got it with --shape {args.shape}; leave one of them out")
+    config = load_config(args.target) if args.target else AutoConfig.for_model("llama", **SHAPES[args.shape or "8b"])
     config = config.get_text_config(decoder=True)
     print(f"{table(config)}\n\nGiB of GPU memory in training:\n\n{memory_table(config)}")
 

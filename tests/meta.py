@@ -42,7 +42,7 @@ class MetaOnly(TorchDispatchMode):
 
     views: ClassVar = {
         *("view", "expand", "transpose", "t", "slice", "select", "unsqueeze", "squeeze", "permute", "detach", "alias"),
-        *("split", "split_with_sizes", "_unsafe_view", "as_strided", "unbind", "chunk", "_reshape_alias"),
+        *("split", "split_with_sizes", "_unsafe_view", "as_strided", "unbind", "chunk", "unfold", "_reshape_alias"),
     }
 
     def __init__(self):

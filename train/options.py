@@ -108,6 +108,8 @@ class TrainingOptions:
         for name in ("max_minutes", "patience", "learning_rate"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must be at least 0 and below 2^32; got {self.seed}")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1; got {getattr(self, name)}")

@@ -62,6 +62,8 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
             )
         if not run.dataset:
             raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
+        if not known.output_dir and not defaults.get("output_dir"):
+            raise ValueError("--output_dir must name a folder for checkpoints and the head; got nothing")
         head = {name: getattr(rest, name) for name in option_names(head_config)}
         head_config(**head)  # validated here, before anything is loaded
     except (ValueError, OSError) as error:

@@ -99,6 +99,8 @@ class DrafterSpec:
             key, equals, value = pair.partition("=")
             if not equals or not key:
                 raise ValueError(f"a drafter's options are key=value; got {pair!r} in {whole!r}")
+            if key in options:
+                raise ValueError(f"a drafter's options have one value each; got {key} twice in {whole!r}; drop one")
             options[key] = value
         kind, colon, path = location.partition(":")
         if colon:

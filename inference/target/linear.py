@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_heads.heads.base import DraftHead, TargetView
+from draft_heads.heads.block import DecoderBlock
 from draft_heads.inference.native import library
 
 Head = TypeVar("Head", bound=DraftHead)
@@ -112,10 +113,18 @@ class DraftingView(TargetView):
 
 
 def prepare_for_drafting(head: Head) -> Head:
-    """The head in evaluation mode, its Linears replaced by `SkinnyLinear` where that pays; names of weights stay."""
+    """The head in evaluation mode; names of weights stay.
+
+    Its Linears become `SkinnyLinear` where that pays; elsewhere those of a block that read the same states are merged.
+    """
     if copy_pays(list(head.parameters())):
         for module in list(head.modules()):
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear:
                     setattr(module, name, SkinnyLinear(child))
+    else:
+        for block in head.modules():
+            if isinstance(block, DecoderBlock) and block.qkv is None:
+                block.qkv = MergedLinear.of([block.q_proj, block.k_proj, block.v_proj], copy=False)
+                block.gate_up = MergedLinear.of([block.gate_proj, block.up_proj], copy=False)
     return head.eval()

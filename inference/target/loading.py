@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from draft_heads.data.fingerprint import weights_hash
-from draft_heads.data.pretrained import model_class
+from draft_heads.data.pretrained import check_folder_or_hub_id, model_class
 from draft_heads.inference.target import sharded
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,13 @@ def load_model(
     if adapter:
         from peft import PeftModel
 
-        adapted = PeftModel.from_pretrained(model, adapter)
+        check_folder_or_hub_id("--target_adapter", adapter)
+        try:
+            adapted = PeftModel.from_pretrained(model, adapter)
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"--target_adapter {adapter} cannot be loaded ({error}); give a PEFT adapter's folder or hub id"
+            ) from None
         sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
         model = adapted.merge_and_unload()
     if not placed and not split and not mapped:

@@ -80,6 +80,7 @@ def test_preview_marks_exactly_the_trained_tokens():
         (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
         (["--target", "nowhere", "--dataset", "chat.csv"], "received the .csv file chat.csv; write its rows as JSONL"),
         (["--target", "nowhere", "--dataset", "no.json.gz"], "no.json.gz does not exist"),  # before the target loads
+        (["--split", "test"], "--split names a part of a dataset, and --dataset"),
         (["--hidden_states", "int8"], "--hidden_states int8 is unknown; pass target or one of"),
     ],
 )

@@ -155,6 +155,7 @@ def test_config_file_gives_defaults_and_flags_win(command, tmp_path):
         ("overwrite: 1", "overwrite must be true or false, got 1"),
         ("- limit", "must map flags to values, got list"),
         ("a: [", "is not YAML"),
+        ("target: {a: 1}", "target must be of type str, got {'a': 1}"),
     ],
 )
 def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys):
@@ -178,11 +179,18 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--drafters", "transformers=vanilla"], "got 'transformers=vanilla'; rename the drafter"),
         (["--config", "absent.yaml"], "absent.yaml cannot be read"),
         (["--target", "absent/../absent"], "--target absent/../absent does not exist"),
+        (["--target", "tests"], "--target tests is no model's folder"),
+        (["--target_adapter", "tests"], "--target_adapter tests cannot be loaded"),
+        (["--benchmarks", "q=tests/tiny_target"], "tests/tiny_target is no folder with rows of one form"),
+        (["--output", "README.md"], "--output must be a folder; a file is in the way"),
+        (["--threads", "1000000"], "--threads must be 0 (torch's choice) to 1024"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--drafters", "ngram,k=1,k=2"], "one value each; got k twice"),
     ],
 )
 def test_bad_flags_are_one_sentence(flags, message, command, capsys):
     assert evaluate.main([*command, *flags]) == 2
-    error = capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines()[-1]  # behind a progress bar where the target was loaded
     assert error.startswith("error: ")
     assert message in error
 

@@ -23,7 +23,7 @@ TARGET = "tests/tiny_target"
 
 def refused(capsys, *arguments):
     with pytest.raises(SystemExit) as stopped:
-        parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", *arguments])
+        parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", "--output_dir", "r", *arguments])
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
@@ -31,7 +31,20 @@ def refused(capsys, *arguments):
 def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
     run, head, training = parse_options(
         CTCConfig,
-        ["--target", TARGET, "--dataset", "d", "--labels", "3", "--learning_rate", "5e-4", "--use_cpu", "true"],
+        [
+            "--target",
+            TARGET,
+            "--dataset",
+            "d",
+            "--output_dir",
+            "r",
+            "--labels",
+            "3",
+            "--learning_rate",
+            "5e-4",
+            "--use_cpu",
+            "true",
+        ],
     )
     recipe = yaml.safe_load((RECIPES / "ctc" / "tiny.yaml").read_text())
     assert head["frames"] == recipe["frames"] and head["labels"] == 3
@@ -49,12 +62,26 @@ def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
     ],
 )
 def test_steps_or_epochs_asked_for_replace_the_minutes_of_the_recipe(given, minutes):
-    _, _, training = parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", "--use_cpu", *given])
+    _, _, training = parse_options(
+        CTCConfig, ["--target", TARGET, "--dataset", "d", "--output_dir", "r", "--use_cpu", *given]
+    )
     assert training.max_minutes == minutes
 
 
 def test_minutes_asked_for_replace_the_steps_or_epochs_of_the_recipe():
-    given = ["--target", TARGET, "--dataset", "d", "--use_cpu", "--config", "8b", "--max_minutes", "2"]
+    given = [
+        "--target",
+        TARGET,
+        "--dataset",
+        "d",
+        "--output_dir",
+        "r",
+        "--use_cpu",
+        "--config",
+        "8b",
+        "--max_minutes",
+        "2",
+    ]
     _, _, training = parse_options(CTCConfig, [*given, "--bf16", "false"])
     assert (training.max_minutes, training.max_steps, training.num_train_epochs) == (2, -1, 1e6)
 
@@ -86,7 +113,20 @@ def test_every_recipe_parses(tmp_path, kind):
 
 
 def test_the_ctc_papers_own_settings_are_a_recipe_by_name():
-    arguments = ["--target", TARGET, "--dataset", "d", "--config", "paper", "--bf16", "false", "--use_cpu", "true"]
+    arguments = [
+        "--target",
+        TARGET,
+        "--dataset",
+        "d",
+        "--output_dir",
+        "r",
+        "--config",
+        "paper",
+        "--bf16",
+        "false",
+        "--use_cpu",
+        "true",
+    ]
     run, head, training = parse_options(CTCConfig, arguments)
     literal = {"blocks": 1, "context": "hidden", "labels_cut": "none", "anchors": 0, "draft_vocab_size": 0}
     assert {name: head[name] for name in literal} == literal
@@ -98,7 +138,7 @@ def test_the_ctc_papers_own_settings_are_a_recipe_by_name():
 def test_a_recipe_of_another_head_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         recipe = str(RECIPES / "chimera" / "tiny.yaml")
-        parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", "--config", recipe])
+        parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", "--output_dir", "r", "--config", recipe])
     assert "residual" in capsys.readouterr().err
 
 
@@ -139,7 +179,7 @@ def test_every_family_gets_the_recipe_of_its_size(tmp_path, family):
 def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(tmp_path, monkeypatch, capsys):
     shutil.copytree(TARGET, tmp_path / "own target")
     monkeypatch.chdir(tmp_path)
-    arguments = ["--target", "own target", "--dataset", "d", "--bf16", "false"]
+    arguments = ["--target", "own target", "--dataset", "d", "--output_dir", "r", "--bf16", "false"]
     parse_options(CTCConfig, arguments)
     assert re.fullmatch(
         r"recipe: ctc/tiny, by the \d\.\d M parameters of the target's config\n", capsys.readouterr().out
@@ -160,7 +200,9 @@ def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(
 def test_a_recipes_draft_vocabulary_is_left_out_for_smaller_vocabularies(tmp_path):
     config = json.loads(Path(TARGET, "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": 2048, "intermediate_size": 8192}))
-    _, head, _ = parse_options(CTCConfig, ["--target", str(tmp_path), "--dataset", "d", "--bf16", "false"])
+    _, head, _ = parse_options(
+        CTCConfig, ["--target", str(tmp_path), "--dataset", "d", "--output_dir", "r", "--bf16", "false"]
+    )
     assert head["draft_vocab_size"] == 0
 
 
@@ -187,6 +229,8 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--gradient_checkpointing", "true"], "--gradient_checkpointing is not for heads"),
         (["--patience", "1", "--eval_strategy", "no"], "--patience 1 counts evaluations, got --eval_strategy no"),
         (["--held_out", "0"], "--held_out"),
+        (["--output_dir", ""], "--output_dir must name a folder"),
+        (["--seed", "-1"], "--seed must be at least 0"),
         (["--max_length", "3"], "--max_length"),
         (["--target_dtype", "int8"], "--target_dtype"),
         (["--simulate_nodes", "0"], "--simulate_nodes"),

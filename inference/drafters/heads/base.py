@@ -15,11 +15,38 @@ import torch
 from torch import Tensor
 
 from draft_heads.heads.base import DraftHead, Rows, TargetView
-from draft_heads.heads.block import Attend, folded_attention
+from draft_heads.heads.block import Attend, DecoderBlock, Rotation, folded_attention
 from draft_heads.inference.drafters.base import Builder, Drafter, check_max_nodes
 from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
+
+
+class RotationTable:
+    """The rotations of all positions of a text, for a block: a step picks its own in one operation.
+
+    Shape: [C, 2, D], cosines and sines.
+    """
+
+    def __init__(self, block: DecoderBlock) -> None:
+        self._block = block
+        self._table = block.q_proj.weight.new_empty(0, 2, block.head_dim)
+
+    def reserve(self, tokens: int) -> None:
+        """Positions below `tokens`; computes only where there are too few."""
+        if len(self._table) < tokens:
+            positions = torch.arange(-(-tokens // 256) * 256, device=self._table.device)
+            cos, sin = self._block.rotation(positions[None])
+            self._table = torch.stack([cos[0, 0], sin[0, 0]], dim=1)
+            torch._dynamo.maybe_mark_dynamic(self._table, 0)  # as in `BlockCache`
+
+    def memory(self) -> list[Tensor]:
+        return [self._table]
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """The rotation of `positions [Q]` for states [1, Q, H]."""
+        cos, sin = self._table.index_select(0, positions)[None, None].unbind(3)
+        return cos, sin
 
 
 class BlockCache:
@@ -124,14 +151,28 @@ class HeadDrafter(Drafter):
         return super().__new__(cls)
 
     def __init__(
-        self, head: Any, target: Target, max_nodes: int, levels: int, caches: Sequence[BlockCache] = (), behind: int = 0
+        self,
+        head: Any,
+        target: Target,
+        max_nodes: int,
+        levels: int,
+        caches: Sequence[BlockCache] = (),
+        behind: int = 0,
+        block: DecoderBlock | None = None,
     ) -> None:
-        """levels: of the deepest draft; behind: rows that a draft writes to the caches behind the text."""
+        """levels: of the deepest draft; behind: rows that a draft writes to the caches behind the text.
+
+        block: whose rotations are kept, if any.
+        """
         self.head: Any = prepare_for_drafting(head)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(levels, max_nodes)
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._caches, self._behind = caches, behind
+        self._kept: list[BlockCache | RotationTable] = [*caches]
+        if block is not None:
+            self._rotation = RotationTable(block)
+            self._kept.append(self._rotation)
 
     @staticmethod
     @abstractmethod
@@ -156,12 +197,12 @@ class HeadDrafter(Drafter):
         return drafter
 
     def memory(self) -> list[Tensor]:
-        return [self.length, *(buffer for cache in self._caches for buffer in cache.memory())]
+        return [self.length, *(buffer for kept in self._kept for buffer in kept.memory())]
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         self.length.zero_()
-        for cache in self._caches:
-            cache.reserve(capacity + self._behind)
+        for kept in self._kept:
+            kept.reserve(capacity + self._behind)
 
     def set_visible_length(self, tokens: int) -> None:
         for cache in self._caches:

@@ -21,7 +21,7 @@ from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
 from draft_heads.inference.drafters.base import tempered
-from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter
+from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter, RotationTable
 from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
@@ -34,6 +34,7 @@ class ChimeraContext:
 
     fusion   keys, values [1, G, C, D] of the block, h and g side by side; the first 2n slots are the context
     encoder  keys, values of an attending encoder (`target_layer0_…`), first n slots; None for k-grams
+    rotation  of positions in the text and behind it
     length   [] int64, n
     last     [H] h_n
     recent   [k−1] int64, the last committed tokens, oldest first; −1 where there is none
@@ -41,6 +42,7 @@ class ChimeraContext:
 
     fusion: Memory
     encoder: Memory | None
+    rotation: RotationTable
     length: Tensor
     last: Tensor
     recent: Tensor
@@ -57,22 +59,25 @@ def draft_tree(
 ) -> DraftTree:
     """The best tree behind base token `base []`."""
     length = context.length
-    fusion = TreeAttention(context.fusion, 2 * length)
-    encoder = TreeAttention(context.encoder, length) if context.encoder is not None else None
+    heads, most = head.block.heads, max_nodes * head.config.heads
+    fusion = TreeAttention(context.fusion, 2 * length, heads, most)
+    encoder = TreeAttention(context.encoder, length, heads, most) if context.encoder is not None else None
     grams = context.recent[None]  # [W, k−1], the tokens before a node's own
-    levels = torch.arange(head.config.heads, device=length.device)
-    cos, sin = head.block.rotation((length + levels)[None])  # of every level
+    if cache is None:
+        grams = gram_states(head, view, grams)  # or [W, k−1, H], their embeddings
+    cos, sin = context.rotation(length + torch.arange(head.config.heads, device=length.device))  # of every level
 
     def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         nonlocal grams
         rotation = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
-        grams = torch.cat([grams[parents], tokens[:, None]], dim=1)
         if encoder is not None:
             encoder.enter(parents)
             encoded = head.encoder(view.embed(tokens)[None].to(head.dtype), rotation, encoder)
         else:
-            encoded = encode_grams(head, view, grams, cache)[None]
-        grams = grams[:, 1:]
+            own = tokens if cache is not None else head.token_states(tokens, view)
+            grams = torch.cat([grams[parents], own[:, None]], dim=1)
+            encoded = (head.encoder(grams) if cache is None else encode_grams(head, view, grams, cache))[None]
+            grams = grams[:, 1:]
         fusion.enter(parents)
         fused = head.fuse(encoded, rotation, fusion)[0]
         logits = head.head_logits(level, context.last.expand(len(tokens), -1), fused, view)
@@ -83,13 +88,17 @@ def draft_tree(
     return grow_tree(first, level_log_probs, max_nodes, head.config.heads, head.draft_vocab, chain)
 
 
+def gram_states(head: ChimeraHead, view: TargetView, tokens: Tensor) -> Tensor:
+    """[..., H], what the k-gram encoder reads of tokens; zeros for −1, before the first token."""
+    return head.token_states(tokens.clamp(min=0), view) * (tokens >= 0)[..., None]
+
+
 def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGramCache | None = None) -> Tensor:
     """g [W, H] of k-grams [W, k] (−1: before the first token), through the cache where there is one."""
 
     def encode(some: Tensor) -> Tensor:
-        known = some >= 0
-        states = head.token_states(some.clamp(min=0), view) * known[..., None]
-        return head.encoder(states)
+        encoded: Tensor = head.encoder(gram_states(head, view, some))
+        return encoded
 
     return encode(grams) if cache is None else cache.lookup(grams, encode)
 
@@ -106,6 +115,8 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
         tokens = view.embed(rows.input_ids).to(head.dtype)
         encoder = head.encoder.context_keys_values(tokens, rotation)
     ids = torch.nn.functional.pad(rows.input_ids[0], (head.config.order - 1, 0), value=-1)
+    table = RotationTable(head.block)
+    table.reserve(len(ids) + head.config.heads)
 
     def at_anchor(anchor: int) -> ChimeraContext:
         length = anchor + 1
@@ -113,6 +124,7 @@ def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> 
         return ChimeraContext(
             GivenMemory.first(fusion, 2 * length, room),
             None if encoder is None else GivenMemory.first(encoder, length, room),
+            table,
             torch.tensor(length, device=ids.device),
             states[0, anchor],
             recent,
@@ -182,7 +194,7 @@ class ChimeraDrafter(HeadDrafter):
         self._fusion, self._encoder = BlockCache(head, slots_per_token=2), BlockCache(head) if attending else None
         caches = [self._fusion] if self._encoder is None else [self._fusion, self._encoder]
         behind = (max_nodes + 1) * head.config.heads + 1
-        super().__init__(head, target, max_nodes, head.config.heads, caches, behind)
+        super().__init__(head, target, max_nodes, head.config.heads, caches, behind, head.block)
         self.chain = check_tree(tree)
         self.view = target.drafting_view(head)
         self.cache = KGramCache(kgram_cache) if kgram_cache else None
@@ -209,27 +221,24 @@ class ChimeraDrafter(HeadDrafter):
         head = self.head
         hidden = head.target_states(step.hidden, step.aux_hidden)
         text = torch.cat([self._recent, step.tokens])
-        slots = self._new_slots(hidden)
-        encoded = self._encode(text, step.tokens, slots)
-        rotation = head.block.rotation(slots.repeat_interleave(2)[None])
+        encoded = self._encode(text, step.tokens)
         both = torch.stack([encoded, hidden], dim=1).flatten(0, 1)[None]
-        keys, values = head.block.context_keys_values(both, rotation)
-        self._fusion.write(torch.stack([2 * slots, 2 * slots + 1], dim=1).flatten(), keys, values)
+        rows = 2 * self.length + torch.arange(both.shape[1], device=hidden.device)
+        keys_values = head.block.context_keys_values(both, self._rotation(rows // 2))
+        self._fusion.write(rows, *keys_values)
         self.length += step.count
         recent = text[step.count + torch.arange(len(self._recent), device=text.device)]
         self._recent.copy_(recent)
-        self._context = ChimeraContext(self._fusion, self._encoder, self.length.clone(), hidden[-1], recent)
+        self._context = ChimeraContext(self._fusion, self._encoder, self._rotation, self.length, hidden[-1], recent)
         self._base = step.base
 
-    def _encode(self, text: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
-        """g [A, H] of the newly committed tokens, which enter at `slots [A]`."""
+    def _encode(self, text: Tensor, tokens: Tensor) -> Tensor:
+        """g [A, H] of the newly committed tokens."""
         head, view = self.head, self.view
         if self._encoder is None:
             return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
-        states = view.embed(tokens).to(head.dtype)
-        return head.encoder(
-            states[None], head.encoder.rotation(slots[None]), self._encoder.entering(slots, causal=True)
-        )[0]
+        slots, states = self._new_slots(tokens), view.embed(tokens).to(head.dtype)
+        return head.encoder(states[None], self._rotation(slots), self._encoder.entering(slots, causal=True))[0]
 
     def findings(self) -> dict[str, Any]:
         """See `Drafter.findings`: how often the cache of k-grams had what was looked up."""

@@ -15,7 +15,7 @@ from draft_heads.heads.attention import Memory, TreeAttention
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.eagle3 import Eagle3Head
 from draft_heads.inference.drafters.base import tempered
-from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter
+from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter, RotationTable
 from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
@@ -26,6 +26,7 @@ def draft_tree(
     head: Eagle3Head,
     view: TargetView,
     memory: Memory,
+    rotation: RotationTable,
     length: Tensor,
     state: Tensor,
     base: Tensor,
@@ -36,16 +37,17 @@ def draft_tree(
 
     memory: keys and values of pass 0 at n = `length []` committed tokens; state [H]: g of the last of them.
     """
-    attend = TreeAttention(memory, length - 1)  # the first node is the anchor itself
+    # the first node is the anchor itself
+    attend = TreeAttention(memory, length - 1, head.block.heads, max_nodes * head.config.passes)
     states = state[None]  # [W, H], what the nodes of a level leave to their children
-    levels = torch.arange(head.config.passes, device=length.device)
-    cos, sin = head.block.rotation((length - 1 + levels)[None])  # of every level
+    levels = torch.arange(-1, head.config.passes - 1, device=length.device)
+    cos, sin = rotation(length + levels)  # of every level
 
     def log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
         nonlocal states
         attend.enter(parents)
-        rotation = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
-        states = head.block(states[parents][None], rotation, attend, head.tokens(tokens, view)[None])[0]
+        own = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
+        states = head.block(states[parents][None], own, attend, head.tokens(tokens, view)[None])[0]
         return tempered(head.next_log_probs(states), head.config.tree_temperature)
 
     first = log_probs(0, base[None], torch.zeros_like(base)[None])[0]
@@ -59,9 +61,9 @@ class Eagle3Drafter(HeadDrafter):
     options: ClassVar[dict[str, Any]] = {"tree": "best"}
 
     def __init__(self, head: Eagle3Head, target: Target, max_nodes: int = 32, tree: str = "best") -> None:
-        self._cache = BlockCache(head)
-        levels = head.config.passes
-        super().__init__(head, target, max_nodes, levels, [self._cache], behind=(max_nodes + 1) * levels + 1)
+        self._cache, levels = BlockCache(head), head.config.passes
+        behind = (max_nodes + 1) * levels + 1
+        super().__init__(head, target, max_nodes, levels, [self._cache], behind, head.block)
         self.chain = check_tree(tree)
         self.view = target.view()
         self._state: Tensor  # g_n, [H]
@@ -72,11 +74,13 @@ class Eagle3Drafter(HeadDrafter):
         """Level by level, over the keys and values up to the anchor."""
         text, states, context = rows.input_ids[0], head.row_states(rows)[0], head.context(rows, view)
         room = (max_nodes + 1) * head.config.passes + 1
+        rotation = RotationTable(head.block)
+        rotation.reserve(len(text) + head.config.passes)
 
         def at_anchor(anchor: int) -> DraftTree:
             length = torch.tensor(anchor + 1, device=text.device)
             memory = GivenMemory.first(context, anchor + 1, room)
-            return draft_tree(head, view, memory, length, states[anchor], text[anchor + 1], max_nodes)
+            return draft_tree(head, view, memory, rotation, length, states[anchor], text[anchor + 1], max_nodes)
 
         return at_anchor
 
@@ -85,13 +89,11 @@ class Eagle3Drafter(HeadDrafter):
         states = head.target_states(step.hidden, step.aux_hidden)
         slots = self._new_slots(states)
         tokens = head.tokens(step.next_tokens, self.view)
-        self._cache.write(
-            slots, *head.block.context_keys_values(states[None], head.block.rotation(slots[None]), tokens[None])
-        )
+        keys_values = head.block.context_keys_values(states[None], self._rotation(slots), tokens[None])
+        self._cache.write(slots, *keys_values)
         self.length += step.count
         self._state, self._base = states[-1], step.base
 
     def propose(self) -> DraftTree:
-        return draft_tree(
-            self.head, self.view, self._cache, self.length, self._state, self._base, self.max_nodes, chain=self.chain
-        )
+        given = self._cache, self._rotation, self.length, self._state, self._base
+        return draft_tree(self.head, self.view, *given, self.max_nodes, chain=self.chain)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.target.compiled import host_sync_allowed
-from draft_heads.inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree, kept_parents
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]
 """(level, tokens [W], parents [W]) → [W, V] log-probabilities of what follows each node.
@@ -43,35 +43,34 @@ def grow_tree(
     vocabulary [V]: the token of each column of the log-probabilities; None: the column is the token.
     chain: the most probable token behind each other instead, as most servers draft.
     """
-    device = first.device
     tokens, parents, scores = [], [], []
-    log_probs, reached = first[None], first.new_zeros(1)
-    rows = torch.full((1,), -1, dtype=torch.long, device=device)  # index in the tree of every expanded node
-    count = 0
+    above, count = -1, 0  # index in the tree of the first expanded node of the level above, and of this level
+    width = 1 if chain else max_nodes
+    best, token = first.topk(min(width, len(first)))
+    parent = torch.zeros_like(token)
     for level in range(1, min(levels, max_nodes) + 1):
-        width = 1 if chain else max_nodes - level + 1
-        best, parent, token = best_children(reached, log_probs, width)
         if vocabulary is not None:
             token = vocabulary[token]
         scores.append(best)
         tokens.append(token)
-        parents.append(rows[parent])
+        parents.append(parent + above)
         if level in (levels, max_nodes):
             break
-        rows = torch.arange(count, count + len(token), device=device)
         if chain:
             pass
-        elif host_sync_allowed(device):
+        elif host_sync_allowed(first.device):
             kept = (best_indices(torch.cat(scores), max_nodes) >= count).sum()  # the level is sorted: its first ones
             if not kept:
                 break
-            best, token, parent, rows = best[:kept], token[:kept], parent[:kept], rows[:kept]
-        elif len(token) == width:  # one fewer of the next depth: the last here can have no child
-            best, token, parent, rows = best[:-1], token[:-1], parent[:-1], rows[:-1]
-        log_probs, reached = expand(level, token, parent), best
-        count += len(tokens[-1])
-    tree = DraftTree.build(torch.cat(tokens), torch.cat(parents), torch.cat(scores))
-    return tree.take(best_indices(tree.log_probs, max_nodes))
+            best, token, parent = best[:kept], token[:kept], parent[:kept]
+        elif len(token) == max_nodes - level + 1:  # one fewer of the next depth: the last here can have no child
+            best, token, parent = best[:-1], token[:-1], parent[:-1]
+        above, count = count, count + len(tokens[-1])
+        width = 1 if chain else max_nodes - level
+        best, parent, token = best_children(best, expand(level, token, parent), width)
+    every = torch.cat(scores)
+    order = best_indices(every, max_nodes)
+    return DraftTree.build(torch.cat(tokens)[order], kept_parents(torch.cat(parents), order), every[order])
 
 
 def best_children(reached: Tensor, log_probs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
