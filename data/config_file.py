@@ -62,21 +62,28 @@ def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
     """`value` converted and checked as the flag on the command line would be."""
     if value is None:
         return None
-    if flag.nargs == "+":
-        convert: Any = flag.type or str
-        return [convert(item) for item in (value if isinstance(value, list) else [value])]
+    if flag.nargs in ("+", "*"):
+        return [_single_value(path, flag, item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError(f"--config {path}: {flag.dest} must be true or false, got {value!r}")
         return value
+    return _single_value(path, flag, value)
+
+
+def _single_value(path: Path, flag: argparse.Action, value: Any) -> Any:
     kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
     try:
         if isinstance(value, dict | list):
             raise ValueError
-        return kind(str(value))
+        converted = kind(str(value))
     except ValueError:
         name = getattr(kind, "__name__", str(kind))
         raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None
+    if flag.choices is not None and converted not in flag.choices:
+        valid = ", ".join(map(str, flag.choices))
+        raise ValueError(f"--config {path}: {flag.dest} must be one of {valid}, got {value!r}")
+    return converted
 
 
 def parse_with_config(

@@ -82,6 +82,9 @@ def run(args: argparse.Namespace) -> None:
         read_config(path)
     for folder in args.dataset:
         load_distilled(folder)
+    if args.output.is_file():
+        raise ValueError(f"--output must be a folder; {args.output} is a file; name another")
+    args.output.mkdir(parents=True, exist_ok=True)
     target = load_target(args)
     heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}
     rows = RunOptions(args.target, args.dataset, target_adapter=args.target_adapter, held_out=args.rows)
@@ -90,7 +93,6 @@ def run(args: argparse.Namespace) -> None:
     for name, head in heads.items():
         _, held_out, _, collator = data[name]
         results[name] = accuracies(head, target, held_out, collator)
-    args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "accuracy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (args.output / "accuracy.md").write_text(table(results), encoding="utf-8")
     print(table(results))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.data.config_file import exit_status, parse_with_config
 
 from draft_heads.data.fingerprint import SIZES
 from draft_heads.data.pretrained import load_config
@@ -28,13 +28,15 @@ from draft_heads.scripts.decoding_options import script_parser
 
 
 def run() -> bool:
-    parser = script_parser(__doc__, config=False)
-    parser.add_argument("--head", required=True, help="RUN/head, or a hub id")
-    parser.add_argument("--format", required=True, choices=list(FORMATS))
-    parser.add_argument("--output", type=Path, required=True, help="a new folder")
+    parser = script_parser(__doc__)
+    parser.add_argument("--head", help="RUN/head, or a hub id")
+    parser.add_argument("--format", choices=list(FORMATS))
+    parser.add_argument("--output", type=Path, help="a new folder")
     parser.add_argument("--target", default="", help="the target's folder or hub id, if it is not where it was trained")
     parser.add_argument("--check", action="store_true", help="read the folder back and compare it with the head")
-    args = parser.parse_args()
+    args = parse_with_config(parser, None, ("head", "format", "output"))
+    if args.output.is_file():
+        raise ValueError(f"--output must be a new or empty folder; {args.output} is a file; pick another")
     if args.output.exists() and any(args.output.iterdir()):
         raise ValueError(f"--output must be a new or empty folder; {args.output} has files; pick another, or empty it")
     head = load_head(args.head)

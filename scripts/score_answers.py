@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.data.config_file import exit_status, parse_with_config
 
 from draft_heads.inference.evaluation.answers import (
     Answer,
@@ -119,11 +119,11 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
 
 
 def run(arguments: list[str] | None) -> None:
-    parser = script_parser(__doc__, config=False)
-    parser.add_argument("--answers", type=Path, required=True, help="the drafter's answers, FastChat JSONL")
-    parser.add_argument("--baseline", type=Path, required=True, help="the target's own answers to the same questions")
+    parser = script_parser(__doc__)
+    parser.add_argument("--answers", type=Path, help="the drafter's answers, FastChat JSONL")
+    parser.add_argument("--baseline", type=Path, help="the target's own answers to the same questions")
     parser.add_argument("--questions", type=Path, help="questions with categories, for one row per category")
-    options = parser.parse_args(arguments)
+    options = parse_with_config(parser, arguments, ("answers", "baseline"))
     categories = read_categories(options.questions) if options.questions else None
     print(format_table(score_answers(read_answers(options.answers), read_answers(options.baseline), categories)))
 

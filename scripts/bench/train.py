@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.data.config_file import exit_status, parse_with_config
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from draft_heads.heads.losses import (
     soft_cross_entropy,
 )
 from draft_heads.scripts.bench.decode import in_turn
-from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.scripts.decoding_options import check_positive, script_parser
 
 ARMS = ("chunked", "plain")
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once, so that the peak is what is in use
@@ -151,7 +151,7 @@ def bench_loss(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, ob
 
 
 def run() -> None:
-    parser = script_parser(__doc__, config=False)
+    parser = script_parser(__doc__)
     parser.add_argument("--loss", nargs="*", choices=list(LOSSES), help="the losses to compare (default: all)")
     for name, default in {"windows": 1024, "frames": 8, "labels": 4, "vocab": 32000, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -159,7 +159,8 @@ def run() -> None:
     add_threads(parser)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse_with_config(parser, None, ())
+    check_positive(args, "windows", "frames", "labels", "vocab", "repeats", "hidden")
     use_threads(args.threads)
     if args.arm:
         print(json.dumps({"peak_bytes": peak_memory(args.loss[0], args.arm, args, args.hidden[0])}))

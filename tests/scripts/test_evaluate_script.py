@@ -152,6 +152,7 @@ def test_config_file_gives_defaults_and_flags_win(command, tmp_path):
     [
         ("max_tokens: 3", "unknown max_tokens; valid keys: target, "),
         ("limit: many", "limit must be of type int, got 'many'"),
+        ("drafters: [[ngram]]", "drafters must be of type str, got ['ngram']"),
         ("overwrite: 1", "overwrite must be true or false, got 1"),
         ("- limit", "must map flags to values, got list"),
         ("a: [", "is not YAML"),
