@@ -10,7 +10,7 @@ import torch
 
 torch.set_num_threads(1)
 
-LONGEST = ("test_ahead", "test_batch", "test_lossless_matrix", "test_ouroboros", "test_training")
+LONGEST = ("test_ahead", "test_batch", "test_lossless_matrix", "test_ouroboros", "test_resume", "test_training")
 
 
 def pytest_collection_modifyitems(items):

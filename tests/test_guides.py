@@ -110,7 +110,7 @@ def words_of(command):
     words = shlex.split(LAUNCHERS.sub("python ", command))
     assert words[0] == "python", f"neither run nor excepted: {command}"
     words = [TARGET if word in TARGETS else word.replace("/shared/runs", "runs") for word in words[1:]]
-    if "--deepspeed" in words:  # tests/train/test_training.py launches it
+    if "--deepspeed" in words:  # tests/train/test_many_processes.py launches it
         place = words.index("--deepspeed")
         assert (ROOT / words[place + 1]).is_file()
         del words[place : place + 2]

@@ -1,0 +1,145 @@
+"""The server through the official client: the engine's own answers, as texts, chunks and labels."""
+
+import httpx
+import openai
+import pytest
+
+from draft_heads.data.answer_server import AnswerServer
+from draft_heads.data.rendering import render_prompt
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.serving.worker import AnswerText
+from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, text_of
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_an_answer_is_the_engines_own_plain_and_streamed(target, engine, client, question):
+    alone = engine.generate(question, GenerationSettings(32))
+    answer = chat(client, question)
+    assert answer.choices[0].message.content == text_of(target, alone.tokens) != ""
+    assert answer.choices[0].finish_reason == ("stop" if alone.finish_reason == "eos" else "length")
+    assert answer.usage.completion_tokens == len(alone.tokens)
+    assert answer.usage.prompt_tokens == len(render_prompt(target.tokenizer, [{"role": "user", "content": question}]))
+    *chunks, last = chat(client, question, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == answer.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 2
+    assert chunks[-1].choices[0].finish_reason == answer.choices[0].finish_reason and last.usage == answer.usage
+
+
+def test_conversations_have_system_messages_and_parts(target, engine, client):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a fruit."}]
+    alone = text_of(target, engine.generate(messages, GenerationSettings(16)).tokens)
+    parts = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Name a "}, {"type": "text", "text": "fruit."}]},
+    ]
+    for asked in (messages, parts):
+        answer = client.chat.completions.create(model="tiny", messages=asked, max_completion_tokens=16)
+        assert answer.choices[0].message.content == alone
+
+
+def test_stop_texts_end_an_answer_and_are_not_part_of_it(target, engine, client):
+    whole = text_of(target, engine.generate(QUESTIONS[3], GenerationSettings(32)).tokens)
+    for stop in (whole[5:9], [whole[-3:], whole[7:12]], "never written"):
+        stops = [stop] if isinstance(stop, str) else stop
+        ends = [whole.find(one) for one in stops if one in whole]
+        answer = chat(client, QUESTIONS[3], stop=stop)
+        assert answer.choices[0].message.content == (whole[: min(ends)] if ends else whole)
+        streamed = chat(client, QUESTIONS[3], stop=stop, stream=True)
+        assert "".join(chunk.choices[0].delta.content for chunk in streamed) == answer.choices[0].message.content
+        assert answer.choices[0].finish_reason == "stop" or not ends
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7])
+def test_max_tokens_is_exact(client, tokens):
+    answer = chat(client, QUESTIONS[3], max_tokens=tokens)
+    assert answer.usage.completion_tokens == tokens and answer.choices[0].finish_reason == "length"
+
+
+def test_a_seed_repeats_its_samples(target, engine, client):
+    ask = {"temperature": 1.5, "top_p": 0.9, "seed": 5}
+    answers = chat(client, QUESTIONS[3], n=3, **ask).choices
+    alone = [
+        engine.generate(QUESTIONS[3], GenerationSettings(32, temperature=1.5, top_p=0.9, seed=seed)).tokens
+        for seed in (5, 6, 7)
+    ]
+    assert [choice.message.content for choice in answers] == [text_of(target, tokens) for tokens in alone]
+    streamed = [""] * 3
+    for chunk in chat(client, QUESTIONS[3], n=3, stream=True, **ask):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content
+    assert streamed == [choice.message.content for choice in answers] and len(set(streamed)) > 1
+    free = {chat(client, QUESTIONS[3], temperature=1.5).choices[0].message.content for _ in range(4)}
+    assert len(free) > 1
+
+
+def test_completions_continue_texts_and_token_ids(target, engine, client):
+    ids = [target.tokenizer(text)["input_ids"] for text in QUESTIONS[:2]]
+    alone = [text_of(target, engine.generate(one, GenerationSettings(16)).tokens) for one in ids]
+    for prompt in (QUESTIONS[:2], ids):
+        answer = client.completions.create(model="tiny", prompt=prompt)  # 16 tokens: the API's default
+        assert [choice.text for choice in answer.choices] == alone
+    assert client.completions.create(model="tiny", prompt=ids[0]).choices[0].text == alone[0]
+    streamed = client.completions.create(model="tiny", prompt=QUESTIONS[1], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == alone[1]
+
+
+def test_labels_distilled_from_the_server_are_the_engines_own(target, engine, served, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    ends = target.end_token_ids
+    asked = AnswerServer(f"{served[2]}/v1", ends, target.vocab_size, None, 4, cut_loops=False)
+    prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
+    for prompt, answer in zip(prompts, asked.answers(prompts, [32] * len(prompts))):
+        alone = engine.generate(prompt, GenerationSettings(32))
+        assert answer.tokens == alone.tokens and answer.finish == {"eos": "end", "length": "limit"}[alone.finish_reason]
+    streamed = []
+    extra = {"return_token_ids": True, "stop_token_ids": [alone.tokens[3]]}
+    for chunk in chat(served[0], QUESTIONS[-1], stream=True, extra_body=extra):
+        streamed += getattr(chunk.choices[0], "token_ids", None) or []
+    assert streamed == alone.tokens[: 1 + alone.tokens.index(alone.tokens[3])]
+
+
+def test_the_token_that_ends_an_answer_is_no_text(target, engine, client):
+    tokens = engine.generate(QUESTIONS[3], GenerationSettings(32)).tokens
+    end = next(place for place in range(3, 32) if tokens[place] not in tokens[:place])
+    answer = chat(client, QUESTIONS[3], extra_body={"stop_token_ids": [tokens[end]], "return_token_ids": True})
+    assert answer.choices[0].message.content == text_of(target, tokens[:end])
+    assert answer.choices[0].token_ids == tokens[: end + 1] and answer.choices[0].finish_reason == "stop"
+
+
+def test_models_health_and_metrics(target, served):
+    client, worker, address, _ = served
+    assert [model.id for model in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    before = metrics(address)
+    answer = chat(client, QUESTIONS[3])
+    after = metrics(address)
+    alone = worker.engine  # idle: its drafter may be asked
+    steps = alone.generate(QUESTIONS[3], GenerationSettings(32)).accept_lengths
+
+    def gained(name):
+        return after[name] - before.get(name, 0)
+
+    assert gained("draft_heads_new_tokens_total") == answer.usage.completion_tokens == sum(steps)
+    assert gained("draft_heads_target_steps_total") == len(steps)
+    assert gained("draft_heads_accepted_tokens_count") == len(steps) - 1
+    assert gained("draft_heads_accepted_tokens_sum") == sum(steps) - len(steps)
+    assert after["draft_heads_beta"] == pytest.approx(
+        after["draft_heads_new_tokens_total"] / after["draft_heads_target_steps_total"]
+    )
+    assert gained('draft_heads_requests_total{path="/v1/chat/completions",status="200"}') == 1
+
+
+def test_the_beginning_of_a_stop_text_is_held_back(target):
+    tokens = target.tokenizer("a tea, a teapot", add_special_tokens=False)["input_ids"]
+    for stops, told in [(("teapot",), "a tea, a "), (("teapots",), "a tea, a teapot"), (("x", "tea"), "a ")]:
+        text = AnswerText(target.tokenizer, stops)
+        shown = ""
+        for token in tokens:
+            shown += text.add(token)
+            assert told.startswith(shown)
+            if text.stopped:
+                break
+        else:
+            shown += text.end()
+        assert shown == told

@@ -1,0 +1,148 @@
+"""Many clients, clients that leave, shutdowns and failures: nothing is left behind."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import islice
+
+import httpx
+import openai
+import pytest
+
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.generation import GenerationSettings
+from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, serve, text_of
+
+
+def test_eight_clients_get_what_each_would_get_alone(target, engine, served):
+    client, _, address, _ = served
+    generator = random.Random(0)
+    asked = [(generator.choice(QUESTIONS), generator.randint(1, 32), generator.random() < 0.5) for _ in range(50)]
+
+    def ask(request):
+        question, tokens, stream = request
+        answer = chat(client, question, max_tokens=tokens, stream=stream)
+        if not stream:
+            return answer.choices[0].message.content
+        return "".join(chunk.choices[0].delta.content for chunk in answer)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, asked))
+    for (question, tokens, _), answer in zip(asked, answers):
+        assert answer == text_of(target, engine.generate(question, GenerationSettings(tokens)).tokens)
+    idle(address)
+
+
+class SlowEngine(DecodingEngine):
+    """Waits before each step."""
+
+    def stream(self, *arguments):
+        for step in super().stream(*arguments):
+            time.sleep(0.02)
+            yield step
+
+
+@pytest.fixture
+def slow(target):
+    return SlowEngine(target, build_drafter(DrafterSpec.parse("vanilla"), target))
+
+
+def idle(address, seconds=5):
+    """Wait until nothing runs or waits; what the metrics then say."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        now = metrics(address)
+        if not now["draft_heads_waiting"] and not now["draft_heads_running"]:
+            return now
+        time.sleep(0.02)
+    raise AssertionError(now)
+
+
+def test_clients_that_leave_at_any_moment_leave_nothing(target, engine, slow):
+    generator = random.Random(1)
+    with serve(slow, max_waiting=100) as (client, worker, address, _):
+        key, before = {"Authorization": f"Bearer {KEY}"}, threading.active_count()
+
+        def leave(_):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTIONS[3]}], "n": 2}
+            body |= {"stream": generator.random() < 0.5}
+            try:
+                timeout = httpx.Timeout(generator.uniform(0.001, 0.4), connect=5)
+                with httpx.stream(
+                    "POST", f"{address}/v1/chat/completions", json=body, headers=key, timeout=timeout
+                ) as r:
+                    for _ in zip(r.iter_lines(), range(generator.randint(1, 4))):
+                        pass
+            except httpx.TimeoutException:
+                pass
+
+        with ThreadPoolExecutor(20) as pool:
+            list(pool.map(leave, range(100)))
+        now = idle(address)
+        assert not worker._waiting and now["draft_heads_abandoned_total"] > 5
+        assert threading.active_count() < before + 10  # the loop's own pool
+        alone = text_of(target, engine.generate("Name a fruit.", GenerationSettings(32)).tokens)
+        assert chat(client, "Name a fruit.").choices[0].message.content == alone
+
+
+def test_more_requests_than_may_wait_are_refused(slow, monkeypatch):
+    steps, go_on = slow.stream, threading.Event()
+
+    def held(*arguments):
+        for step in steps(*arguments):
+            yield step
+            go_on.wait(30)
+
+    monkeypatch.setattr(slow, "stream", held)
+    with serve(slow, max_waiting=2) as (client, _, _, _), ThreadPoolExecutor(5) as pool:
+        running = chat(client, QUESTIONS[3], stream=True)  # a client that is dropped leaves
+        next(running)  # one runs, and no step of it ends before `go_on`
+        asked = [pool.submit(chat, client, QUESTIONS[3]) for _ in range(5)]
+        refused = [one.exception() for one in islice(as_completed(asked), 3)]
+        go_on.set()
+        assert all(isinstance(one, openai.RateLimitError) for one in refused)
+        assert sum(one.exception() is None for one in asked) == 2
+        assert refused[0].code == "queue_full" and refused[0].response.headers["retry-after"] == "1"
+
+
+def test_a_shutdown_lets_running_answers_end(target, engine, slow):
+    alone = text_of(target, engine.generate(QUESTIONS[3], GenerationSettings(32)).tokens)
+    with serve(slow) as (client, _, _, server):
+        stream = chat(client, QUESTIONS[3], stream=True)
+        text = next(stream).choices[0].delta.content
+        server.should_exit = True
+        text += "".join(chunk.choices[0].delta.content for chunk in stream)
+        assert text == alone
+
+
+def test_answers_that_outlast_the_shutdown_end_with_the_apis_error(slow, caplog):
+    with serve(slow, shutdown_seconds=0.3) as (client, _, _, server), ThreadPoolExecutor(2) as pool:
+        stream = chat(client, QUESTIONS[3], stream=True, max_tokens=64)
+        next(stream)
+        whole = pool.submit(chat, client, QUESTIONS[3])  # waits behind the stream
+        time.sleep(0.1)
+        server.should_exit = True
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        assert whole.exception().status_code == 503 and "shutting down" in str(whole.exception())
+    assert not caplog.records
+
+
+def test_a_failure_is_told_and_the_next_answer_is_right(target, engine):
+    failing = DecodingEngine(target, build_drafter(DrafterSpec.parse("ngram"), target))
+    with serve(failing) as (client, _, _, _):
+        propose = failing.drafter.propose
+
+        def fail():
+            raise RuntimeError("out of luck")
+
+        failing.drafter.propose = fail
+        with pytest.raises(openai.InternalServerError, match="decoding failed: out of luck"):
+            chat(client, "Name a fruit.")
+        with pytest.raises(openai.APIError, match="decoding failed: out of luck"):
+            list(chat(client, "Name a fruit.", stream=True))
+        failing.drafter.propose = propose
+        alone = text_of(target, engine.generate("Name a fruit.", GenerationSettings(32)).tokens)
+        assert chat(client, "Name a fruit.").choices[0].message.content == alone

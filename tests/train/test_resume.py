@@ -1,0 +1,165 @@
+"""What a folder holds when training is killed, stopped or started twice, and what the same command does then."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draft_heads.train.run_folder import begin, check_folder
+from tests.running import ROOT
+from tests.train.runs import command, losses, run
+
+
+def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
+    status, told = run(dataset, uninterrupted)
+    assert status != 0 and "finished run" in told and "--overwrite" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, uninterrupted, tmp_path, how):
+    output = tmp_path / "killed"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *command(dataset, output)],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (output / "checkpoint-2" / "complete.json").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(how)
+    printed, told = process.communicate()
+    left = rf"the newest checkpoint is {output}/checkpoint-\d: the same"
+    if how == signal.SIGINT:
+        assert process.returncode == 130 and "Traceback" not in told
+        assert re.search(rf"interrupted; {left}", told)
+    if how == signal.SIGTERM:  # one that comes after the last step finds nothing to stop
+        assert process.returncode == 0 and (
+            re.search(rf"stopped by SIGTERM .*; {left}", printed) or "head: " in printed
+        )
+    shutil.rmtree(output / "head", ignore_errors=True)  # should the kill have come too late
+    (output / "checkpoint-99").mkdir()  # as a kill in the middle of writing leaves it
+
+    status, told = run(dataset, output, "--learning_rate", "0.5")
+    assert status != 0 and "other settings" in told and "learning_rate" in told
+    status, told = run(dataset, output)
+    assert status == 0, told
+    assert "checkpoint-99 was cut short" in told and not (output / "checkpoint-99").exists()
+    assert losses(output) == pytest.approx(losses(uninterrupted), abs=1e-6)
+    whole, resumed = (load_file(folder / "head" / "model.safetensors") for folder in (uninterrupted, output))
+    assert all((whole[name] - resumed[name]).abs().max() < 1e-6 for name in whole)
+
+
+def test_a_run_killed_behind_its_last_step_exports_the_same_head(dataset, uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "head")
+    settings = json.loads((tmp_path / "run" / "run.json").read_text()) | {"output_dir": str(tmp_path / "run")}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(settings))
+    status, told = run(dataset, tmp_path / "run")
+    assert status == 0 and "resuming" in told, told
+    whole, resumed = (load_file(folder / "head" / "model.safetensors") for folder in (uninterrupted, tmp_path / "run"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["steps"] == 6
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_resumed(dataset, uninterrupted, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    shutil.rmtree(output / "head")
+    settings = json.loads((output / "run.json").read_text()) | {"output_dir": str(output)}
+    (output / "run.json").write_text(json.dumps(settings))
+    os.truncate(output / "checkpoint-6" / "optimizer.pt", 1000)
+    status, told = run(dataset, output)
+    assert status == 0 and "Traceback" not in told, told
+    assert re.search(r"checkpoint-6 is damaged: optimizer.pt has 1000 bytes instead of \d{4,}; not resumed", told)
+    assert f"resuming {output / 'checkpoint-4'}" in told and (output / "damaged-checkpoint-6").is_dir()
+    whole, resumed = (load_file(folder / "head" / "model.safetensors") for folder in (uninterrupted, output))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_checkpoints_of_the_future_do_not_displace_new_ones(dataset, uninterrupted, tmp_path):
+    """The clock was set back between a run and its resumption, which may also keep fewer."""
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    for later in ("head", "checkpoint-6"):
+        shutil.rmtree(output / later)
+    shutil.copytree(output / "checkpoint-4", output / "checkpoint-3")
+    for step in (3, 4):
+        os.utime(output / f"checkpoint-{step}", (2**32, 2**32))
+    settings = json.loads((output / "run.json").read_text()) | {"output_dir": str(output), "save_total_limit": 9}
+    (output / "run.json").write_text(json.dumps(settings))
+    status, told = run(dataset, output, "--save_total_limit", "2")
+    assert status == 0 and "resuming" in told, told
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+
+
+def test_batches_by_tokens_resume_where_they_stopped(dataset, tmp_path):
+    output, batches = tmp_path / "run", ("--tokens_per_batch", "700")
+    status, told = run(dataset, output, *batches)
+    assert status == 0, told
+    whole = losses(output)
+    for later in ("checkpoint-6", "head"):
+        shutil.rmtree(output / later)
+    status, told = run(dataset, output, *batches)
+    assert status == 0 and "resuming" in told, told
+    assert losses(output) == pytest.approx(whole, abs=1e-6)
+
+
+def test_patience_ends_training_and_exports_the_best_checkpoint(dataset, tmp_path):
+    patient = shlex.split("--patience 1 --eval_strategy steps --eval_steps 1 --max_steps 30 --learning_rate 0.5")
+    status, told = run(dataset, tmp_path / "run", *patient, kind="medusa")
+    assert status == 0, told
+    measured = [float(loss) for loss in re.findall(r"'eval_loss': '([^']*)'", told)]
+    assert len(measured) < 20 and measured[-1] == min(measured)
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
+    provenance = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
+    assert provenance["steps"] == 1 + measured.index(min(measured))
+    shutil.rmtree(tmp_path / "run" / "head")
+    status, told = run(dataset, tmp_path / "run", *patient, kind="medusa")
+    assert status == 0 and "resuming" in told, told
+    assert json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["steps"] == provenance["steps"]
+    assert losses(tmp_path / "run") and len(re.findall("'loss':", told)) == 0
+
+
+def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    for flags in ([], ["--overwrite"]):
+        status, told = run(dataset, tmp_path, *flags)
+        assert status != 0 and "it holds thesis.txt; pick another folder" in told and (tmp_path / "thesis.txt").exists()
+
+
+def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1)
+    (tmp_path / "run.json").write_text('{"seed": 1}')
+    (tmp_path / "checkpoint-3").mkdir()
+    check_folder(args, {"seed": 2})
+    (tmp_path / "checkpoint-3" / "complete.json").write_text("{}")
+    check_folder(args, {"seed": 1})
+    with pytest.raises(ValueError, match=r"other settings \(seed was 1, now 2\).*--overwrite"):
+        check_folder(args, {"seed": 2})
+
+
+def test_a_second_run_in_the_folder_of_a_running_one_is_refused(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path / "run"), overwrite=False, process_index=0, world_size=1)
+    _, lock = begin(args, {})
+    (tmp_path / "run" / "checkpoint-1").mkdir()  # it is being written
+    args.overwrite = True
+    for use in (check_folder, begin):
+        with pytest.raises(ValueError, match=r"--output_dir .*/run is being written by another run; wait for its end"):
+            use(args, {})
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    lock.close()
+    check_folder(args, {})
+    begin(args, {})
+    assert not (tmp_path / "run" / "checkpoint-1").exists()
