@@ -76,6 +76,8 @@ def _single_value(path: Path, flag: argparse.Action, value: Any) -> Any:
     try:
         if isinstance(value, dict | list):
             raise ValueError
+        if value is False and "no" in (flag.choices or ()):  # as YAML reads an unquoted no
+            value = "no"
         converted = kind(str(value))
     except ValueError:
         name = getattr(kind, "__name__", str(kind))

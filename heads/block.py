@@ -152,7 +152,7 @@ class DecoderBlock(nn.Module):
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend, tokens: Tensor | None = None) -> Tensor:
         """States `[B, Q, H]` at positions with this `rotation`, with `tokens [B, Q, H]` beside them → `[B, Q, H]`."""
         read = self._read(states, tokens)
-        if self.qkv is None:
+        if self.qkv is None or torch.is_grad_enabled():  # merged weights have no gradients
             merged, values = torch.cat([self.q_proj(read), self.k_proj(read)], dim=-1), self.v_proj(read)
         else:
             rows = self.kv_heads * self.head_dim
@@ -162,7 +162,7 @@ class DecoderBlock(nn.Module):
         attended = attend(queries, keys, self._split(values, self.kv_heads))
         states = states + self.o_proj(attended.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(states)
-        if self.gate_up is None:
+        if self.gate_up is None or torch.is_grad_enabled():
             gate, up = self.gate_proj(normed), self.up_proj(normed)
         else:
             gate, up = self.gate_up(normed).chunk(2, dim=-1)

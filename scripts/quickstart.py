@@ -58,6 +58,9 @@ def main() -> None:
     output = args.output.resolve()
     console = Console()
     earlier = (output / "data" / "gsm8k.jsonl").is_file()
+    if earlier:  # its folder is deleted
+        own = {"data", "distilled", "report", *HEADS}
+        earlier = all(path.name in own for path in output.iterdir())
     if output.exists() and not earlier and (not output.is_dir() or any(output.iterdir())):
         sys.exit(f"--output must be a new folder or one of an earlier quickstart; {output} is none; pick another")
     if output.exists():

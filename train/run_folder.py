@@ -49,7 +49,10 @@ def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None
         lock_folder(folder, "--output_dir").close()  # refused now rather than when the target is loaded
     finished = (folder / "head" / CONFIG).is_file()
     if not begun and not finished and folder.exists():
-        others = [folder.name] if not folder.is_dir() else sorted(p.name for p in folder.iterdir() if not _written(p))
+        names = [folder] if not folder.is_dir() else sorted(folder.iterdir())
+        others = [path.name for path in names if not _written(path)]
+        if not others and not args.overwrite:  # another program may call its checkpoints so
+            others = [path.name for path in names if path.name not in _OWN and not path.name.startswith(TOKEN)]
         if others:
             raise ValueError(
                 f"--output_dir {folder} must be a new folder or one of this program; it holds {', '.join(others[:3])}; "

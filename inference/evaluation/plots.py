@@ -49,7 +49,7 @@ def speedup(report: Report) -> Figure:
             beside["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the dashed line
             axes.annotate(text, end, va="center", fontsize=8, **beside)
         axes.axvline(1.0, color="#333333", linewidth=0.8, linestyle="--")
-        axes.set_xlim(0, 1.55 * max([1.0, *(row["gamma_ci95"][1] for row in rows.values() if row["gamma_ci95"])]))
+        axes.set_xlim(0, 1.55 * max([1.0, *((row["gamma_ci95"] or [row["gamma"] or 0])[-1] for row in rows.values())]))
         axes.set_xlabel("γ")
     plain = report["settings"].get("plain_loop", "vanilla")
     _caption(

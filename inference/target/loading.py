@@ -68,7 +68,7 @@ def load_model(
         check_folder_or_hub_id("--target_adapter", adapter)
         try:
             adapted = PeftModel.from_pretrained(model, adapter)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
             raise ValueError(
                 f"--target_adapter {adapter} cannot be loaded ({error}); give a PEFT adapter's folder or hub id"
             ) from None

@@ -44,6 +44,8 @@ def test_merged_projections_change_nothing_but_the_number_of_products():
         assert block.qkv is not None and block.gate_up is not None
         assert all(torch.allclose(*both, atol=1e-12) for both in zip(apart, results()))
     assert all(torch.equal(weights[name], weight) for name, weight in head.state_dict().items())
+    results()[0].sum().backward()
+    assert block.q_proj.weight.grad is not None and block.up_proj.weight.grad is not None
 
 
 @pytest.mark.parametrize(

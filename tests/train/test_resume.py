@@ -139,6 +139,14 @@ def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
         assert status != 0 and "it holds thesis.txt; pick another folder" in told and (tmp_path / "thesis.txt").exists()
 
 
+def test_checkpoints_of_another_program_are_not_touched(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1)
+    for name in ("runs", "checkpoint-500"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match="it holds checkpoint-500; pick another folder"):
+        check_folder(args, {})
+
+
 def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
     args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1)
     (tmp_path / "run.json").write_text('{"seed": 1}')
