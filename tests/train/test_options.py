@@ -19,11 +19,12 @@ from draft_heads.train.options import RECIPES, SIZE_CLASSES, check_build_locks, 
 from draft_heads.train.training_arguments import parse_options
 
 TARGET = "tests/tiny_target"
+GIVEN = ("--target", TARGET, "--dataset", "d", "--output_dir", "r")
 
 
 def refused(capsys, *arguments):
     with pytest.raises(SystemExit) as stopped:
-        parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", "--output_dir", "r", *arguments])
+        parse_options(CTCConfig, [*GIVEN, *arguments])
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
@@ -31,20 +32,7 @@ def refused(capsys, *arguments):
 def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
     run, head, training = parse_options(
         CTCConfig,
-        [
-            "--target",
-            TARGET,
-            "--dataset",
-            "d",
-            "--output_dir",
-            "r",
-            "--labels",
-            "3",
-            "--learning_rate",
-            "5e-4",
-            "--use_cpu",
-            "true",
-        ],
+        [*GIVEN, "--labels", "3", "--learning_rate", "5e-4", "--use_cpu", "true"],
     )
     recipe = yaml.safe_load((RECIPES / "ctc" / "tiny.yaml").read_text())
     assert head["frames"] == recipe["frames"] and head["labels"] == 3
@@ -62,26 +50,12 @@ def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
     ],
 )
 def test_steps_or_epochs_asked_for_replace_the_minutes_of_the_recipe(given, minutes):
-    _, _, training = parse_options(
-        CTCConfig, ["--target", TARGET, "--dataset", "d", "--output_dir", "r", "--use_cpu", *given]
-    )
+    _, _, training = parse_options(CTCConfig, [*GIVEN, "--use_cpu", *given])
     assert training.max_minutes == minutes
 
 
 def test_minutes_asked_for_replace_the_steps_or_epochs_of_the_recipe():
-    given = [
-        "--target",
-        TARGET,
-        "--dataset",
-        "d",
-        "--output_dir",
-        "r",
-        "--use_cpu",
-        "--config",
-        "8b",
-        "--max_minutes",
-        "2",
-    ]
+    given = [*GIVEN, "--use_cpu", "--config", "8b", "--max_minutes", "2"]
     _, _, training = parse_options(CTCConfig, [*given, "--bf16", "false"])
     assert (training.max_minutes, training.max_steps, training.num_train_epochs) == (2, -1, 1e6)
 
@@ -113,20 +87,7 @@ def test_every_recipe_parses(tmp_path, kind):
 
 
 def test_the_ctc_papers_own_settings_are_a_recipe_by_name():
-    arguments = [
-        "--target",
-        TARGET,
-        "--dataset",
-        "d",
-        "--output_dir",
-        "r",
-        "--config",
-        "paper",
-        "--bf16",
-        "false",
-        "--use_cpu",
-        "true",
-    ]
+    arguments = [*GIVEN, "--config", "paper", "--bf16", "false", "--use_cpu", "true"]
     run, head, training = parse_options(CTCConfig, arguments)
     literal = {"blocks": 1, "context": "hidden", "labels_cut": "none", "anchors": 0, "draft_vocab_size": 0}
     assert {name: head[name] for name in literal} == literal
@@ -138,7 +99,7 @@ def test_the_ctc_papers_own_settings_are_a_recipe_by_name():
 def test_a_recipe_of_another_head_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         recipe = str(RECIPES / "chimera" / "tiny.yaml")
-        parse_options(CTCConfig, ["--target", TARGET, "--dataset", "d", "--output_dir", "r", "--config", recipe])
+        parse_options(CTCConfig, [*GIVEN, "--config", recipe])
     assert "residual" in capsys.readouterr().err
 
 
