@@ -106,6 +106,16 @@ class DecoderBlock(nn.Module):
         self.qkv: Product | None = None  # one product for three projections while drafting, and one for two
         self.gate_up: Product | None = None
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DecoderBlock:
+        """Moving or converting gives the projections weights of their own, which merged products would not follow."""
+        self.qkv = self.gate_up = None
+        super()._apply(fn, recurse)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made of: not the merged products, for the same reason."""
+        return {**self.__dict__, "qkv": None, "gate_up": None}
+
     def start_as_identity(self) -> None:
         """Make the block return its input, by output projections of zeros."""
         for projection in (self.o_proj, self.down_proj):

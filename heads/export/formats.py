@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ from draft_heads.heads.checkpoint import malformed, read_json
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
 
 CONFIG = "config.json"
+CONVERSION = (
+    'python -c \'import sys, torch, safetensors.torch as s; t = torch.load(sys.argv[1], "cpu", weights_only=True); '
+    "s.save_file({{k: v.contiguous().clone() for k, v in t.items()}}, sys.argv[2])' {} {}"
+)
+"""The shell's command that writes the tensors of a pickle, the first path, as safetensors, the second."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,10 @@ def read_folder(folder: Path, name: str = "", target_layers: Sequence[int] = ())
         raise ValueError(f"an exported head has a {CONFIG}; {folder} has none; give the folder that holds it")
     config = read_json(path)
     name = name or format_of(config, folder)
+    if target_layers and FORMATS[name].kind != "eagle3":
+        raise ValueError(
+            f"--target_layers is for EAGLE-3 heads whose folder names none; {folder} is {name}; leave it out"
+        )
     if target_layers:
         config |= {"eagle_aux_hidden_state_layer_ids": list(target_layers), "eagle_config": None}
     tensors = read_tensors(folder, FORMATS[name].weights)
@@ -119,19 +128,18 @@ def format_of(config: dict[str, Any], folder: Path) -> str:
 
 
 def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
-    """The tensors of a folder: the expected file, the only safetensors file, or the only file of pickled tensors."""
+    """The tensors of a folder: those of the expected file, or of its only safetensors file."""
     found = [folder / expected] if (folder / expected).is_file() else sorted(folder.glob("*.safetensors"))
     if len(found) != 1:
-        found = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
-    if len(found) != 1:
+        if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
+            raise ValueError(
+                f"a head is read from safetensors, as a pickle can run code; got {pickled[0]}; convert it once with "
+                + CONVERSION.format(quote(str(pickled[0])), quote(str(folder / expected)))
+            )
         raise ValueError(f"an exported head has its tensors in {expected}; {folder} has no such file; copy it again")
     try:
-        if found[0].suffix == ".safetensors":
-            return load_file(found[0])
-        # public heads; weights_only: no code in the file is run
-        loaded: dict[str, Tensor] = torch.load(found[0], map_location="cpu", weights_only=True)
-        return loaded
-    except (SafetensorError, OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return load_file(found[0])
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{found[0]} cannot be read: it was cut short or holds no tensors; copy it again") from error
 
 

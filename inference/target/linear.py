@@ -8,7 +8,7 @@ Shapes: R rows, K inputs, N outputs of all layers together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -86,11 +86,17 @@ class SkinnyLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        self._merged = MergedLinear.of([linear], copy=True)
+        self._merged: MergedLinear | None = MergedLinear.of([linear], copy=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SkinnyLinear:
+        """Moving or converting makes another weight, which the copy in column blocks would not follow."""
+        self._merged = None
+        super()._apply(fn, recurse)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N]; the plain product where gradients are wanted."""
-        return super().forward(x) if torch.is_grad_enabled() else self._merged(x)
+        return super().forward(x) if self._merged is None or torch.is_grad_enabled() else self._merged(x)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """The block: attention with fewer key heads than query heads, and which targets' layers it can start from."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,6 +48,28 @@ def test_merged_projections_change_nothing_but_the_number_of_products():
     assert all(torch.equal(weights[name], weight) for name, weight in head.state_dict().items())
     results()[0].sum().backward()
     assert block.q_proj.weight.grad is not None and block.up_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("changed", [copy.deepcopy, lambda head: head.half().double()], ids=["copied", "converted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["column blocks", "merged"])
+def test_a_head_that_has_drafted_can_be_copied_and_converted(dtype, changed):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, vocab_size=61, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    head = prepare_for_drafting(CTCHead(CTCConfig(**sizes, head_dim=8)).to(dtype))
+    other = changed(head)
+    block = other.decoder_blocks[0].double()
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.copy_(torch.randn_like(weight))
+
+    def output():
+        attend = causal_attention(torch.ones(1, 3, dtype=torch.long))
+        states = torch.ones(1, 3, 32, dtype=torch.float64)
+        return block(states, block.rotation(torch.arange(3)[None]), attend)
+
+    with torch.no_grad():
+        drafted = output()
+    assert torch.allclose(drafted, output().detach())
 
 
 @pytest.mark.parametrize(
