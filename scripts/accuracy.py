@@ -27,7 +27,7 @@ from draft_heads.data.shards import load_distilled
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
-from draft_heads.inference.evaluation.report import markdown_table
+from draft_heads.inference.evaluation.report import check_output, markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser
 from draft_heads.train.options import RunOptions
@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
     made.add_argument("--rows", type=int, default=64, help="held-out rows to measure on (default 64)")
     made.add_argument("--output", type=Path, help="folder for accuracy.json and accuracy.md")
+    made.add_argument("--overwrite", action="store_true", help="replace what was measured before in --output")
     return made
 
 
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         load_distilled(folder)
     if args.output.is_file():
         raise ValueError(f"--output must be a folder; {args.output} is a file; name another")
+    check_output(args.output, args.overwrite, "accuracy.json")
     args.output.mkdir(parents=True, exist_ok=True)
     target = load_target(args)
     heads = {name: load_head(path, target.fingerprint()).to(target.device).eval() for name, path in named.items()}

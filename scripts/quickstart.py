@@ -33,6 +33,8 @@ HEADS = {
     **{"eagle3": "an EAGLE-3 head"},
 }
 """Kind → what it is called."""
+INPUTS = ("conversations", "mt_bench", "gsm8k")
+"""The files of the folder's `data`, made here."""
 
 
 def run(console: Console, title: str, *command: str) -> None:
@@ -57,13 +59,8 @@ def main() -> None:
     args = parser.parse_args()
     output = args.output.resolve()
     console = Console()
-    earlier = (output / "data" / "gsm8k.jsonl").is_file()
-    if earlier:  # its folder is deleted
-        own = {"data", "distilled", "report", *HEADS}
-        earlier = all(path.name in own for path in output.iterdir())
-    if output.exists() and not earlier and (not output.is_dir() or any(output.iterdir())):
-        sys.exit(f"--output must be a new folder or one of an earlier quickstart; {output} is none; pick another")
-    if output.exists():
+    if output.exists():  # it is deleted
+        check_earlier(output)
         console.print(f"replacing the earlier quickstart in {args.output}")
         shutil.rmtree(output)
     start = time.monotonic()
@@ -78,7 +75,7 @@ def main() -> None:
     inputs["conversations"] = [
         row for row in inputs["conversations"] if not any(turn["value"] in measured for turn in row["conversations"])
     ]
-    files = {name: output / "data" / f"{name}.jsonl" for name in inputs}
+    files = {name: output / "data" / f"{name}.jsonl" for name in INPUTS}
     for name, rows in inputs.items():
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
@@ -113,6 +110,17 @@ def main() -> None:
     )  # fmt: skip
     for command in next_commands():
         console.print(f"  {command}", highlight=False, soft_wrap=True)
+
+
+def check_earlier(output: Path) -> None:
+    """ValueError if a folder holds anything but what a quickstart, perhaps a stopped one, wrote."""
+    own = {"data", "distilled", "report", *HEADS}
+    found = {path.name for path in output.iterdir()} if output.is_dir() else {output.name}
+    data = {path.name for path in (output / "data").glob("*")}
+    if found and not (found <= own and data <= {f"{name}.jsonl" for name in INPUTS} and "data" in found):
+        raise ValueError(
+            f"--output must be a new folder or one of an earlier quickstart; {output} is none; pick another"
+        )
 
 
 def next_commands() -> list[str]:

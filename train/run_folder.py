@@ -104,7 +104,9 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path |
 
 
 def _written(path: Path) -> bool:
-    """Whether a training run writes what is in its folder under this name."""
+    """Whether a training run writes what is in its folder under this name; of `runs`, TensorBoard's files only."""
+    if path.name == "runs":
+        return all(x.is_dir() or x.name.startswith("events.out.tfevents") for x in path.rglob("*"))
     return path.name in _WRITTEN or path.name.startswith(("checkpoint-", "damaged-checkpoint-", TOKEN))
 
 

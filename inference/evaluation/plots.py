@@ -52,9 +52,10 @@ def speedup(report: Report) -> Figure:
         axes.set_xlim(0, 1.55 * max([1.0, *((row["gamma_ci95"] or [row["gamma"] or 0])[-1] for row in rows.values())]))
         axes.set_xlabel("γ")
     plain = report["settings"].get("plain_loop", "vanilla")
+    interval = ", with the 95 % interval over questions" if any(row["gamma_ci95"] for row in rows.values()) else ""
     _caption(
         figure,
-        f"γ: how many times faster than without drafts ({plain}, dashed line), with the 95 % interval over questions.",
+        f"γ: how many times faster than without drafts ({plain}, dashed line){interval}.",
         "β: new tokens for each forward of the target; 1 without drafts.",
     )
     return figure

@@ -23,9 +23,11 @@ OVER_TRANSFORMERS = "over transformers"
 FEW_TURNS = 20
 
 EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of the plain loop, here
-`{plain_loop}`, over the drafter's, same process and prompts; 95 % interval by bootstrap over questions. Lossless: turns
+`{plain_loop}`, over the drafter's, same process and prompts; {interval}. Lossless: turns
 identical to transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
 within the numerical noise."""
+INTERVAL = "95 % interval by bootstrap over questions"
+NO_INTERVAL = "without an interval, as answers decoded together share their time"
 EXPLANATION_REPLAY = """β: new tokens per target step, the prefill included, as in greedy decoding.
 Recorded answers were replayed through text-only drafters; no target ran, nothing was timed or compared."""
 EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `generate`, without this project's engine;
@@ -167,10 +169,11 @@ def markdown(report: dict[str, Any]) -> str:
             shares = ["–" if row["time_share"] is None else f"{row['time_share'][key]:.1%}" for key in TIME_KEYS]
             times.append([row["benchmark"], name_and_kind(row), *shares, number(row["wall_seconds"], ".1f")])
         skipped = ", ".join(f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in whole if row["skipped"])
+        interval = INTERVAL if any(row["gamma_ci95"] for row in whole) else NO_INTERVAL
         parts = [
             *("# Evaluation", setting_sentence(report), table),
             *([f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []),
-            EXPLANATION.format_map(report["settings"]),
+            EXPLANATION.format_map(report["settings"] | {"interval": interval}),
             *few_turns_note(report),
             *([EXPLANATION_TRANSFORMERS] if both else []),
             *("![speedup](speedup.png)", accepted),
@@ -228,7 +231,7 @@ def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
 
 def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
     """β, and γ where it was measured, by category: one table for each benchmark that has more than one."""
-    parts, timed = [], any(row["gamma"] is not None for row in results)
+    parts, timed = [], any(row["gamma"] is not None for row in results if row["category"] is not None)
     for benchmark in dict.fromkeys(row["benchmark"] for row in results):
         figures: dict[str, list[str]] = {}
         rows = [row for row in results if row["benchmark"] == benchmark and row["category"] is not None]

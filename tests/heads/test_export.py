@@ -226,7 +226,7 @@ def test_public_heads_in_other_forms_are_read(tmp_path):
         str(refused.value).partition(" with ")[2].replace("python", sys.executable, 1), shell=True, check=True
     )
     assert differences(head, read_folder(tmp_path / "a")) == []
-    with pytest.raises(ValueError, match="--target_layers is for EAGLE-3 heads whose folder names none; .* tgi-medusa"):
+    with pytest.raises(ValueError, match=r"--target_layers is for EAGLE-3 heads .* tgi-medusa"):
         read_folder(tmp_path / "a", target_layers=[2, 5, 9])
 
     head = eagle3(draft_vocab_size=40)

@@ -281,6 +281,9 @@ def test_batches_give_the_answers_of_one_by_one_and_say_their_size(command, tmp_
     one, three = ([{key: row[key] for key in kept} for row in report["results"]] for report in reports)
     assert one == three and [report["settings"]["batch_size"] for report in reports] == [1, 3]
     assert all(row["wall_seconds"] > 0 for row in reports[1]["results"])
+    told = [(tmp_path / name / "report.md").read_text() for name in ("one", "three")]
+    assert "95 % interval by bootstrap" in told[0] and "95 % interval by bootstrap" not in told[1]
+    assert "β (γ) by category" in told[0] and "β by category" in told[1]
 
 
 def test_what_a_batch_cannot_have_is_refused(command, tmp_path, capsys):

@@ -26,6 +26,16 @@ def test_the_heads_of_the_quickstart_are_all_there_are():
     assert set(quickstart.HEADS) == set(HEADS)
 
 
+def test_only_a_folder_of_a_quickstart_is_replaced(tmp_path):
+    quickstart.check_earlier(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "conversations.jsonl").touch()  # stopped while it wrote its questions
+    quickstart.check_earlier(tmp_path)
+    (tmp_path / "data" / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="must be a new folder or one of an earlier quickstart"):
+        quickstart.check_earlier(tmp_path)
+
+
 def test_what_to_type_next_begins_with_the_environment_where_it_is_not_active(monkeypatch):
     here = Path(sys.executable).parent
     monkeypatch.setenv("PATH", str(here))

@@ -147,6 +147,16 @@ def test_checkpoints_of_another_program_are_not_touched(tmp_path):
         check_folder(args, {})
 
 
+def test_runs_of_the_user_are_not_taken_for_those_of_tensorboard(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=True, process_index=0, world_size=1)
+    (tmp_path / "runs" / "today").mkdir(parents=True)
+    (tmp_path / "runs" / "today" / "events.out.tfevents.1.host").touch()
+    check_folder(args, {})
+    (tmp_path / "runs" / "today" / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="it holds runs; pick another folder"):
+        check_folder(args, {})
+
+
 def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
     args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1)
     (tmp_path / "run.json").write_text('{"seed": 1}')
