@@ -86,10 +86,10 @@ class DrafterSpec:
         if name == "tuned":
             raise ValueError(f"tuned=FILE is no drafter but an option of one; got {text!r}; {_TUNED_REMEDY}")
         parts = tuple(cls._part(part, name, text) for part in (rest or name).split("+"))
-        for part in parts:
-            if part.kind in DRAFTERS:
-                _tuned(part, DRAFTERS[part.kind])  # checked before anything is loaded
-        return cls(name, parts)
+        spec = cls(name, parts)
+        for part in _options_apart(spec)[1]:
+            _options_of(part)  # checked before anything is loaded
+        return spec
 
     @staticmethod
     def _part(text: str, name: str, whole: str) -> DrafterPart:
@@ -154,52 +154,18 @@ class DrafterBuilder:
 
     def build(self, spec: DrafterSpec) -> Drafter:
         """See `build_drafter`."""
-        for part in spec.parts:
-            if part.kind not in DRAFTERS:
-                raise ValueError(
-                    f"drafter {spec.name!r} is of kind {part.kind!r}; known kinds are {', '.join(sorted(DRAFTERS))}"
-                )
-        return self._composed(spec) if len(spec.parts) > 1 else self._part(spec.parts[0])
-
-    def _part(self, part: DrafterPart) -> Drafter:
-        kind = DRAFTERS[part.kind]
-        defaults = {} if kind is VanillaDrafter else {"max_nodes": self.max_nodes}
-        defaults = {**defaults, **kind.options, **_tuned(part, kind)}
-        options = _take_options(part, {**defaults, "tuned": ""} if kind.tuned_options else defaults)
-        options.pop("tuned", None)
-        return kind.from_options(part.path, self, **options)
-
-    def _composed(self, spec: DrafterSpec) -> Drafter:
-        """Several parts in one tree; the hybrid's own options may follow any of them."""
-        if any(part.kind == "vanilla" for part in spec.parts):
-            raise ValueError(f"drafter {spec.name!r} combines vanilla, which drafts nothing, with others; leave it out")
-        own: dict[str, str] = {}
-        for part in spec.parts:
-            if "branches" in part.options and DRAFTERS[part.kind].extends_paths:
-                raise ValueError(
-                    f"drafter {spec.name!r} gives branches to {part.kind}, but in a hybrid the shared tree decides how "
-                    f"many tokens follow a path; got branches={part.options['branches']}; leave it out"
-                )
-            for key in part.options.keys() & HybridDrafter.options.keys():
-                if own.setdefault(key, part.options[key]) != part.options[key]:
-                    raise ValueError(
-                        f"drafter {spec.name!r} gives {key}={own[key]} and {key}={part.options[key]}; a hybrid has "
-                        "one; give it once"
-                    )
-        whole = _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options)
-        parts = [
-            replace(part, options={key: value for key, value in part.options.items() if key not in own})
-            for part in spec.parts
+        own, parts = _options_apart(spec)
+        drafters = [
+            DRAFTERS[part.kind].from_options(part.path, self, **_options_of(part, self.max_nodes)) for part in parts
         ]
+        if len(parts) == 1:
+            return drafters[0]
         kinds = [part.kind for part in parts]
         earlier = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
         names = [f"{kind}_{1 + count}" if count else kind for kind, count in zip(kinds, earlier)]
-        made = [(name, self._part(part)) for name, part in zip(names, parts)]
-        return HybridDrafter(made, self.target, self.max_nodes, **whole)
+        return HybridDrafter(list(zip(names, drafters)), self.target, self.max_nodes, **own)
 
     def head(self, kind: str, path: str) -> DraftHead:
-        if not path:
-            raise ValueError(f"a {kind} drafter needs a trained head; got no path; write NAME=RUN/head")
         if path not in self._heads:
             head = load_head(path, self.target.fingerprint()).to(self.target.device, self.target.dtype)
             if head.config.kind != kind:
@@ -225,6 +191,49 @@ class DrafterBuilder:
 
 # ----------------------------------------------------------------------------------------------------
 # Options
+
+
+def _options_apart(spec: DrafterSpec) -> tuple[dict[str, Any], list[DrafterPart]]:
+    """The options of the hybrid, which may follow any of its parts, and the parts with theirs."""
+    for part in spec.parts:
+        if part.kind not in DRAFTERS:
+            raise ValueError(
+                f"drafter {spec.name!r} is of kind {part.kind!r}; known kinds are {', '.join(sorted(DRAFTERS))}"
+            )
+        if part.kind in HEAD_DRAFTERS and not part.path:
+            raise ValueError(f"a {part.kind} drafter needs a trained head; got no path; write NAME=RUN/head")
+    if len(spec.parts) == 1:
+        return {}, [*spec.parts]
+    if any(part.kind == "vanilla" for part in spec.parts):
+        raise ValueError(f"drafter {spec.name!r} combines vanilla, which drafts nothing, with others; leave it out")
+    own: dict[str, str] = {}
+    for part in spec.parts:
+        if "branches" in part.options and DRAFTERS[part.kind].extends_paths:
+            raise ValueError(
+                f"drafter {spec.name!r} gives branches to {part.kind}, but in a hybrid the shared tree decides how "
+                f"many tokens follow a path; got branches={part.options['branches']}; leave it out"
+            )
+        for key in part.options.keys() & HybridDrafter.options.keys():
+            if own.setdefault(key, part.options[key]) != part.options[key]:
+                raise ValueError(
+                    f"drafter {spec.name!r} gives {key}={own[key]} and {key}={part.options[key]}; a hybrid has "
+                    "one; give it once"
+                )
+    parts = [
+        replace(part, options={key: value for key, value in part.options.items() if key not in own})
+        for part in spec.parts
+    ]
+    return _take_options(DrafterPart("hybrid", "", own), HybridDrafter.options), parts
+
+
+def _options_of(part: DrafterPart, max_nodes: int = 32) -> dict[str, Any]:
+    """Every option of a part's class, as given or by default."""
+    kind = DRAFTERS[part.kind]
+    defaults = {} if kind is VanillaDrafter else {"max_nodes": max_nodes}
+    defaults = {**defaults, **kind.options, **_tuned(part, kind)}
+    options = _take_options(part, {**defaults, "tuned": ""} if kind.tuned_options else defaults)
+    options.pop("tuned", None)
+    return options
 
 
 def _tuned(part: DrafterPart, kind: type[Drafter]) -> dict[str, Any]:

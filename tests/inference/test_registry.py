@@ -76,17 +76,21 @@ def test_options_that_make_no_sense_are_refused(target, checkpoint, options, tol
         build_drafter(DrafterSpec.parse(f"ctc={checkpoint},{options}"), target)
 
 
-def test_unknown_kinds_and_missing_heads_are_refused(target):
-    with pytest.raises(ValueError, match="known kinds are cascade, chimera, ctc"):
-        build_drafter(DrafterSpec.parse("x=magic:some/path"), target)
-    with pytest.raises(ValueError, match="needs a trained head"):
-        build_drafter(DrafterSpec.parse("ctc"), target)
-    with pytest.raises(ValueError, match="combines vanilla"):
-        build_drafter(DrafterSpec.parse("both=vanilla+vanilla"), target)
-    with pytest.raises(ValueError, match=r"the shared tree decides .* got branches=2; leave it out"):
-        build_drafter(DrafterSpec.parse("both=ngram,branches=2+prompt_lookup"), target)
-    with pytest.raises(ValueError, match="gives depth=3 and depth=9; a hybrid has one"):
-        build_drafter(DrafterSpec.parse("both=ngram,depth=3+prompt_lookup,depth=9"), target)
+@pytest.mark.parametrize(
+    "words,told",
+    [
+        ("ngram,size=3", "unknown option size of a ngram drafter; valid are"),
+        ("ngram+lookahead,size=3", "unknown option size of a lookahead drafter"),
+        ("x=magic:some/path", "known kinds are cascade, chimera, ctc"),
+        ("ctc", "needs a trained head"),
+        ("both=vanilla+vanilla", "combines vanilla"),
+        ("both=ngram,branches=2+prompt_lookup", r"the shared tree decides .* got branches=2; leave it out"),
+        ("both=ngram,depth=3+prompt_lookup,depth=9", "gives depth=3 and depth=9; a hybrid has one"),
+    ],
+)
+def test_mistakes_in_a_drafter_are_found_before_a_target_is_loaded(words, told):
+    with pytest.raises(ValueError, match=told):
+        DrafterSpec.parse(words)
 
 
 @pytest.mark.parametrize("kind", HEAD_DRAFTERS)
