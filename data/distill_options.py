@@ -14,7 +14,7 @@ class DistillOptions:
 
     labels: str = option(
         "argmax",
-        "recorded answers, or written by the target (argmax)",
+        "argmax: label recorded answers; generate: let the target answer anew (argmax)",
         choices=("argmax", "generate"),
     )
     split: str = option("train", "split of a hub dataset (train)")
@@ -28,7 +28,9 @@ class DistillOptions:
         f"store the target's hidden states for training, in its own type or as one of {', '.join(DTYPES)}",
         const="target",
     )
-    target_layers: list[int] = option([], "with --hidden_states: also store the outputs of these decoder layers")
+    target_layers: list[int] = option(
+        [], "with --hidden_states: also store the outputs of these decoder layers, from 1"
+    )
     shard_rows: int = option(1024, "conversations per shard (1024)", least=1)
     skip_bad_rows: bool = option(False, SKIP_BAD_ROWS_HELP)
     engine: str = option(

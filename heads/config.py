@@ -34,7 +34,9 @@ class HeadConfig(ABC):
     target_fingerprint: dict[str, Any] = field(default_factory=dict)
     token_scale: float = 1.0  # what heads multiply the target's embeddings by; `DraftHead.start_from` sets it
     tree_temperature: float = 1.0  # divides the log-probabilities a draft tree is built from; scripts/tune_tree.py
-    target_layers: list[int] = option([], "layers of the target read beside its last hidden state, e.g. 2 16 29")
+    target_layers: list[int] = option(
+        [], "layers of the target, from 1, read beside its last hidden state, e.g. 2 16 29"
+    )
     anchors: int = option(0, "anchors sampled per conversation and step; 0 trains on every one", least=0)
     draft_vocab_size: int = option(0, "draft from this many most frequent answer tokens; 0: from all")
 

@@ -58,7 +58,7 @@ class CTCConfig(HeadConfig):
         "rank of the bias that the label before adds to the logits; 0: frames are independent (paper)",
         least=0,
     )
-    open_windows: bool = option(False, "score full windows too by what the collapse starts with")
+    open_windows: bool = option(False, "score full windows too by the probability that the collapse starts with them")
     frames_from: str = option(
         "queries",
         "queries: all frames in one pass; chain: one after another (the published code)",

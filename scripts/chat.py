@@ -4,7 +4,7 @@
 
 Between messages:
 
-    /drafter [NAME]   the drafters; go on with NAME (also any new one, as in --drafters)
+    /drafter [NAME]   the drafters; switch to NAME (also any new one, as in --drafters)
     /system TEXT      begin again with this system message
     /reset            begin again
     /help, /quit      (or Ctrl-D); Ctrl-C ends an answer
@@ -41,8 +41,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags, checked."""
     parser = target_parser(__doc__)
     add = parser.add_argument
-    add("--drafters", nargs="+", default=["ngram"], metavar="NAME[=[KIND:]PATH[,key=value…]]",
-        help="the first one begins; vanilla always stands ready (default: ngram)")  # fmt: skip
+    add("--drafters", nargs="+", default=["ngram"], metavar="NAME[=[KIND:]PATH[,key=value…][+…]]",
+        help="the first is used first; vanilla is always available (default: ngram)")  # fmt: skip
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--max_new_tokens", type=int, default=1024, help="longest answer, in tokens (default 1024)")
     add("--system", help="a system message")

@@ -56,12 +56,17 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     parser = script_parser(description)
     add = parser.add_argument
     add("--target", help="folder or hub id of the target")
-    add("--target_adapter", help="folder of a PEFT adapter to lay on the target")
+    add("--target_adapter", help="folder or hub id of a PEFT adapter to merge into the target")
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="cpu, cuda, …, or auto: layers on all GPUs (default cuda if present)")
     add("--compile", action="store_true", help="compile the target; the first answers take longer")
-    add("--attention", choices=tuple(TREE_ATTENTION), default="masked", help="of tree nodes (default masked)")
+    add(
+        "--attention",
+        choices=tuple(TREE_ATTENTION),
+        default="masked",
+        help="attention over draft trees (default masked)",
+    )
     add_threads(parser)
     return parser
 
@@ -76,7 +81,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     add(
         "--drafters",
         nargs="+",
-        metavar="NAME[=[KIND:]PATH[,key=value…]]",
+        metavar="NAME[=[KIND:]PATH[,key=value…][+…]]",
         help="docs/decoding.md lists them; vanilla always runs",
     )
     add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files, named as you like (docs/decoding.md)")

@@ -47,14 +47,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Defaults, then --config, then flags; SystemExit with a sentence for unknown or missing ones."""
+    """Defaults, then --config, then flags; ValueError with a sentence for missing ones."""
     p = parser()
-    args = parse_with_config(p, argv, ())
+    args = parse_with_config(p, argv, ("target", "dataset"))
     if args.preview is not None and args.preview < 1:
         raise ValueError(f"--preview must be at least 1; got {args.preview}")
-    needed = ["target", "dataset"] + ([] if args.preview else ["output"])
-    if missing := [f"--{name}" for name in needed if getattr(args, name) is None]:
-        p.error(f"{', '.join(missing)} needed")
+    if args.output is None and not args.preview:
+        raise ValueError("--output is required but for --preview; give it on the command line or in --config")
     return args
 
 

@@ -8,8 +8,8 @@ level, and the LM head once a level where heads share it.
 
 Memory is an estimate for the recipe of the target's size class: the target in 16 bits, whole on every GPU; 16 bytes for
 each parameter of the head (weight and gradient in 16 bits, a float32 weight and two Adam moments), of which ZeRO 1
-shards 12, ZeRO 2 also the gradients, whose sums it has in float32, ZeRO 3 all; activations of one micro-batch, at most:
-of short conversations every token is an anchor; 2 GiB for CUDA itself.
+shards 12, ZeRO 2 also the gradients, whose sums it has in float32, ZeRO 3 all; at most the
+activations of one micro-batch, of short conversations with every token an anchor; 2 GiB for CUDA.
 """
 
 from __future__ import annotations

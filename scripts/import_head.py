@@ -2,9 +2,9 @@
 
     python scripts/import_head.py --head FOLDER --target meta-llama/Llama-3.1-8B-Instruct --output runs/public/head
 
-FOLDER is a local folder in one of the formats of scripts/export.py, or in the form in which FasterDecoding's Medusa and
-the published EAGLE-3 heads are. The target is the one the head was trained for: the checkpoint takes its sizes and
-fingerprint, and a head whose sizes differ is refused.
+FOLDER is a local folder in one of the formats of scripts/export.py, which FasterDecoding's Medusa and the published
+EAGLE-3 heads share; its tensors must be in safetensors. The target is the one the head was trained for: the checkpoint
+takes its sizes and fingerprint, and a head whose sizes differ is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from draft_heads.scripts.decoding_options import script_parser
 def run() -> None:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--head", type=Path, required=True, help="the folder to read")
-    parser.add_argument("--format", default="", choices=["", *FORMATS], help="default: read from its config.json")
+    parser.add_argument("--format", default="", choices=[*FORMATS], help="default: read from its config.json")
     parser.add_argument("--target", required=True, help="folder or hub id of the target that it drafts for")
-    parser.add_argument("--target_layers", type=int, nargs="*", default=[], help="EAGLE-3: where the folder names none")
+    parser.add_argument("--target_layers", type=int, nargs="*", default=[], help="EAGLE-3, if the folder names none")
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     args = parser.parse_args()
     if args.output.exists() and any(args.output.iterdir()):

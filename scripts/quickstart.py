@@ -1,4 +1,4 @@
-"""The whole job on the embedded target: distil → train heads → decode → report. Offline, seven minutes on two cores.
+"""The whole job on the embedded target: distil → train heads → decode → report. Offline, seven to nine minutes.
 
     python scripts/quickstart.py --output runs/quickstart
 
@@ -33,7 +33,7 @@ HEADS = {
     **{"eagle3": "an EAGLE-3 head"},
 }
 """Kind → what it is called."""
-INPUTS = ("conversations", "mt_bench", "gsm8k")
+INPUTS = ("conversations", "dialogues", "word_problems")
 """The files of the folder's `data`, made here."""
 
 
@@ -67,11 +67,11 @@ def main() -> None:
     (output / "data").mkdir(parents=True)
     inputs = {  # disjoint from what the target was trained on
         "conversations": conversations(args.conversations, 100, "heldout"),
-        "mt_bench": questions(args.questions, 200, "heldout"),
-        "gsm8k": word_problems(args.problems, 300, "heldout"),
+        "dialogues": questions(args.questions, 200, "heldout"),
+        "word_problems": word_problems(args.problems, 300, "heldout"),
     }
-    measured = {row["turns"][0] for row in inputs["mt_bench"]}
-    measured |= {row["question"] for row in inputs["gsm8k"]}
+    measured = {row["turns"][0] for row in inputs["dialogues"]}
+    measured |= {row["question"] for row in inputs["word_problems"]}
     inputs["conversations"] = [
         row for row in inputs["conversations"] if not any(turn["value"] in measured for turn in row["conversations"])
     ]
@@ -100,7 +100,7 @@ def main() -> None:
     run(
         console, f"{steps}/{steps} decode, and compare with the plain loop",
         "scripts/evaluate.py", "--target", target, "--drafters", *drafters,
-        "--benchmarks", f"mt_bench={files['mt_bench']}", f"gsm8k={files['gsm8k']}", "--output", report,
+        "--benchmarks", *(f"{name}={files[name]}" for name in INPUTS[1:]), "--output", report,
     )  # fmt: skip
     console.print(Rule("done"))
     console.print(

@@ -4,8 +4,8 @@
 
 Paths: /v1/chat/completions, /v1/completions (both also as server-sent events), /v1/models, /health, /metrics
 (Prometheus, with β and accepted lengths). Answers are the target's own, whatever drafts; requests are decoded one after
-another, in the order in which they come. The server ends on Ctrl-C or SIGTERM when the running requests have, at the
-latest after --shutdown_seconds: those that still run then get an error.
+another, in the order in which they come. On Ctrl-C or SIGTERM, running requests have --shutdown_seconds to finish; the
+rest get an error.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags, checked."""
     parser = target_parser(__doc__)
     add = parser.add_argument
-    add("--drafter", default="vanilla", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
+    add("--drafter", default="vanilla", metavar="NAME[=[KIND:]PATH[,key=value…][+…]]",
+        help="as in scripts/evaluate.py (default: vanilla, no drafts)")  # fmt: skip
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
     add("--port", type=int, default=8000, help="0: any free port (default 8000)")
     add("--api_key", help=f"clients must send it; default: the environment's {API_KEY}, or none")
-    add("--served_model_name", help="the model's name in the API (default: the target's folder or hub id)")
+    add("--served_model_name", help="the model's name in the API (default: the hub id, or the folder's own name)")
     add("--max_new_tokens", type=int, default=2048, help="longest answer that may be asked for (default 2048)")
-    add("--temperature", type=float, default=0.0, help="of requests that name none (default 0: greedy)")
+    add("--temperature", type=float, default=0.0, help="default for requests (0: greedy)")
     add("--max_waiting", type=int, default=64, help="answers that may wait; more are refused with 429 (default 64)")
     add("--max_body_kib", type=int, default=1024, help="largest request, in KiB (default 1024)")
     add("--shutdown_seconds", type=int, default=30, help="time that running requests have to end (default 30)")
@@ -61,7 +62,7 @@ def run() -> bool:
         from draft_heads.inference.serving.worker import Worker
     except ImportError as error:
         raise ValueError(
-            f"the server needs further packages ({error}); run `pip install 'draft-heads[serve]'`"
+            f"the server needs further packages ({error}); run `pip install -e '.[serve]'` in the clone"
         ) from error
 
     if "" in (options.api_key, os.environ.get(API_KEY)):

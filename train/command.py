@@ -12,9 +12,9 @@ from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions
 
 TRANSFORMERS_FLAGS = {
     "output_dir": "folder for checkpoints and logs, and for head/ at the end",
-    "max_steps": "optimizer steps; goes before --num_train_epochs",
+    "max_steps": "optimizer steps; overrides --num_train_epochs",
     "num_train_epochs": "passes over the rows",
-    "learning_rate": "at its peak",
+    "learning_rate": "peak rate",
     "per_device_train_batch_size": "rows of a batch, on each process",
     "save_steps": "steps from one checkpoint to the next",
     "deepspeed": "ZeRO configuration, e.g. configs/deepspeed/zero2.json",

@@ -69,7 +69,7 @@ class TrainingOptions:
 
     max_minutes: float = option(
         0.0,
-        "wall minutes at which the schedule ends, learning rate too; 0: by epochs or steps, as when those are given",
+        "training and its learning-rate schedule end after so many minutes; 0, or steps or epochs given: no limit",
     )
     clip: str = option("norm", "norm (max_grad_norm bounds the norm) or value (every entry)")
     head_optimizer: str = option(

@@ -176,14 +176,14 @@ def check_all(names: Sequence[str], count: int = 2) -> Iterator[tuple[str, bool]
 
 HEAD = """# Architectures that serve as targets
 
-Small models with random weights decode draft trees of which every second node is accepted. A cell says how many answers are those of transformers'
-own `generate`, β, and how many different tokens the most uniform answer has. The last column is the forward that runs
+Small models with random weights decode draft trees of which every second node is accepted. A cell has the answers that equal those of
+transformers' `generate`, β, and the fewest different tokens in an answer. The last column is the forward that runs
 ([decoding](decoding.md#speed)).
 
     python scripts/checks/architectures.py --write docs/targets.md
 
-A long-rope model (`"rope_type": "longrope"`: Phi-3, Phi-4-mini and others) has other rotary frequencies for texts of more than
-`original_max_position_embeddings` tokens, which cached keys cannot follow. Prompt and answer together end at that length, which a line says
+A long-rope model (`"rope_type": "longrope"`: Phi-3, Phi-4-mini and others) changes its rotary frequencies beyond
+`original_max_position_embeddings` tokens, which makes cached keys wrong. Prompt and answer together end at that length, which a line says
 when the target is loaded; a longer prompt is refused. The same holds where a config has a `sliding_window` that attention ignores
 but the cache of `generate` obeys.
 

@@ -91,9 +91,10 @@ def test_wrong_flags_end_in_a_sentence(given, tmp_path, capsys, flags, reason):
 
 
 def test_missing_flags_are_named(capsys):
-    with pytest.raises(SystemExit):
-        distill.parse(["--target", "x"])
-    assert "--dataset, --output needed" in capsys.readouterr().err
+    assert distill.main(["--target", "x"]) == 2
+    assert "--dataset is required; give it on the command line" in capsys.readouterr().err
+    assert distill.main(["--target", "x", "--dataset", "y"]) == 2
+    assert "--output is required but for --preview" in capsys.readouterr().err
 
 
 def test_left_out_rows_are_listed_in_the_summary(given, tmp_path, capsys):
