@@ -108,6 +108,12 @@ def _type_name(expected: Any) -> str:
     return str(expected) if get_origin(expected) else str(expected.__name__)
 
 
+def check_decay(decay: float) -> None:
+    """ValueError for an option --decay that is no weight of a loss by offset."""
+    if not 0 < decay <= 1:
+        raise ValueError(f"--decay must be above 0 and at most 1; got {decay:g}")
+
+
 def target_sizes(config: Any) -> dict[str, Any]:
     """The sizes of `HeadConfig` read from a transformers decoder config; missing ones get the usual defaults."""
     heads = config.num_attention_heads

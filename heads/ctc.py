@@ -30,7 +30,7 @@ from draft_heads.data.options import option
 from draft_heads.heads.attention import anchor_attention, before_anchor, causal_attention, chain_attention, frame_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
-from draft_heads.heads.config import HeadConfig
+from draft_heads.heads.config import HeadConfig, check_decay
 from draft_heads.heads.draft_vocab import cut_before_outside
 from draft_heads.heads.label_context import ctc_loss_with_context
 from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy, total
@@ -58,6 +58,7 @@ class CTCConfig(HeadConfig):
         "rank of the bias that the label before adds to the logits; 0: frames are independent (paper)",
         least=0,
     )
+    decay: float = option(1.0, "weight of a label over that of the label before it; 1: the paper's loss")
     open_windows: bool = option(False, "score full windows too by the probability that the collapse starts with them")
     frames_from: str = option(
         "queries",
@@ -75,6 +76,7 @@ class CTCConfig(HeadConfig):
                 f"--frames must be at least 2*labels-1 = {2 * self.labels - 1} so that repeated labels fit with a "
                 f"blank between them; got {self.frames}; raise --frames or lower --labels"
             )
+        check_decay(self.decay)
         weights = (self.ctc_weight, self.regression_weight, self.soft_weight)
         if min(weights) < 0 or max(weights) == 0:
             raise ValueError(
@@ -302,10 +304,21 @@ class CTCHead(DraftHead):
         if config.label_context:
             contexts = self.label_contexts(before, target)
             ctc, infeasible = ctc_loss_with_context(
-                scaled, *blank, contexts, self.class_context, vocabulary, labels, lengths, closed, bias
+                scaled,
+                *blank,
+                contexts,
+                self.class_context,
+                vocabulary,
+                labels,
+                lengths,
+                closed,
+                bias,
+                decay=config.decay,
             )
         else:
-            ctc, infeasible = ctc_loss_fused(scaled, *blank, vocabulary, labels, lengths, closed, bias)
+            ctc, infeasible = ctc_loss_fused(
+                scaled, *blank, vocabulary, labels, lengths, closed, bias, decay=config.decay
+            )
         loss = HeadLoss.zero(len(kept), kept.device)
         loss.add("ctc", ctc, config.ctc_weight)
         loss.parts["infeasible_count"] = infeasible.sum()

@@ -29,7 +29,7 @@ from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import before_anchor, chain_attention
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import DecoderBlock
-from draft_heads.heads.config import HeadConfig
+from draft_heads.heads.config import HeadConfig, check_decay
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import soft_cross_entropies
 from draft_heads.heads.windows import Windows, at
@@ -46,8 +46,7 @@ class Eagle3Config(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
+        check_decay(self.decay)
 
     @property
     def offsets(self) -> int:

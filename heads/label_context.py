@@ -46,6 +46,7 @@ class _ContextCTC(torch.autograd.Function):
         labels_NU: Tensor,
         lengths_N: Tensor,
         closed_N: Tensor,
+        decay: float,
         chunk: int,
         need_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,12 @@ class _ContextCTC(torch.autograd.Function):
                 leaves = [(score - under).requires_grad_(need_grad) for score, under in zip(scores, own)]
                 enter, stay, blanks = leaves
                 value = lattice_log_prob(
-                    _interleaved(stay, blanks), labels, lengths_N[rows], closed_N[rows], _interleaved(enter, blanks)
+                    _interleaved(stay, blanks),
+                    labels,
+                    lengths_N[rows],
+                    closed_N[rows],
+                    _interleaved(enter, blanks),
+                    decay,
                 )
                 possible = ~(value <= IMPOSSIBLE / 2)
                 loss = torch.where(possible, -value, torch.zeros_like(value))
@@ -116,7 +122,7 @@ class _ContextCTC(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(saved * grads[0].to(saved.dtype) for saved in ctx.saved_tensors), *([None] * 7))
+        return (*(saved * grads[0].to(saved.dtype) for saved in ctx.saved_tensors), *([None] * 8))
 
 
 def _scores(logits: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,6 +152,7 @@ def ctc_loss_with_context(
     closed: Tensor,
     lm_bias: Tensor | None = None,
     chunk_bytes: int | None = None,
+    decay: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """As `losses.ctc_loss_fused`, with emissions that depend on the label before them.
 
@@ -157,4 +164,4 @@ def ctc_loss_with_context(
     given = frames, blank_weight, blank_bias, contexts, classes
     need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     with torch.autocast(frames.device.type, enabled=False):  # products and sums have the types given here
-        return _ContextCTC.apply(*given, lm_head, lm_bias, labels, lengths, closed, chunk, need_grad)
+        return _ContextCTC.apply(*given, lm_head, lm_bias, labels, lengths, closed, decay, chunk, need_grad)

@@ -8,6 +8,10 @@ Two losses on a window of labels Y:
 * closed  `−log Σ_{A: collapse(A) = Y} Π_t p_t(A_t)`  the collapse *is* Y                (Graves et al. 2006)
 * open    `−log Ψ(Y)`, Ψ(Y) = the probability that the collapse *starts with* Y; used where a cut left fewer labels
           although the text goes on. In the lattice the last label's state keeps its mass through all later frames.
+
+Either is a sum over the window: label u costs `−log Ψ(y_1…y_u) / Ψ(y_1…y_{u−1})`, the end of a closed one
+`−log P(collapse = Y) / Ψ(Y)`. With a decay d < 1 label u weighs d^{u−1} and the end d^{U}, as in other heads: a later
+label is of use only where all before it are accepted.
 """
 
 from __future__ import annotations
@@ -27,9 +31,16 @@ IMPOSSIBLE = -1e30  # finite: −inf would turn the gradient of logaddexp into N
 
 
 def lattice_log_prob(
-    emissions: Tensor, labels: Tensor, lengths: Tensor, closed: Tensor, entering: Tensor | None = None
+    emissions: Tensor,
+    labels: Tensor,
+    lengths: Tensor,
+    closed: Tensor,
+    entering: Tensor | None = None,
+    decay: float = 1.0,
 ) -> Tensor:
     """[N] log-probability of each window under its lattice; about -1e30 where no alignment fits the frames.
+
+    With a decay below 1 it is the weighted sum of the module's head instead.
 
     emissions  [N, T, S] log p of every lattice state's class at every frame
     labels     [N, U] int64; lengths [N] int64; closed [N] bool
@@ -46,17 +57,26 @@ def lattice_log_prob(
     entering = emissions if entering is None else entering
     alpha = torch.full_like(emissions[:, 0], IMPOSSIBLE)
     alpha = torch.where(state < 2, entering[:, 0], alpha)
+    entered = [alpha[:, 1::2]]  # by frame, the mass that enters each label
     for t in range(1, frames):
         step = F.pad(alpha[:, :-1], (1, 0), value=IMPOSSIBLE)
         skip = torch.where(may_skip, F.pad(alpha[:, :-2], (2, 0), value=IMPOSSIBLE), IMPOSSIBLE)
         enter = torch.logaddexp(step, skip) + entering[:, t]
         stay = torch.where(absorbing, alpha, alpha + emissions[:, t])
         alpha = torch.logaddexp(enter, stay)
+        entered.append(enter[:, 1::2])
 
     in_label = alpha.gather(1, last.clamp(min=0)[:, None])[:, 0]
     in_blank = alpha.gather(1, (2 * lengths)[:, None])[:, 0]
     ends = torch.where(closed, torch.where(lengths > 0, torch.logaddexp(in_label, in_blank), in_blank), in_label)
-    return torch.where((lengths == 0) & ~closed, torch.zeros_like(ends), ends)
+    ends = torch.where((lengths == 0) & ~closed, torch.zeros_like(ends), ends)
+    if decay == 1:
+        return ends
+    prefixes = F.pad(torch.stack(entered).logsumexp(0), (1, 0))  # [N, U + 1]: log Ψ of the first 0 … U labels
+    offset = torch.arange(labels.shape[1], dtype=ends.dtype, device=ends.device)
+    steps = torch.where(offset < lengths[:, None], prefixes.diff(dim=1) * decay**offset, 0.0)
+    ending = ends - prefixes.gather(1, lengths[:, None])[:, 0]
+    return torch.where(ends <= IMPOSSIBLE / 2, ends, steps.sum(1) + ending * decay ** lengths.to(ends.dtype))
 
 
 def interleave_blank(label_scores: Tensor, blank_scores: Tensor) -> Tensor:
@@ -111,6 +131,7 @@ class _FusedCTC(torch.autograd.Function):
         labels_NU: Tensor,
         lengths_N: Tensor,
         closed_N: Tensor,
+        decay: float,
         chunk: int,
         need_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -138,7 +159,7 @@ class _FusedCTC(torch.autograd.Function):
                     (label_logits - normaliser[:, None]).view(-1, frames, size),
                     (blank - normaliser).view(-1, frames),
                 ).requires_grad_(need_grad)
-                value = lattice_log_prob(emissions, labels, lengths_N[rows], closed_N[rows])
+                value = lattice_log_prob(emissions, labels, lengths_N[rows], closed_N[rows], decay=decay)
                 possible = ~(value <= IMPOSSIBLE / 2)  # a value that is no number is not hidden
                 loss = torch.where(possible, -value, torch.zeros_like(value))
                 occupancy = torch.autograd.grad(loss.sum(), emissions)[0] if need_grad else None
@@ -167,7 +188,7 @@ class _FusedCTC(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         frames, weight, bias = ctx.saved_tensors
         scale = grads[0]
-        return (frames * scale.to(frames.dtype), weight * scale, bias * scale, *([None] * 7))
+        return (frames * scale.to(frames.dtype), weight * scale, bias * scale, *([None] * 8))
 
 
 def ctc_loss_fused(
@@ -180,6 +201,7 @@ def ctc_loss_fused(
     closed: Tensor,
     lm_bias: Tensor | None = None,
     chunk_bytes: int | None = None,
+    decay: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Sum of the CTC losses [] and which windows are infeasible [N] bool (zero loss, zero gradient).
 
@@ -188,12 +210,13 @@ def ctc_loss_fused(
     lm_head       [V, H] frozen; lm_bias [V] or None
     labels        [N, U] int64; lengths [N] int64 (0…U); closed [N] bool (see the module's head)
     chunk_bytes   bound on the one logits buffer, counted as float32; None: `logits_bytes`
+    decay         weight of a label over that of the label before it (see the module's head)
     """
     count, per_window, _ = frames.shape
     chunk = max(1, min(count, (chunk_bytes or logits_bytes(frames)) // (4 * per_window * lm_head.shape[0])))
     need_grad = torch.is_grad_enabled() and (frames.requires_grad or blank_weight.requires_grad)
     return _FusedCTC.apply(
-        frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed, chunk, need_grad
+        frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed, decay, chunk, need_grad
     )
 
 

@@ -20,7 +20,7 @@ from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView
 from draft_heads.heads.block import ResidualLayer
-from draft_heads.heads.config import HeadConfig
+from draft_heads.heads.config import HeadConfig, check_decay
 from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.losses import linear_cross_entropy
 from draft_heads.heads.windows import Windows
@@ -48,8 +48,7 @@ class MedusaConfig(OffsetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"--decay must be above 0 and at most 1; got {self.decay:g}")
+        check_decay(self.decay)
 
 
 class OffsetHead(nn.Module):

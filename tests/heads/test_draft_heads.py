@@ -186,6 +186,7 @@ def test_a_saved_head_comes_back_equal(head, view, tmp_path):
         ("medusa", {"heads": 0}, "--heads must be at least 1"),
         ("medusa", {"layers": -1}, "--layers"),
         ("medusa", {"decay": 0.0}, "--decay"),
+        ("ctc", {"decay": 1.5}, "--decay"),
         ("medusa", {"anchors": -1}, "--anchors"),
         ("hydra", {"heads": 0}, "--heads"),
         ("hydra", {"labels_from": "air"}, "tokens, distribution"),

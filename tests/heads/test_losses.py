@@ -137,6 +137,41 @@ def test_the_lattice_equals_enumeration_of_all_alignments(frames, vocabulary, pr
         assert float(got.exp()) == pytest.approx(enumerate_probability(log_probs, list(wanted), prefix), abs=1e-12)
 
 
+@pytest.mark.parametrize("decay", [0.25, 0.7])
+@pytest.mark.parametrize("prefix", [False, True], ids=["closed", "open"])
+def test_a_decay_weighs_what_enumeration_says_of_each_label(decay, prefix):
+    torch.manual_seed(0)
+    log_probs = torch.randn(4, 4, dtype=torch.float64).mul(2).log_softmax(-1)
+    for wanted in ([], [2], [0, 1], [1, 1], [2, 0, 2], [1, 1, 1], [0, 1, 2]):
+        chain = [math.log(enumerate_probability(log_probs, wanted[:count], True) or 1e-300) for count in range(4)]
+        expected = sum(decay**u * (chain[u + 1] - chain[u]) for u in range(len(wanted)))
+        if not prefix:
+            whole = enumerate_probability(log_probs, wanted, False)
+            expected += decay ** len(wanted) * (math.log(whole or 1e-300) - chain[len(wanted)])
+        labels = torch.tensor([[*wanted, *[0] * (3 - len(wanted))]])
+        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1])
+        given = labels, torch.tensor([len(wanted)]), torch.tensor([not prefix])
+        got = lattice_log_prob(emissions, *given, decay=decay)
+        if lattice_log_prob(emissions, *given) < -1e29:  # three equal labels need five frames
+            assert wanted == [1, 1, 1] and got < -1e29
+        else:
+            assert float(got) == pytest.approx(expected, abs=1e-10)
+
+
+def test_gradients_of_a_decayed_loss_are_those_of_the_lattice_on_all_log_probabilities():
+    values = {name: x.double() if x.is_floating_point() else x for name, x in problem().items()}
+    loss, infeasible, grads = fused(values, decay=0.7)
+    leaves = [values[name].clone().requires_grad_() for name in ("frames", "blank_weight", "blank_bias")]
+    logits = torch.cat([leaves[0] @ values["lm_head"].T, (leaves[0] @ leaves[1] + leaves[2])[..., None]], -1)
+    log_probs = logits.log_softmax(-1)
+    of_labels = log_probs.gather(2, values["labels"][:, None, :].expand(-1, log_probs.shape[1], -1))
+    given = (values[name] for name in ("labels", "lengths", "closed"))
+    value = lattice_log_prob(interleave_blank(of_labels, log_probs[:, :, -1]), *given, decay=0.7)
+    (-value[~infeasible].sum()).backward()
+    assert torch.allclose(loss, -value[~infeasible].sum()) and loss < fused(values)[0]
+    assert all(torch.allclose(got, leaf.grad, atol=1e-9) for got, leaf in zip(grads, leaves))
+
+
 def test_labels_beyond_the_length_do_not_matter():
     values = problem()
     changed = {**values, "labels": values["labels"].clone()}
