@@ -60,6 +60,8 @@ def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
     """`value` converted and checked as the flag on the command line would be."""
+    if value is None and flag.default is not None:
+        raise ValueError(f"--config {path}: {flag.dest} has no value; give one, or delete the line")
     if value is None:
         return None
     if flag.nargs in ("+", "*"):

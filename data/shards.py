@@ -11,6 +11,7 @@ processes may write shards of one folder; the first of them begins and finishes 
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import logging
@@ -46,6 +47,12 @@ class DistilledDataset:
     def hidden_dtype(self) -> str | None:
         """Type of the cached hidden states (`float32`, `float16`, `bfloat16`), None when there are none."""
         return self.manifest["settings"].get("hidden_states")
+
+    @property
+    def content(self) -> str:
+        """Another one where another row is in it: a digest of the shards' checksums."""
+        sums = " ".join(str(shard.get("xxh3")) for shard in self.manifest["shards"])
+        return hashlib.sha256(sums.encode()).hexdigest()[:16]
 
     @property
     def target_layers(self) -> list[int]:
@@ -175,7 +182,8 @@ class ShardFolder:
         if not done:
             return "no shard was finished: the same command starts again (--shard_rows N makes smaller ones)"
         rows = self.manifest["data"]["rows"]
-        return f"{done} of {rows} conversations are done and kept in {self.folder}: the same command goes on there"
+        done_so_far = f"{done} of {rows} conversations are done and kept in {self.folder}"
+        return f"{done_so_far}: the same command, without --overwrite, goes on there"
 
     def finish(self) -> None:
         """Mark the folder complete; ValueError if a shard is missing."""

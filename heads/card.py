@@ -17,7 +17,7 @@ USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, 
     from draft_heads.inference.engine import DecodingEngine
     from draft_heads.inference.target.target import Target
 
-    target = Target.from_pretrained("{target}")
+    target = Target.from_pretrained({arguments})
     engine = DecodingEngine(target, build_drafter(DrafterSpec.parse("head=FOLDER"), target))
     for text in engine.stream_text("Name a fruit."):
         print(text, end="")"""
@@ -58,9 +58,15 @@ def model_card(config: HeadConfig, parameters: int, provenance: dict[str, Any]) 
 {parameters:,} parameters, for lossless speculative decoding with the target named
 above; another target is refused when the head is loaded. The target is {under}.
 
-{USAGE.format(target=target)}
+{USAGE.format(arguments=", ".join(target_arguments(target, provenance.get("options", {}))))}
 
 {trained(provenance)}"""
+
+
+def target_arguments(target: str, options: dict[str, Any]) -> list[str]:
+    """What loads the target that the head was trained for."""
+    given = {"adapter": options.get("target_adapter"), "chat_template": options.get("chat_template")}
+    return [f'"{target}"', *(f'{name}="{shared(value)}"' for name, value in given.items() if value)]
 
 
 def trained(provenance: dict[str, Any]) -> str:

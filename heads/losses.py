@@ -300,6 +300,11 @@ def _chunked_cross_entropy(
         )
 
 
+def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    """[M, K] @ [K, N] of half precision, not rounded to it."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Chunks of rows: logits → loss and gradient `softmax − wanted`, written over the logits and multiplied at once.
 
@@ -323,7 +328,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         given = states_NH, weight_VH, bias_V
         summed = torch.promote_types(dtype, torch.float32)
         weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
-        several = summed if len(states_NH) > chunk else None  # chunks are not added up in half precision
+        half = weight_VH.dtype == torch.float16  # its sums could pass 65,504 before the backward scales them
+        several = summed if half or len(states_NH) > chunk else None  # chunks are not added up in half precision
         grad_states, grad_weight, grad_bias = (
             None if x is None or not (need_grad and x.requires_grad) else torch.zeros_like(x, dtype=kept)
             for x, kept in zip(given, (None, several, several))
@@ -360,10 +366,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_weight is not None and grad_weight.dtype == dtype:
                 grad_weight.addmm_(grad.T, x)
             elif grad_weight is not None:
-                grad_weight += grad.T @ x
+                grad_weight += _product_in_float32(grad.T, x) if half else grad.T @ x
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
-        ctx.grads = [None if grad is None or x is None else grad.to(x.dtype) for grad, x in zip(grads, given)]
+        ctx.types = [None if x is None else x.dtype for x in given]
+        ctx.grads = [None if x is None else x if half else x.to(dtype) for x, dtype in zip(grads, ctx.types)]
         ctx.mark_non_differentiable(losses)
         return (losses if row_weights_N is None else losses * row_weights_N).sum(), losses
 
@@ -371,7 +378,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found, ctx.grads = ctx.grads, None  # handed on, not copied: the weight's is large
         assert found is not None, "the gradient of a loss is computed once"
-        return (*(None if grad is None else grad.mul_(grads[0].to(grad.dtype)) for grad in found), *([None] * 6))
+        scaled = (None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in zip(found, ctx.types))
+        return (*scaled, *([None] * 6))
 
 
 @functools.cache

@@ -58,7 +58,7 @@ def table(results: dict[str, list[Any]]) -> str:
         tops = [found[k]["top"] if k < len(found) else None for k in offsets]
         for rank in range(TOP):
             rows.append([name, f"top-{rank + 1}", *(f"{top[rank]:.3f}" if top else "–" for top in tops)])
-    return markdown_table(["head", "rank", *(f"offset {k}" for k in offsets)], rows, len(offsets) + 2) + "\n"
+    return markdown_table(["head", "rank", *(f"offset {k + 1}" for k in offsets)], rows, len(offsets) + 2) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -105,7 +105,10 @@ def memory_table(config: Any) -> str:
     rows = []
     for kind in HEADS:
         recipe = recipe_for_size(kind, count_parameters(config))
-        memory = training_memory(config, kind, {"max_length": 512, **yaml.safe_load(recipe.read_text())})
+        settings = {"max_length": 512, **yaml.safe_load(recipe.read_text())}
+        if settings.get("draft_vocab_size", 0) >= config.vocab_size:  # left out in training, too
+            del settings["draft_vocab_size"]
+        memory = training_memory(config, kind, settings)
         rows.append((f"{kind}/{recipe.stem}", *(f"{value:.1f}" for value in memory.values())))
     names = (
         "recipe",

@@ -54,19 +54,19 @@ class Muon(Optimizer):
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon for two-dimensional parameters of `matrices`, AdamW for the rest; state and groups are those of the two."""
+    """Muon for the parameters that are `matrices`, AdamW for the rest; state and groups are those of the two."""
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        matrices: Callable[[str], bool],
+        matrices: Callable[[str, nn.Parameter], bool],
         lr: float,
         weight_decay: float,
         betas: tuple[float, float],
     ) -> None:
         named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-        chosen = [p for name, p in named if p.dim() == 2 and matrices(name)]
-        rest = [p for name, p in named if not (p.dim() == 2 and matrices(name))]
+        chosen = [p for name, p in named if matrices(name, p)]
+        rest = [p for name, p in named if not matrices(name, p)]
         self.parts: tuple[Optimizer, ...] = ()
         super().__init__(chosen + rest, {"lr": lr})
         muon = (Muon(chosen, lr, weight_decay),) if chosen else ()

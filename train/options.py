@@ -92,7 +92,7 @@ class TrainingOptions:
                 "--clip value cannot be used with --deepspeed, which clips by norm only; drop one of the two"
             )
         if self.head_optimizer == "auto":
-            self.head_optimizer = "adamw" if self.deepspeed else "muon"
+            self.head_optimizer = "adamw" if self.deepspeed or "adamw" not in str(self.optim) else "muon"
         if self.head_optimizer not in ("adamw", "muon"):
             raise ValueError(f"--head_optimizer must be adamw, muon or auto; got {self.head_optimizer!r}")
         if self.head_optimizer == "muon" and self.deepspeed:
@@ -117,6 +117,19 @@ class TrainingOptions:
             raise ValueError(
                 "--resume_from_checkpoint is not read: the same command resumes from the newest checkpoint of its "
                 f"--output_dir; got {self.resume_from_checkpoint}; leave it out"
+            )
+        if self.save_only_model:
+            raise ValueError(
+                "--save_only_model leaves the optimizer out of checkpoints, and a resumed run would begin its schedule "
+                "again; leave it out"
+            )
+        fractions = [
+            name for name in ("save_steps", "eval_steps", "logging_steps") if 0 < (getattr(self, name) or 0) < 1
+        ]
+        if self.max_minutes and fractions:
+            raise ValueError(
+                f"--{fractions[0]} must be a number of steps with --max_minutes, whose number of steps is not known; "
+                f"got {getattr(self, fractions[0])}"
             )
         if self.save_total_limit == 1:
             raise ValueError(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import MISSING, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.target.target import Target
 from draft_heads.train.loss_plot import save_loss_plot
-from draft_heads.train.options import RunOptions
+from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.run_folder import begin, check_folder, kept, run_settings
 from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -43,11 +44,14 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     use_threads(run.threads)
     set_seed(args.seed)
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")
-    check_folder(args, every_setting)
+    usual = {x.name: x.default for kind in (RunOptions, TrainingOptions, config_type) for x in fields(kind)}
+    check_folder(args, every_setting, {name: value for name, value in usual.items() if value is not MISSING})
     target = load_target(run, args)
     layers = settings["target_layers"] or config_type.usual_layers(target.config.num_hidden_layers)
     target.check_layers(layers)
     settings = {**settings, "target_layers": layers}
+    if settings["draft_vocab_size"] == target_sizes(target.config)["vocab_size"]:
+        settings["draft_vocab_size"] = 0  # the whole vocabulary needs no table, and engines refuse one
     training, held_out, data, collator = load_data(run, target, settings["target_layers"])
     config = config_type(
         **target_sizes(target.config),

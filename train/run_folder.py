@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from accelerate.utils import broadcast_object_list
 
 from draft_heads.data.files import LOCK, lock_folder, write_text
 from draft_heads.data.processes import TOKEN, Processes
+from draft_heads.data.shards import load_distilled
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -18,31 +21,36 @@ from draft_heads.train.wall_clock import (
     complete_checkpoints,
     damage,
     incomplete_checkpoints,
+    is_checkpoint,
     newest_complete_checkpoint,
 )
 
 SETTINGS = "run.json"
 _OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
 _WRITTEN = _OWN | {SETTINGS, "head", "loss.png"}  # and folders of checkpoints
-# May differ between a run and its resumption: they change where and how often, not what is learned.
+# May differ between a run and its resumption: they change where and how often, not what is learned. Datasets are
+# compared by their content.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
-_FREE |= {"save_total_limit"}
+_FREE |= {"save_total_limit", "output_dir", "dataset", "per_device_eval_batch_size", "eval_batch_size"}
+_FREE |= {"dataloader_num_workers", "disable_tqdm", "run_name"}
 
 
-def check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
+def check_folder(
+    args: HeadTrainingArguments, settings: dict[str, Any], usual: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """ValueError if --output_dir holds a finished run or one of other settings (it names --overwrite), or other files.
 
-    The first process looks, and all raise what it found.
+    The first process looks, and all raise what it found. usual: defaults, for runs begun before an option existed.
 
     A run that ended before its first checkpoint, say for want of memory, may be begun again with other settings.
     Nothing is written or deleted: that is `begin`'s, when everything else has been checked too.
     """
     with _processes(args).first_alone() as first:
         if first:
-            _check_folder(args, settings)
+            _check_folder(args, settings, usual)
 
 
-def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None:
+def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any], usual: Mapping[str, Any]) -> None:
     folder = Path(args.output_dir or "")
     begun = (folder / SETTINGS).is_file()
     if (folder / LOCK).is_file():
@@ -66,9 +74,11 @@ def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any]) -> None
             "add --overwrite to delete it"
         )
     if begun and newest_complete_checkpoint(folder):
-        before = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        keys = (settings.keys() | before.keys()) - _FREE  # older runs wrote some of these
-        changed = sorted(key for key in keys if settings.get(key) != before.get(key))
+        before = {**usual, **json.loads((folder / SETTINGS).read_text(encoding="utf-8"))}
+        keys = (settings.keys() & before.keys()) - _FREE  # older runs wrote some of these
+        changed = sorted(key for key in keys if settings[key] != before[key])
+        if "target" in changed and Path(settings["target"]).resolve() == Path(before["target"]).resolve():
+            changed.remove("target")
         if changed:
             differences = "; ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
             raise ValueError(
@@ -107,7 +117,8 @@ def _written(path: Path) -> bool:
     """Whether a training run writes what is in its folder under this name; of `runs`, TensorBoard's files only."""
     if path.name == "runs":
         return all(x.is_dir() or x.name.startswith("events.out.tfevents") for x in path.rglob("*"))
-    return path.name in _WRITTEN or path.name.startswith(("checkpoint-", "damaged-checkpoint-", TOKEN))
+    own = path.name in _WRITTEN or path.name.startswith(TOKEN)
+    return own or is_checkpoint(path.name.removeprefix("damaged-"))
 
 
 def _processes(args: HeadTrainingArguments) -> Processes:
@@ -130,7 +141,7 @@ def kept(folder: Path) -> str:
     newest = newest_complete_checkpoint(folder)
     if newest is None:
         return "no checkpoint was written yet: the same command starts again (--save_steps N writes them more often)"
-    return f"the newest checkpoint is {newest}: the same command resumes there"
+    return f"the newest checkpoint is {newest}: the same command, without --overwrite, resumes there"
 
 
 def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:
@@ -138,4 +149,5 @@ def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArgume
     plain = (int, float, str, bool, type(None))
     training = {key: value for key, value in args.to_sanitized_dict().items() if isinstance(value, plain)}
     settings = {**vars(run), **head, **training, "processes": args.world_size}
+    settings["data"] = [load_distilled(folder).content for folder in run.dataset]
     return {key: value for key, value in settings.items() if key not in _FREE}

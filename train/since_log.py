@@ -11,6 +11,7 @@ from collections import deque
 from resource import RUSAGE_SELF, getrusage
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from draft_heads.heads.base import HeadLoss
@@ -18,7 +19,7 @@ from draft_heads.train.options import peak_flops
 
 
 class SinceLog:
-    """The batches of this process since the last line.
+    """The batches since the last line.
 
     batches  the mean loss, tokens and segments of the last ones
     """
@@ -34,6 +35,15 @@ class SinceLog:
         self._windows, self._tokens, self._slots = torch.zeros(()), torch.zeros((), dtype=torch.long), 0
         self._began = time.monotonic()
 
+    def start(self) -> None:
+        """Training starts now, unless it has."""
+        if not self.batches:
+            self._began = time.monotonic()
+
+    def leave_out(self, seconds: float) -> None:
+        """These seconds went into something else."""
+        self._began += seconds
+
     def add(self, loss: HeadLoss, mean: Tensor, input_ids: Tensor, segment_ids: Tensor) -> None:
         """A batch, and its loss as it was trained on."""
         device = segment_ids.device
@@ -44,18 +54,20 @@ class SinceLog:
         self._slots += segment_ids.numel()
         self.batches.append((mean.detach(), input_ids, segment_ids))
 
-    def told(self, processes: int, operations_a_token: float, device: torch.device) -> dict[str, float]:
-        """The line, behind which a new one begins.
+    def told(self, operations_a_token: float, device: torch.device) -> dict[str, float]:
+        """The line, behind which a new one begins; called on every process, and the same on all but for memory.
 
-        Parts of the loss; tokens a second of all processes; `fill`, the share of batches that is no padding; on a GPU
-        whose peak is known `mfu`, `operations_a_token` over it; peak memory.
+        Parts of the loss; tokens a second; `fill`, the share of batches that is not padding; on a GPU whose peak is
+        known `mfu`, `operations_a_token` over it; this process's peak memory.
         """
-        seconds, tokens = time.monotonic() - self._began, int(self._tokens)
-        per_second = tokens / seconds  # of this process
-        found = self._parts_of_loss() | {"tokens_per_second": round(per_second * processes)}
-        found |= {"fill": round(tokens / max(self._slots, 1), 3)}
+        seconds = time.monotonic() - self._began
+        every: list[dict[str, float]] = gather_object([self._sums()])
+        sums = {name: sum(process[name] for process in every) for name in every[0]}
+        windows, tokens, slots = (sums.pop(name) for name in ("windows", "tokens", "slots"))
+        found = parts_of_loss(sums, windows) | {"tokens_per_second": round(tokens / seconds)}
+        found |= {"fill": round(tokens / max(slots, 1), 3)}
         if (peak := peak_flops(device)) is not None:
-            found["mfu"] = round(per_second * operations_a_token / peak, 3)
+            found["mfu"] = round(tokens / seconds / len(every) * operations_a_token / peak, 3)
         if device.type == "cuda":
             found["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         else:
@@ -64,14 +76,20 @@ class SinceLog:
         self.begin()
         return found
 
-    def _parts_of_loss(self) -> dict[str, float]:
-        """Unweighted means per window, and counts that are not 0."""
-        names, windows = list(self._parts), float(self._windows)
+    def _sums(self) -> dict[str, float]:
+        """What this process has added up."""
+        names = list(self._parts)
         values = torch.stack([self._parts[name].double() for name in names]).tolist() if names else []
-        found: dict[str, float] = {}
-        for name, value in zip(names, values):
-            if not name.endswith("_count"):
-                found[f"loss_{name}"] = round(value / max(windows, 1), 5)
-            elif value:
-                found[name] = int(value)
-        return found
+        own = {"windows": float(self._windows), "tokens": int(self._tokens), "slots": self._slots}
+        return dict(zip(names, values)) | own
+
+
+def parts_of_loss(sums: dict[str, float], windows: float) -> dict[str, float]:
+    """Unweighted means per window, and counts that are not 0."""
+    found: dict[str, float] = {}
+    for name, value in sums.items():
+        if not name.endswith("_count"):
+            found[f"loss_{name}"] = round(value / max(windows, 1), 5)
+        elif value:
+            found[name] = int(value)
+    return found

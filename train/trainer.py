@@ -91,13 +91,13 @@ class DraftHeadTrainer(Trainer):
     def start_head(self, rows: int = 8) -> None:
         """Give the head the start values that depend on the target, from a few rows of the training data.
 
-        Raises ValueError if no row has a token to train on.
+        Raises ValueError if no row has a token to train on behind a base token.
         """
-        trained = (row for row in self._rows if any(row["assistant_mask"][: self._longest]))
+        trained = (row for row in self._rows if sum(row["assistant_mask"][: self._longest]) > 1)
         if not (first := list(islice(trained, rows))):
             raise ValueError(
-                f"training needs rows with an answer within --max_length {self._longest}; none of {len(self._rows):,} "
-                "has one; raise it"
+                f"training needs rows with an answer of two tokens or more within --max_length {self._longest}; none "
+                f"of {len(self._rows):,} has one; raise it, or distil longer answers"
             )
         batch = self.data_collator(first)
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
@@ -120,9 +120,9 @@ class DraftHeadTrainer(Trainer):
         """What will be trained, in a line: parameters, memory of the parts, rows, tokens and steps."""
         args, rows, longest = self.args, self._rows, self._longest
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        moments = 1 if args.head_optimizer == "muon" else 2
         sizes = {"target": self.target.values_in_memory * self.target.dtype.itemsize, "head": 4 * trained}
-        sizes |= {"gradients": 4 * trained, "optimizer": 4 * trained * moments}
+        one = sum(p.numel() for name, p in self.model.named_parameters() if self._is_for_muon(name, p))
+        sizes |= {"gradients": 4 * trained, "optimizer": 4 * (2 * trained - one)}  # Muon has one moment, AdamW two
         memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
         tokens = sum(min(length, longest) for length in row_lengths(rows))
         steps = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
@@ -197,11 +197,16 @@ class DraftHeadTrainer(Trainer):
 
     # --- optimisation -----------------------------------------------------------------------------------------------
 
+    def _is_for_muon(self, name: str, parameter: Tensor) -> bool:
+        """Whether Muon updates a parameter: a matrix between spaces."""
+        matrix = parameter.dim() == 2 and not name.endswith(self.model.tables)
+        return matrix and self.args.head_optimizer == "muon"
+
     def create_optimizer(self, model: Any = None) -> Any:
         if self.optimizer is None and self.args.head_optimizer == "muon":
             self.optimizer = MuonWithAdamW(
                 (model or self.model).named_parameters(),
-                lambda name: not name.endswith(self.model.tables),
+                self._is_for_muon,
                 self.args.learning_rate,
                 self.args.weight_decay,
                 (self.args.adam_beta1, self.args.adam_beta2),
@@ -230,7 +235,7 @@ class DraftHeadTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the loss's parts, speed and memory since the last log, and the minutes used."""
         if "loss" in logs:
-            told = self._since_log.told(self.args.world_size, self._operations_a_token, self.args.device)
+            told = self._since_log.told(self._operations_a_token, self.args.device)
             logs = {**logs, **told, "minutes": round(self.clock.elapsed, 3)}
         super().log(logs, start_time)
 
@@ -248,6 +253,7 @@ class DraftHeadTrainer(Trainer):
         if ended or self.state.global_step >= self.state.max_steps or self.clock.progress >= 1:
             self.control.should_training_stop = True
             return
+        self._since_log.start()
         if self._order is not None:  # accelerate does not reach it on several processes that resume within an epoch
             self._order.set_epoch(options["epoch"])
         super()._run_epoch(*args, **options)
@@ -305,7 +311,7 @@ class DraftHeadTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Loss, accuracy per offset and simulated β on held-out rows; every process takes its share of them."""
-        start = time.perf_counter()
+        start = time.monotonic()
         dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         head = self.whole_head()
         was_training = head.training
@@ -313,7 +319,8 @@ class DraftHeadTrainer(Trainer):
         metrics = self._loss_metrics(head, dataset) | self._simulation_metrics(head)
         head.train(was_training)
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        named[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - start, 2)
+        named[f"{metric_key_prefix}_seconds"] = round(seconds := time.monotonic() - start, 2)
+        self._since_log.leave_out(seconds)
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named

@@ -6,14 +6,14 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from draft_heads.data.config_file import OptionParser
+from draft_heads.data.config_file import OptionParser, read_config
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from draft_heads.data.options import add_flags, option_names
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.config import HeadConfig
-from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, recipe_defaults
+from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, find_recipe, recipe_defaults
 
 
 @dataclass
@@ -38,9 +38,14 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     parser.add_argument("--config", help=CONFIG_HELP)
     try:
         # what the command line does not give stays
-        unset = argparse.Namespace(max_steps=None, num_train_epochs=None, max_minutes=None)
+        unset = argparse.Namespace(
+            **dict.fromkeys(("max_steps", "num_train_epochs", "max_minutes")),
+            **dict.fromkeys(("per_device_train_batch_size", "tokens_per_batch")),
+        )
         known, unknown = parser.parse_known_args(arguments, unset)
         parser.refuse(unknown)
+        if not known.target and known.config:
+            known.target = read_config(find_recipe(head_config.kind, known.config)[0], parser).get("target")
         if not known.target:
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
         for name in ("max_steps", "num_train_epochs"):
@@ -51,8 +56,12 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         defaults, taken = recipe_defaults(head_config.kind, known, parser)
         if known.max_steps is not None or known.num_train_epochs is not None:
             defaults.pop("max_minutes", None)  # the schedule ends with the steps asked for
-        elif known.max_minutes and not defaults.get("max_minutes"):
+            if known.max_steps is None:
+                defaults.pop("max_steps", None)
+        elif known.max_minutes or (known.max_minutes is None and defaults.get("max_minutes")):
             defaults |= {"max_steps": -1, "num_train_epochs": 1e6}  # it ends with the time
+        if known.per_device_train_batch_size is not None and known.tokens_per_batch is None:
+            defaults.pop("tokens_per_batch", None)  # batches of the rows asked for
         parser.set_defaults(**defaults)
         run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if run.packing and training.tokens_per_batch:

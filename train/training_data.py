@@ -56,7 +56,7 @@ def _load_labelled(folder: str, run: RunOptions, target: Target) -> DistilledDat
     distilled = load_distilled(folder)
     check_fingerprint(distilled.manifest["target"]["fingerprint"], target.fingerprint(), f"--dataset {folder}")
     labelled_by = distilled.manifest["settings"].get("target_adapter")
-    if labelled_by != run.target_adapter:
+    if bool(labelled_by) != bool(run.target_adapter):  # which one, the fingerprint has told
         raise ValueError(
             f"labels and head must be made with the same adapter; --dataset {folder} was distilled with "
             f"{labelled_by or 'none'}, --target_adapter is {run.target_adapter or 'none'}; pass the same to both"

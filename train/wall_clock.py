@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -60,6 +61,7 @@ class WallClock(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = self._step_start = time.monotonic()
+        state.compute_steps(args, state.max_steps)  # a checkpoint has those of the command that it was written by
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.terminated = self._signalled
@@ -73,9 +75,10 @@ class WallClock(TrainerCallback):
                 self._ask_at = state.global_step + (1 if slow_somewhere else ASK_EVERY)
         if self.terminated:
             control.should_training_stop = control.should_save = True
+        self.elapsed = self._before + (time.monotonic() - self._start) / 60
         if not self.max_minutes:
             return
-        now = torch.tensor(self._before + (time.monotonic() - self._start) / 60, device=args.device)
+        now = torch.tensor(self.elapsed, device=args.device)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.broadcast(now, src=0)
         self.elapsed = float(now)
@@ -160,14 +163,19 @@ class TrainingLines(PrinterCallback):
         self.show("minutes of training", minutes, self.clock.max_minutes, rate)
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether a checkpoint's folder is called so; copies with names of their own are the user's."""
+    return re.fullmatch(r"checkpoint-\d+", name) is not None
+
+
 def incomplete_checkpoints(run: Path) -> list[Path]:
     """Checkpoints whose writing never finished."""
-    return sorted(path for path in run.glob("checkpoint-*") if not (path / MARKER).is_file())
+    return sorted(path for path in run.iterdir() if is_checkpoint(path.name) and not (path / MARKER).is_file())
 
 
 def complete_checkpoints(run: Path) -> list[Path]:
     """Checkpoints whose writing was finished, in the order of their steps; clocks may have been moved."""
-    whole = [path for path in run.glob("checkpoint-*") if (path / MARKER).is_file()]
+    whole = [path for path in run.glob("checkpoint-*") if is_checkpoint(path.name) and (path / MARKER).is_file()]
     return sorted(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))
 
 

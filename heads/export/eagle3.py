@@ -161,7 +161,7 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
 def drafted(head: Eagle3Head) -> Tensor:
     """See `formats.DRAFTED`."""
     config, random = head.config, torch.Generator().manual_seed(0)
-    length, known = config.passes + 4, 16  # behind the last anchor, each pass has a token to read
+    length, known = 64, 16  # one length for all heads: behind the last anchor, each pass has a token to read
     embedding = torch.nn.Embedding(known, config.hidden_size)
     embedding.weight.data.normal_(generator=random)
     ids = torch.randint(known, (1, length), generator=random)

@@ -156,7 +156,8 @@ class PartFolder(Parts):
     def kept(self, groups: int) -> str:
         """What an interrupted run leaves, and how to go on with it."""
         done = len(list(self.folder.glob("*-*.json")))
-        return f"{done} of {groups} groups of questions are kept in {self.folder}: the same command goes on there"
+        kept = f"{done} of {groups} groups of questions are kept in {self.folder}"
+        return f"{kept}: the same command, without --overwrite, goes on there"
 
 
 def _to_json(part: Part) -> str:

@@ -214,6 +214,13 @@ def test_what_an_engine_would_misread_is_refused(tmp_path, head, name, told):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("passes", [1, 3, 9])
+def test_heads_of_any_number_of_passes_are_the_same_when_read_back(tmp_path, passes):
+    head = eagle3(draft_vocab_size=40, passes=passes)
+    write_folder(head, "eagle3", tmp_path, TARGET, "t")
+    assert differences(head, read_folder(tmp_path)) == []
+
+
 def test_public_heads_in_other_forms_are_read(tmp_path):
     head = medusa()
     write_folder(head, "tgi-medusa", tmp_path / "a", TARGET, "t")

@@ -180,6 +180,14 @@ def test_labels_beyond_the_length_do_not_matter():
     assert torch.allclose(fused(values)[0], fused(changed)[0])
 
 
+def test_a_sum_of_gradients_too_large_for_float16_is_scaled_before_it_is_rounded():
+    states = torch.full((300, 4), 400.0, dtype=torch.float16)
+    weight = torch.zeros(3, 4, dtype=torch.float16, requires_grad=True)
+    loss = linear_cross_entropy(states, weight, torch.zeros(300, dtype=torch.long))
+    (loss / 300).backward()
+    assert torch.allclose(weight.grad[0].float(), torch.full((4,), -400 * 2 / 3), rtol=1e-2)
+
+
 @pytest.mark.parametrize("count,rows_per_chunk", [(0, 4), (10, 1), (10, 4), (10, 100)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_chunked_cross_entropies_equal_whole_logits_in_value_and_gradient(count, rows_per_chunk, biased):

@@ -229,7 +229,8 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(PartFolder, "put", stop_at_the_second)
         run(engines, parts=parts)
-    assert parts.kept(3) == f"1 of 3 groups of questions are kept in {tmp_path}/parts: the same command goes on there"
+    told = f"1 of 3 groups of questions are kept in {tmp_path}/parts: the same command, without --overwrite, goes on"
+    assert parts.kept(3) == f"{told} there"
     again, asked = PartFolder(tmp_path), [StubEngine(), StubEngine(2)]
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="is being written by another run; wait for its end"):

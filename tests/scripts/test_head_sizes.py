@@ -24,6 +24,11 @@ def test_the_sizes_of_a_small_shape_by_hand():
     assert memory_table(config).count("/tiny") == len(HEADS)
 
 
+def test_a_vocabulary_smaller_than_the_recipes_draft_vocabulary_has_none():
+    config = LlamaConfig(vocab_size=8000, hidden_size=2048, num_hidden_layers=4, num_attention_heads=16)
+    assert memory_table(config).count("/1b") == len(HEADS)
+
+
 @pytest.mark.parametrize("size", ["1b", "8b", "14b", "32b", "70b"])
 def test_recipes_name_the_memory_they_need(size):
     for kind in HEADS:

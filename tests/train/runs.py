@@ -72,7 +72,7 @@ def launch_two_nodes(hostfile, *arguments, **options):
     return [(node.returncode, text) for node, text in zip(nodes, told)]
 
 
-def losses(output):
+def losses(output, name="loss"):
     newest = max(Path(output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
-    return [entry["loss"] for entry in history if "loss" in entry]
+    return [entry[name] for entry in history if name in entry]

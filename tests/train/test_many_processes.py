@@ -22,6 +22,9 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, 
     status, told = launch(dataset, tmp_path / "two", *extra, batch=2, kind=kind)
     assert status == 0, told
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=1e-4)
+    if kind == "ctc":  # its only part, of both processes
+        parts = losses(tmp_path / "two", "loss_ctc")
+        assert parts == pytest.approx(losses(tmp_path / "two"), rel=1e-3)
     one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "two"))
     assert all(torch.allclose(one[name], two[name], atol=3e-4) for name in one)
     if stage == 3 and split:

@@ -58,6 +58,29 @@ def test_minutes_asked_for_replace_the_steps_or_epochs_of_the_recipe():
     given = [*GIVEN, "--use_cpu", "--config", "8b", "--max_minutes", "2"]
     _, _, training = parse_options(CTCConfig, [*given, "--bf16", "false"])
     assert (training.max_minutes, training.max_steps, training.num_train_epochs) == (2, -1, 1e6)
+    for given in ([], ["--max_minutes", "5"]):  # of the recipe `tiny`, few rows have many epochs in that time
+        assert parse_options(CTCConfig, [*GIVEN, "--use_cpu", *given])[2].num_train_epochs == 1e6
+
+
+def test_the_batch_asked_for_replaces_the_tokens_of_the_recipe():
+    given = [*GIVEN, "--use_cpu", "--config", "8b", "--bf16", "false"]
+    assert parse_options(CTCConfig, given)[2].tokens_per_batch > 0
+    assert parse_options(CTCConfig, [*given, "--per_device_train_batch_size", "2"])[2].tokens_per_batch == 0
+
+
+def test_a_config_may_name_the_target_and_flags_replace_its_steps(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"target: {TARGET}\ndataset: [d]\noutput_dir: r\nmax_steps: 50\n")
+    run, _, training = parse_options(CTCConfig, ["--config", str(recipe), "--use_cpu"])
+    assert run.target == TARGET and training.max_steps == 50
+    _, _, training = parse_options(CTCConfig, ["--config", str(recipe), "--use_cpu", "--num_train_epochs", "3"])
+    assert (training.max_steps, training.num_train_epochs) == (-1, 3)
+
+
+def test_muon_is_taken_where_no_other_optimizer_is_asked_for():
+    given = [*GIVEN, "--use_cpu", "--head_optimizer", "auto"]
+    assert parse_options(CTCConfig, given)[2].head_optimizer == "muon"
+    assert parse_options(CTCConfig, [*given, "--optim", "adafactor"])[2].head_optimizer == "adamw"
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -170,6 +193,10 @@ def test_a_recipes_draft_vocabulary_is_left_out_for_smaller_vocabularies(tmp_pat
 def test_an_unknown_name_in_a_recipe_is_refused(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text("framez: 3\n")
     assert "unknown framez" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
+    (tmp_path / "r.yaml").write_text("max_length:\n")
+    assert "max_length has no value; give one, or delete the line" in refused(
+        capsys, "--config", str(tmp_path / "r.yaml")
+    )
 
 
 def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
@@ -189,6 +216,8 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--max_minutes", "-1"], "--max_minutes"),
         (["--gradient_checkpointing", "true"], "--gradient_checkpointing is not for heads"),
         (["--patience", "1", "--eval_strategy", "no"], "--patience 1 counts evaluations, got --eval_strategy no"),
+        (["--save_only_model", "true"], "--save_only_model leaves the optimizer out of checkpoints"),
+        (["--max_minutes", "1", "--eval_steps", "0.2"], "--eval_steps must be a number of steps with --max_minutes"),
         (["--held_out", "0"], "--held_out"),
         (["--output_dir", ""], "--output_dir must name a folder"),
         (["--seed", "-1"], "--seed must be at least 0"),

@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draft_heads.data.shards import DistilledDataset
 from draft_heads.train.run_folder import begin, check_folder
+from draft_heads.train.wall_clock import complete_checkpoints, incomplete_checkpoints
 from tests.running import ROOT
 from tests.train.runs import command, losses, run
 
@@ -166,6 +168,38 @@ def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_pa
     check_folder(args, {"seed": 1})
     with pytest.raises(ValueError, match=r"other settings \(seed was 1, now 2\).*--overwrite"):
         check_folder(args, {"seed": 2})
+    check_folder(args, {"seed": 1, "decay": 1.0, "new": 5}, {"decay": 1.0})  # options that were added since
+    with pytest.raises(ValueError, match=r"decay was 1.0, now 0.7"):
+        check_folder(args, {"seed": 1, "decay": 0.7}, {"decay": 1.0})
+
+
+def test_a_copy_of_a_checkpoint_is_the_users(tmp_path):
+    for name in ("checkpoint-3", "checkpoint-3-keep", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-3-keep" / "complete.json").write_text("{}")
+    assert complete_checkpoints(tmp_path) == []
+    assert incomplete_checkpoints(tmp_path) == [tmp_path / "checkpoint-3"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_may_save_at_other_steps_but_not_learn_from_other_rows(dataset, tmp_path):
+    other = tmp_path / "data"
+    shutil.copytree(dataset, other)
+    status, told = run(str(other), tmp_path / "run", "--max_steps", "4", "--lr_scheduler_type", "constant")
+    assert status == 0, told
+    for name in ("head", "checkpoint-4"):
+        shutil.rmtree(tmp_path / "run" / name)
+    extra = ("--max_steps", "4", "--lr_scheduler_type", "constant", "--save_steps", "1", "--logging_steps", "2")
+    status, told = run(f"{other}/", tmp_path / "run", *extra, "--per_device_eval_batch_size", "2")
+    assert status == 0 and "resuming" in told, told
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
+    shutil.rmtree(tmp_path / "run" / "head")
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["shards"].append(manifest["shards"].pop(0) | {"xxh3": "0"})
+    with pytest.raises(ValueError, match=r"other settings \(data was"):
+        args = SimpleNamespace(output_dir=str(tmp_path / "run"), overwrite=False, process_index=0, world_size=1)
+        before = json.loads((tmp_path / "run" / "run.json").read_text())
+        check_folder(args, {**before, "data": [DistilledDataset(None, manifest).content]})
 
 
 def test_a_second_run_in_the_folder_of_a_running_one_is_refused(tmp_path):
