@@ -254,6 +254,7 @@ class DraftHeadTrainer(Trainer):
             self.control.should_training_stop = True
             return
         self._since_log.start()
+        self.state.compute_steps(self.args, self.state.max_steps)  # a checkpoint has those it was written with
         if self._order is not None:  # accelerate does not reach it on several processes that resume within an epoch
             self._order.set_epoch(options["epoch"])
         super()._run_epoch(*args, **options)

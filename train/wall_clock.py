@@ -61,7 +61,6 @@ class WallClock(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = self._step_start = time.monotonic()
-        state.compute_steps(args, state.max_steps)  # a checkpoint has those of the command that it was written by
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.terminated = self._signalled

@@ -66,9 +66,11 @@ def test_the_accuracy_table_of_the_held_out_rows_is_the_trainers(dataset, uninte
         [metrics["eval_accuracy_1"], metrics["eval_accuracy_2"]], abs=1e-4
     )
     assert "| mine | top-5 |" in (tmp_path / "accuracy.md").read_text()
+    status, told = run_script(*command, "--heads", heads, "--output", str(tmp_path))
+    assert status == 1 and "holds a finished run (accuracy.json)" in told
     status, told = run_script(*command, "--heads", "nameless", "--output", str(tmp_path))
     assert status == 1 and "NAME=RUN/head" in told
-    status, told = run_script(*command, "--heads", heads, "--output", str(tmp_path), "--rows", "48")
+    status, told = run_script(*command, "--heads", heads, "--output", str(tmp_path), "--rows", "48", "--overwrite")
     assert status == 1 and "--rows 48 must leave rows" in told
 
 
@@ -171,7 +173,7 @@ def test_a_draft_vocabulary_is_counted_saved_and_resumed_with(dataset, tmp_path)
 
 def test_rows_without_an_answer_in_their_part_are_not_trained_on(dataset, tmp_path):
     status, told = run(dataset, tmp_path / "run", "--max_length", "8")
-    assert status != 0 and "rows with an answer within --max_length 8; none of 40 has one; raise it" in told
+    assert status != 0 and "an answer of two tokens or more within --max_length 8; none of 40 has one; raise it" in told
 
 
 def test_a_dataset_of_another_target_is_refused(dataset, tmp_path):
