@@ -60,8 +60,10 @@ def plain_ctc(
     lengths: Tensor,
     closed: Tensor,
     lm_bias: Tensor | None = None,
+    decay: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """As `ctc_loss_fused`, on the log-softmax of all frames."""
+    assert decay == 1, "F.ctc_loss weighs no labels"
     blank = (frames @ blank_weight + blank_bias)[..., None]
     log_probs = torch.cat([F.linear(frames, lm_head, lm_bias), blank], -1).float().log_softmax(-1)
     return ctc_loss_reference(log_probs, labels, lengths, closed)
@@ -137,6 +139,8 @@ class Bench:
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         settings.pop("draft_vocab_size", None)
         settings["target_layers"] = layers
+        if kind == "ctc":
+            settings["decay"] = 1.0  # the plain way has no other
         torch.manual_seed(0)
         self.head: DraftHead = head_type(
             config_type(**target_sizes(self.target.config), **settings, end_token_ids=sorted(self.target.end_token_ids))
