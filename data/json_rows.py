@@ -140,7 +140,7 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(loaded)}")
         loaded = loaded[split]
-    elif split:
+    elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got --split {split}; leave it out")
     for row, record in enumerate(loaded, start=1):
         yield f"row {row}" + (f" of split {split}" if split else ""), record
