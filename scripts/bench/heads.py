@@ -35,7 +35,7 @@ from draft_heads.scripts.decoding_options import check_positive, script_parser
 ROOT = Path(__file__).resolve().parent.parent.parent
 ARMS = (
     *("medusa=medusa", "hydra=hydra", "chimera=chimera", "eagle3=eagle3"),
-    *("ctc_paper=ctc,context=hidden,labels_cut=none", "ctc=ctc"),
+    *("ctc_paper=ctc,context=hidden,labels_cut=none,decay=1", "ctc=ctc"),
 )
 CALIBRATION = (20, 80)  # steps of a short and a long run; the difference leaves loading out
 VARIANTS = ("", "_ngram", "_chain")
