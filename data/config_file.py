@@ -125,6 +125,7 @@ def exit_status(run: Callable[[], object]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
+        _leave_process_group(failed=True)
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":
             print(f"\ninterrupted; {str(interrupt) or 'the same command starts again'}", file=sys.stderr)
@@ -134,12 +135,15 @@ def exit_status(run: Callable[[], object]) -> int:
     return status
 
 
-def _leave_process_group() -> None:
-    """End what connects the processes of a launcher: its threads, left running, can abort a process that is done."""
+def _leave_process_group(failed: bool = False) -> None:
+    """End what connects the processes of a launcher: its threads, left running, can abort a process that is done.
+
+    failed: the others may be at work, for which NCCL would wait and gloo does not
+    """
     distributed = sys.modules.get("torch.distributed")  # which a script that runs alone need not load
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
-    if distributed.get_world_size() > 1:
+    if distributed.get_world_size() > 1 and not (failed and distributed.get_backend() != "gloo"):
         distributed.destroy_process_group()
 
 
