@@ -44,6 +44,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     use_threads(run.threads)
     set_seed(args.seed)
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")
+    every_setting["data"] = [load_distilled(source).content for source in run.dataset]
     usual = {x.name: x.default for kind in (RunOptions, TrainingOptions, config_type) for x in fields(kind)}
     check_folder(args, every_setting, {name: value for name, value in usual.items() if value is not MISSING})
     target = load_target(run, args)

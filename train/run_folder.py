@@ -13,7 +13,6 @@ from accelerate.utils import broadcast_object_list
 
 from draft_heads.data.files import LOCK, lock_folder, write_text
 from draft_heads.data.processes import TOKEN, Processes
-from draft_heads.data.shards import load_distilled
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -149,5 +148,4 @@ def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArgume
     plain = (int, float, str, bool, type(None))
     training = {key: value for key, value in args.to_sanitized_dict().items() if isinstance(value, plain)}
     settings = {**vars(run), **head, **training, "processes": args.world_size}
-    settings["data"] = [load_distilled(folder).content for folder in run.dataset]
     return {key: value for key, value in settings.items() if key not in _FREE}
