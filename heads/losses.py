@@ -10,8 +10,7 @@ Two losses on a window of labels Y:
           although the text goes on. In the lattice the last label's state keeps its mass through all later frames.
 
 Either is a sum over the window: label u costs `−log Ψ(y_1…y_u) / Ψ(y_1…y_{u−1})`, the end of a closed one
-`−log P(collapse = Y) / Ψ(Y)`. With a decay d < 1 label u weighs d^{u−1} and the end d^{U}, as in other heads: a later
-label is of use only where all before it are accepted.
+`−log P(collapse = Y) / Ψ(Y)`. With a decay d < 1 label u weighs d^{u−1} and the end d^{U}, as offsets in other heads.
 """
 
 from __future__ import annotations
@@ -300,11 +299,6 @@ def _chunked_cross_entropy(
         )
 
 
-def _product_in_float32(a: Tensor, b: Tensor) -> Tensor:
-    """[M, K] @ [K, N] of half precision, not rounded to it."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
-
-
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Chunks of rows: logits → loss and gradient `softmax − wanted`, written over the logits and multiplied at once.
 
@@ -366,7 +360,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_weight is not None and grad_weight.dtype == dtype:
                 grad_weight.addmm_(grad.T, x)
             elif grad_weight is not None:
-                grad_weight += _product_in_float32(grad.T, x) if half else grad.T @ x
+                grad_weight += grad.T.float() @ x.float() if half else grad.T @ x
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         ctx.types = [None if x is None else x.dtype for x in given]

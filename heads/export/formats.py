@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -20,11 +19,7 @@ from draft_heads.heads.checkpoint import malformed, read_json
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
 
 CONFIG = "config.json"
-CONVERSION = (
-    'python -c \'import sys, torch, safetensors.torch as s; t = torch.load(sys.argv[1], "cpu", weights_only=True); '
-    "s.save_file({{k: v.contiguous().clone() for k, v in t.items()}}, sys.argv[2])' {} {}"
-)
-"""The shell's command that writes the tensors of a pickle, the first path, as safetensors, the second."""
+CONVERTER = "https://huggingface.co/spaces/safetensors/convert"
 
 
 @dataclass(frozen=True)
@@ -133,8 +128,8 @@ def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
     if len(found) != 1:
         if pickled := sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
             raise ValueError(
-                f"a head is read from safetensors, as a pickle can run code; got {pickled[0]}; convert it once with "
-                + CONVERSION.format(quote(str(pickled[0])), quote(str(folder / expected)))
+                f"a head is read from safetensors, as a pickle can run code; got {pickled[0]}; convert it once to "
+                f"{folder / expected}, for example at {CONVERTER}"
             )
         raise ValueError(f"an exported head has its tensors in {expected}; {folder} has no such file; copy it again")
     try:
