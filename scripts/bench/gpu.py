@@ -36,6 +36,7 @@ from draft_heads.data.config_file import exit_status
 import torch
 import yaml
 from rich.console import Console
+from transformers.generation.streamers import BaseStreamer
 
 from draft_heads.data.options import add_threads
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
@@ -53,6 +54,19 @@ from draft_heads.train.options import RECIPES, SHAPES, peak_flops
 NODES = (8, 16, 32, 64)  # trees of one node are padded to 8
 ACCEPTED = 3.6  # tokens a step of a CTC head in its paper
 TIMED = (*HEAD_WORDS, "ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
+
+
+class Clock(BaseStreamer):
+    """When `generate` handed over its prompt and each of its tokens, in seconds."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def bandwidth(device: torch.device) -> float:
@@ -163,13 +177,14 @@ class Steps:
         return ratio(*map(list, zip(*taken)))
 
     def hf_generate(self) -> dict[str, float]:
-        """A token of transformers' own loop over the plain step: two lengths apart, so that no prefill is counted."""
-        tokens = self.args.new_tokens
-        long = generating(self.target, "eager", [self.text], tokens + tokens)
-        short = generating(self.target, "eager", [self.text], tokens)
-        taken = in_turn({"long": long, "short": short}, self.args.repeats, self.device)
-        each = [(a - b) / tokens for a, b in zip(taken["long"], taken["short"])]
-        return ratio(each, [self.run(self.plain)[0] for _ in each])
+        """A token of transformers' own loop over the plain step, timed from its first token to its last."""
+        taken = []
+        for _ in range(self.args.repeats):
+            clock = Clock()
+            generating(self.target, "eager", [self.text], self.args.new_tokens, streamer=clock)()
+            _, first, *later = clock.times  # the prompt is handed over first
+            taken.append(((later[-1] - first) / len(later), self.run(self.plain)[0]))
+        return ratio(*map(list, zip(*taken)))
 
     def flex(self) -> dict[str, float]:
         """A step of 32 nodes with FlexAttention over one with a dense mask."""
