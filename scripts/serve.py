@@ -75,6 +75,12 @@ def run() -> bool:
     drafter = build_drafter(DrafterSpec.parse(options.drafter), target, options.max_nodes)
     engine = DecodingEngine(target, drafter)
     engine.generate([target.end_token_ids[0] if target.end_token_ids else 0], GenerationSettings(8))
+    if not target.tokenizer.chat_template:
+        print(
+            "the target's tokenizer has no chat template: /v1/chat/completions refuses every request, /v1/completions "
+            "works; --chat_template gives it one",
+            file=sys.stderr,
+        )
     name = options.served_model_name or default_name(options.target)
     key = options.api_key or os.environ.get(API_KEY)
     if not key and options.host not in ("127.0.0.1", "localhost", "::1"):

@@ -80,7 +80,9 @@ class TrainingOptions:
         0, "tokens of a process's batch, padding included, in rows of similar length; 0: per_device_train_batch_size"
     )
     patience: int = option(
-        0, "evaluations without a lower held-out loss that end training; the best checkpoint is exported; 0: the last"
+        0,
+        "evaluations without a lower held-out loss that end training; saves at each of them, in place of "
+        "--save_steps, and exports the best checkpoint; 0: the last",
     )
     overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 

@@ -148,4 +148,6 @@ def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArgume
     plain = (int, float, str, bool, type(None))
     training = {key: value for key, value in args.to_sanitized_dict().items() if isinstance(value, plain)}
     settings = {**vars(run), **head, **training, "processes": args.world_size}
+    if (zero := Path(str(args.deepspeed or ""))).is_file():
+        settings["deepspeed_config"] = json.loads(zero.read_text(encoding="utf-8"))  # by content, whatever its name
     return {key: value for key, value in settings.items() if key not in _FREE}

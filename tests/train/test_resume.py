@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from draft_heads.data.shards import DistilledDataset
-from draft_heads.train.run_folder import begin, check_folder
+from draft_heads.train.options import RunOptions
+from draft_heads.train.run_folder import begin, check_folder, run_settings
 from draft_heads.train.wall_clock import complete_checkpoints, incomplete_checkpoints
 from tests.running import ROOT
 from tests.train.runs import command, losses, run
@@ -35,6 +36,7 @@ def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, un
     process = subprocess.Popen(
         [sys.executable, *command(dataset, output)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (output / "checkpoint-2" / "complete.json").exists():
@@ -171,6 +173,16 @@ def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_pa
     check_folder(args, {"seed": 1, "decay": 1.0, "new": 5}, {"decay": 1.0})  # options that were added since
     with pytest.raises(ValueError, match=r"decay was 1.0, now 0.7"):
         check_folder(args, {"seed": 1, "decay": 0.7}, {"decay": 1.0})
+
+
+def test_the_content_of_a_deepspeed_configuration_is_a_setting(tmp_path):
+    zero, run = tmp_path / "zero.json", RunOptions(target="t", dataset=["d"])
+    args = SimpleNamespace(deepspeed=str(zero), world_size=1, to_sanitized_dict=lambda: {"deepspeed": str(zero)})
+    found = []
+    for stage in (1, 2):
+        zero.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        found.append(run_settings(run, {}, args))
+    assert [x["deepspeed_config"]["zero_optimization"]["stage"] for x in found] == [1, 2]
 
 
 def test_a_copy_of_a_checkpoint_is_the_users(tmp_path):
