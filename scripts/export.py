@@ -59,6 +59,11 @@ def run() -> bool:
         )
     write_folder(head, args.format, args.output, target, name)
     print(f"{args.output}: written for {FORMATS[args.format].engines}")
+    if adapter := head.provenance.get("options", {}).get("target_adapter"):
+        print(
+            f"the head was trained with the adapter {adapter} merged into its target, and the engine drafts for {name} "
+            "as it is; serve the merged checkpoint, and give its path as --target"
+        )
     if not args.check:
         return True
     found = differences(head, read_folder(args.output, args.format))

@@ -364,10 +364,10 @@ def test_what_a_config_states_for_the_whole_model_only_is_exported(tmp_path, tar
     whole.save_pretrained(tmp_path / "target")
     head = eagle3()
     head.config.target = str(tmp_path / "target")
-    head.save_pretrained(tmp_path / "head")
+    head.save_pretrained(tmp_path / "head", {"options": {"target_adapter": "runs/lora"}})
     flags = "--head", str(tmp_path / "head"), "--format", "speculators", "--output", str(tmp_path / "out")
     status, told = run_script("scripts/export.py", *flags)
-    assert status == 0, told
+    assert status == 0 and "the adapter runs/lora merged" in told
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["transformer_layer_config"]["dtype"] == "bfloat16"
     assert config["speculators_config"]["verifier"]["architectures"] == ["LlavaForConditionalGeneration"]
