@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TARGET := data/tiny_target
 
-.PHONY: help install quickstart test test-slow lint lossless survival check-engines clean
+.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines clean
 
 help:
 	@echo "make quickstart   distil, train two heads, decode, report: the whole job on the embedded target"
 	@echo "make test         the tests, but for the slow ones"
 	@echo "make test-slow    compiled programs, the small losslessness matrix, launched trainings"
+	@echo "make fuzz         the property tests with a hundred times their budget in make test (an hour)"
 	@echo "make lint         ruff and mypy"
 	@echo "make lossless     the full losslessness matrix (hours on two cores)"
 	@echo "make survival     kill and resume training and distillation (ten minutes)"
@@ -37,6 +38,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# The seed is new each time; hypothesis prints a failing example, and the next `make fuzz` tries it first.
+fuzz: $(READY)
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 --dist load tests/properties
 
 lint: $(READY)
 	$(BIN)/ruff check .
