@@ -86,8 +86,8 @@ class DraftHeadTrainer(Trainer):
         elif args.max_minutes and not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(MinutesBar(self.clock))
-        # `compute_loss` divides by the windows of the whole accumulated batch; by this name transformers 5.17 to 5.24 do
-        # not divide by the number of micro-batches once more
+        # `compute_loss` divides by the windows of the whole accumulated batch: transformers, 5.17 to 5.24, shall not
+        # divide by the number of micro-batches once more
         self.model_accepts_loss_kwargs = True
 
     def start_head(self, rows: int = 8) -> None:
