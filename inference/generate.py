@@ -25,9 +25,10 @@ from transformers import (
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import TARGET_OF, Target
 
-_READ = {"attention_mask", "position_ids", "past_key_values", "inputs_embeds"}
+_READ = {"attention_mask", "position_ids", CACHE, "inputs_embeds"}
 _CHANGING_NOTHING = {"use_cache", "cache_position", "logits_to_keep", "cache_implementation"}
 _OF_TEXT = {"mm_encoder_outputs", "token_type_ids", "mm_token_type_ids"}
 _UNSUPPORTED = (
@@ -167,9 +168,9 @@ def check_supported(model: Any, config: Any, model_kwargs: dict[str, Any], strea
         axes = positions.reshape(-1, *positions.shape[-2:])  # several where the model has them for images
         if usual.shape != axes.shape[1:] or not all(torch.equal(axis[read], usual[read]) for axis in axes):
             raise ValueError("drafting counts positions from the first token; got other position_ids; leave them out")
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE)
     if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("drafting starts with an empty cache; got past_key_values that are not empty; leave them out")
+        raise ValueError(f"drafting starts with an empty cache; got {CACHE} that is not empty; leave it out")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError("drafting needs token ids; got inputs_embeds; pass input_ids")
     if streamer is not None and sequences > 1:

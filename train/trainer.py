@@ -86,7 +86,9 @@ class DraftHeadTrainer(Trainer):
         elif args.max_minutes and not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(MinutesBar(self.clock))
-        self.loss_is_scaled_for_ga = True  # divided by the windows of the whole accumulated batch
+        # `compute_loss` divides by the windows of the whole accumulated batch: transformers, 5.17 to 5.24, shall not
+        # divide by the number of micro-batches once more
+        self.model_accepts_loss_kwargs = True
 
     def start_head(self, rows: int = 8) -> None:
         """Give the head the start values that depend on the target, from a few rows of the training data.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
 from draft_heads.inference.evaluation.parts import Difference
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import Target
 
 NOISE_PROMPTS = 4
@@ -127,8 +128,8 @@ def gap_noise(model: Any, tokens: Sequence[int], device: torch.device | str) -> 
     prefill_L = top_two_gap(model(input_ids=ids_1L, use_cache=False).logits[0])
     cache, gaps = None, []
     for position in range(ids_1L.shape[1]):
-        output = model(input_ids=ids_1L[:, position : position + 1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=ids_1L[:, position : position + 1], use_cache=True, **{CACHE: cache})
+        cache = output[CACHE]
         gaps.append(top_two_gap(output.logits[0, -1]))
     return float((prefill_L - torch.stack(gaps)).abs().max())
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draft_heads.inference.target.architecture import Architecture
+from draft_heads.inference.target.library_names import CACHE
 
 
 class ModuleDecoder:
@@ -72,8 +73,8 @@ class ModuleDecoder:
                 attention_mask=mask,
                 # drafts may hang over the longest text; none is accepted there
                 position_ids=positions.clamp(max=self.architecture.max_positions - 1),
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{CACHE: cache},
             ).last_hidden_state
         # the layers of a spread target lie on several devices
         return hidden.to(token_ids.device), torch.cat(outputs, dim=-1) if outputs else None

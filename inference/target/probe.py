@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draft_heads.data.options import out_of_memory
 from draft_heads.heads.base import LogitsRule
+from draft_heads.inference.target.library_names import CACHE, is_recurrent, takes_cache
 from draft_heads.inference.tree import ancestor_rows, depths
 
 Target = Any  # a `target.Target`, whose module imports this one
@@ -28,14 +29,12 @@ _FIRST, _SECOND = (0, 1, 3), (0, 2, 4)  # rows of the two paths
 def _unfit(target: Target) -> str | None:
     """Why the architecture cannot follow a tree, where that can be read from its signature and config."""
     taken = inspect.signature(target.decoder.forward).parameters
-    if {"cache_params", "state"} & set(taken):
+    if is_recurrent(target.model, target.config):
         return "keeps a recurrent state instead of keys and values, and a state cannot branch"
-    if "past_key_values" not in taken:
-        return "takes no cached keys and values (`past_key_values`), behind which a tree would stand"
+    if not takes_cache(target.decoder):
+        return f"takes no cached keys and values (`{CACHE}`), behind which a tree would stand"
     if getattr(target.config, "alibi", False) or "position_ids" not in taken:
         return "takes no position ids (as with ALiBi), so siblings of a tree cannot stand at one position"
-    if "recurrent" in (getattr(target.config, "block_types", None) or ()):
-        return "has recurrent layers, whose state cannot branch"
     return None
 
 
@@ -99,7 +98,8 @@ def probe(target: Target) -> tuple[LogitsRule, bool]:
     except Exception as error:
         if out_of_memory(error):
             raise
-        raise ValueError(f"{rule} failed a trial forward ({error}); pick another --target") from error
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{rule} failed a trial forward ({reason}); pick another --target") from error
     if not behind <= tolerance:
         raise ValueError(
             f"the target's logits must be its LM head's, scaled or capped as its config says; those of {name} differ "

@@ -46,7 +46,7 @@ def kills(defect: Defect) -> bool:
     """Whether the defect's tests fail in a copy of the project that has it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "project"
-        left_out = shutil.ignore_patterns(".git", ".venv", "build", "runs", ".*_cache", "__pycache__")
+        left_out = shutil.ignore_patterns(".git", ".venv*", "build", "runs", ".*_cache", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=left_out)
         package = Path(folder) / "path" / "draft_heads"
         package.mkdir(parents=True)

@@ -143,8 +143,10 @@ def test_where_only_the_cache_of_generate_has_a_window_texts_end_at_it():
 REFUSED = {
     "mpt": "takes no position ids",
     "qwen3_next": "layers of type linear_attention",
-    "rwkv": "keeps a recurrent state",
+    **dict.fromkeys(("rwkv", "xlstm"), "keeps a recurrent state"),
+    "falcon_mamba": "layers of type linear_attention",
     "openai-gpt": "takes no cached keys and values",
+    "xlm": "takes no cached keys and values|failed a trial forward",  # what it calls `cache` is a dict of its own
 }
 
 
@@ -152,6 +154,13 @@ REFUSED = {
 def test_what_cannot_follow_a_tree_is_refused_with_the_reason(model_type, reason):
     with pytest.raises(ValueError, match=reason):
         Target(_model(model_type), name=model_type)
+
+
+def test_of_a_model_class_with_a_state_a_checkpoint_whose_layers_all_attend_is_served():
+    state = {"mamba_n_heads": 4, "mamba_d_head": 16, "num_local_experts": 0, "shared_intermediate_size": 64}
+    model = _model("granitemoehybrid", **state, layer_types=["full_attention"] * 2, position_embedding_type="rope")
+    assert model._is_stateful
+    Target(model, name="granitemoehybrid")
 
 
 def test_logits_by_a_rule_that_the_config_does_not_name_are_refused():

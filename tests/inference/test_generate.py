@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    DynamicCache,
     LogitsProcessorList,
     MaxTimeCriteria,
     StoppingCriteria,
@@ -22,6 +23,7 @@ from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafte
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generate import generate_fn
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.checks.architectures import make_model
 from tests.inference.models import load_target, make_head, make_prompts, small_model
@@ -164,6 +166,17 @@ def test_what_drafting_cannot_honour_is_refused(target, settings, told):
             **{"do_sample": False, **settings},
             custom_generate=generate_fn(VanillaDrafter(target.device)),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_an_empty_cache_is_taken_and_a_filled_one_refused(target, name):
+    """By the name of the installed transformers and by that of earlier ones, which `generate` goes on taking."""
+    run = {"inputs": torch.tensor([[5, 6, 7]]), "do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    expected, drafting = target.model.generate(**run), {"custom_generate": generate_fn(VanillaDrafter())}
+    assert torch.equal(expected, target.model.generate(**run, **drafting, **{name: DynamicCache()}))
+    filled = target.model(input_ids=torch.tensor([[5, 6]]), use_cache=True)[CACHE]
+    with pytest.raises(ValueError, match=f"starts with an empty cache; got {CACHE} that is not empty"):
+        target.model.generate(**run, **drafting, **{name: filled})
 
 
 def test_images_and_padding_behind_a_text_are_refused(target):

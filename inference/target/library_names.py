@@ -1,0 +1,41 @@
+"""Names that differ among the versions of transformers in pyproject.toml's range, each looked up here."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+def _first_field(kind: Any, *names: str) -> str:
+    """The first of `names` that a dataclass has; ImportError if a library renamed it once more."""
+    found = {field.name for field in fields(kind)}
+    name = next((name for name in names if name in found), None)
+    if name is None:
+        raise ImportError(
+            f"{kind.__module__}.{kind.__name__} must have a field {' or '.join(names)}; it has "
+            f"{', '.join(sorted(found))}; install versions of pyproject.toml's ranges"
+        )
+    return name
+
+
+CACHE = _first_field(BaseModelOutputWithPast, "cache", "past_key_values")
+"""The argument of forwards and of `generate`, and the output, that hold cached keys and values: `cache` from
+transformers 5.24, `past_key_values` before."""
+
+
+def takes_cache(decoder: Any) -> bool:
+    """Whether a decoder's forward takes cached keys and values."""
+    return CACHE in inspect.signature(decoder.forward).parameters
+
+
+def is_recurrent(model: Any, config: Any) -> bool:
+    """Whether a model keeps a state that grows with the text and cannot go back or branch, as transformers marks it.
+
+    Where a config names the types of its layers those decide (`Architecture.of`): of one model class some checkpoints
+    have recurrent layers and others attention only. Arguments tell nothing: Mamba's state was `cache_params` and is
+    `cache`, as keys and values are.
+    """
+    return bool(getattr(model, "_is_stateful", False)) and not getattr(config, "layer_types", None)
