@@ -19,13 +19,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+"""Messages as chat templates read them: `role`, `content`, and what else a template knows (`reasoning_content`,
+`tool_calls`, `name`, …). An assistant message with `"trained": False` is rendered and its tokens are not trained; the
+template does not see that key."""
+Extra = Mapping[str, Any] | None
+"""What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +59,19 @@ class _Turn(NamedTuple):
     aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
     content: int  # end of the content
     end: int  # end of what the template adds for this turn (end-of-turn token, line break …)
+    trained: bool  # whether the turn is to be trained on
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None) -> list[int]:
     """Token ids of `messages` with the generation prompt: what the target is asked to continue."""
-    return ChatRenderer(tokenizer).prompt(messages)
+    return ChatRenderer(tokenizer).prompt(messages, extra)
 
 
-def render_conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
+def render_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None
+) -> tuple[list[int], list[bool]]:
     """(input_ids [L], assistant_mask [L]) of a whole conversation; ConversationError if the mask is all 0 or all 1."""
-    return ChatRenderer(tokenizer).conversation(messages)
+    return ChatRenderer(tokenizer).conversation(messages, extra)
 
 
 def end_token_ids(
@@ -104,10 +112,14 @@ def said(answer: list[int], end_token_ids: Sequence[int], special: Collection[in
     return answer[start:], start == 0
 
 
-def rendered_text(tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = False) -> str:
+def rendered_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None
+) -> str:
     """The messages as text; ConversationError where the chat template refuses them."""
     try:
-        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text: Any = tokenizer.apply_chat_template(
+            _for_template(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra or {}
+        )
         return text
     except jinja2.TemplateError as error:
         raise ConversationError(
@@ -141,9 +153,9 @@ class ChatRenderer:
 
     # ---- rendering ------------------------------------------------------------------------------
 
-    def prompt(self, messages: Messages) -> list[int]:
+    def prompt(self, messages: Messages, extra: Extra = None) -> list[int]:
         """Token ids [L] of `messages` with the generation prompt."""
-        return self._encode(self.text(messages, add_generation_prompt=True))[0]
+        return self._encode(self.text(messages, add_generation_prompt=True, extra=extra))[0]
 
     def answer_text(self, answer: list[int], end_token_ids: Sequence[int]) -> tuple[str, bool]:
         """The text of `said`, and whether that is all of the answer."""
@@ -151,18 +163,24 @@ class ChatRenderer:
         text = self.tokenizer.decode(rest, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text).strip(), whole
 
-    def conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
+    def conversation(self, messages: Messages, extra: Extra = None) -> tuple[list[int], list[bool]]:
         """(input_ids [L], assistant_mask [L]); see the module's docstring."""
-        text = self.text(messages)
+        if all(message.get("trained") is False for message in messages if message["role"] == "assistant"):
+            raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
+        text = self.text(messages, extra=extra)
         ids, offsets = self._encode(text)
-        turns = self._locate_turns(text, messages)
+        turns = self._locate_turns(text, messages, extra)
         if self.has_generation_block:
-            mask = self._mask_from_generation_blocks(messages, ids, offsets, turns)
+            mask = self._mask_from_generation_blocks(messages, ids, offsets, turns, extra)
         else:
             mask = [False] * len(ids)
             for turn in turns:
                 first, last = self._token_span(turn, ids, offsets)
                 mask[first:last] = [True] * (last - first)
+        for turn in turns:
+            if not turn.trained:
+                first, last = self._token_span(turn, ids, offsets)
+                mask[first:last] = [False] * (last - first)
         if all(mask) or not any(mask):
             found = "no token" if not any(mask) else "every token"
             raise ConversationError(
@@ -172,7 +190,7 @@ class ChatRenderer:
             )
         return ids, mask
 
-    def next_turn(self, messages: Messages) -> list[int]:
+    def next_turn(self, messages: Messages, extra: Extra = None) -> list[int]:
         """Token ids from after the last answer's end-of-turn token to the end of the next generation prompt.
 
         `messages` ends with assistant, user. Example, ChatML: `\\n <|im_start|> user \\n … <|im_start|> assistant \\n`.
@@ -182,11 +200,11 @@ class ChatRenderer:
         if (answer["role"], question["role"]) != ("assistant", "user"):
             raise ValueError(f"next_turn needs assistant, user at the end, received {[m['role'] for m in messages]}")
         placeholder = self._placeholder(messages)
-        before = messages[:-2] + [{"role": "assistant", "content": placeholder}]
-        text = self.text(before + [question], add_generation_prompt=True)
+        before = messages[:-2] + [{**answer, "content": placeholder}]
+        text = self.text(before + [question], add_generation_prompt=True, extra=extra)
         end = _end_of_placeholder(text, placeholder)
         ids, offsets = self._encode(text)
-        tail = _common_prefix(text[end:], self.text(before).rpartition(placeholder)[2])
+        tail = _common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2])
         first = next(i for i, (start, _) in enumerate(offsets) if start >= end)
         stop = self._end_of_turn_after(first, end + len(tail), ids, offsets)
         return ids[stop if stop is not None else first :]
@@ -201,9 +219,9 @@ class ChatRenderer:
 
     # ---- text ----------------------------------------------------------------------------------------------
 
-    def text(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+    def text(self, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None) -> str:
         """See `rendered_text`."""
-        return rendered_text(self.tokenizer, messages, add_generation_prompt)
+        return rendered_text(self.tokenizer, messages, add_generation_prompt, extra)
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         check_unicode(text)
@@ -212,21 +230,21 @@ class ChatRenderer:
 
     def _placeholder(self, messages: Messages) -> str:
         placeholder = _PLACEHOLDER
-        while any(placeholder in message["content"] for message in messages):
+        while any(placeholder in str(message.get("content")) for message in messages):
             placeholder += "X"
         return placeholder
 
-    def _locate_turns(self, text: str, messages: Messages) -> list[_Turn]:
+    def _locate_turns(self, text: str, messages: Messages, extra: Extra) -> list[_Turn]:
         """Character positions of the assistant's turns in `text`, the rendering of `messages`."""
         placeholder = self._placeholder(messages)
         turns = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            replaced = messages[:number] + [{"role": "assistant", "content": placeholder}]
-            whole = self.text(replaced + messages[number + 1 :])
+            replaced = messages[:number] + [{**message, "content": placeholder}]
+            whole = self.text(replaced + messages[number + 1 :], extra=extra)
             before, found, after = whole.partition(placeholder)
-            prompt = self.text(messages[:number], add_generation_prompt=True)
+            prompt = self.text(messages[:number], add_generation_prompt=True, extra=extra)
             if not text.startswith(before) and before.startswith(prompt) and text.startswith(prompt):
                 before = prompt  # the template moves thoughts out of the content; the target writes them too
             start, content = len(before), len(text) - len(after)
@@ -238,11 +256,12 @@ class ChatRenderer:
                     f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
                     "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
                 )
-            own = _common_prefix(after, self.text(replaced).rpartition(placeholder)[2])
+            own = _common_prefix(after, self.text(replaced, extra=extra).rpartition(placeholder)[2])
             # The target writes the whitespace between the generation prompt and the content: "ASSISTANT:" is the
             # prompt, " Hello." the answer.
             aligned = before.startswith(prompt) and not before[len(prompt) :].strip()
-            turns.append(_Turn(len(prompt) if aligned else start, aligned, content, content + len(own)))
+            trained = message.get("trained") is not False
+            turns.append(_Turn(len(prompt) if aligned else start, aligned, content, content + len(own), trained))
         return turns
 
     # ---- tokens --------------------------------------------------------------------------------------------
@@ -262,11 +281,11 @@ class ChatRenderer:
         return next((i + 1 for i in range(first, len(ids)) if ids[i] in self._special and offsets[i][0] < end), None)
 
     def _mask_from_generation_blocks(
-        self, messages: Messages, ids: list[int], offsets: list[tuple[int, int]], turns: list[_Turn]
+        self, messages: Messages, ids: list[int], offsets: list[tuple[int, int]], turns: list[_Turn], extra: Extra
     ) -> list[bool]:
         """The template's own mask, with every run cut or extended so that it ends with the end-of-turn token."""
         encoded: Any = self.tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            _for_template(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **extra or {}
         )
         if list(encoded["input_ids"]) != ids:
             raise ConversationError("the chat template renders differently each time; it must not use the clock")
@@ -284,6 +303,11 @@ class ChatRenderer:
                 mask[rest] = False
                 rest += 1
         return mask
+
+
+def _for_template(messages: Messages) -> Messages:
+    """The messages without `trained`, which is for the mask alone."""
+    return [{key: value for key, value in message.items() if key != "trained"} for message in messages]
 
 
 def _end_of_placeholder(text: str, placeholder: str) -> int:

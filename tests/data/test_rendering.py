@@ -185,3 +185,27 @@ def test_chat_template_is_a_bundled_name_from_any_folder_or_a_file(tmp_path, mon
     assert "ASSISTANT:" in read_chat_template("vicuna")
     with pytest.raises(ValueError, match=r"--chat_template nobody is neither a file nor .* one of .*vicuna"):
         read_chat_template("nobody")
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "generation block"])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_turn_that_is_not_to_be_trained_on_is_rendered_and_not_trained(style, marked):
+    tokenizer = byte_tokenizer(template(style, marked))
+    chat = [CHAT[0], CHAT[1], {**CHAT[2], "trained": False}, CHAT[3], {**CHAT[4], "trained": True}]
+    ids, mask = render_conversation(tokenizer, chat)
+    assert ids == render_conversation(tokenizer, CHAT)[0]
+    assert trained_runs(tokenizer, ids, mask) == TRAINED[style][1:]
+    with pytest.raises(ConversationError, match="no assistant turn is to be trained on; leave"):
+        render_conversation(tokenizer, chat[:4])
+
+
+def test_further_keys_and_arguments_reach_the_template():
+    own = "{{ tools | length ~ 'tools' if tools else '' }}" + template("chatml").replace(
+        "m['content'] | trim", "m['content'] + m['name'] + ('trained' if 'trained' in m else '')"
+    )
+    tokenizer = byte_tokenizer(own)
+    chat = [CHAT[1], {**CHAT[2], "name": " Bo.", "trained": True}]
+    ids, mask = render_conversation(tokenizer, chat, {"tools": [{"type": "function"}] * 2})
+    assert tokenizer.decode(ids).startswith("2tools<|im_start|>")
+    assert trained_runs(tokenizer, ids, mask) == ["I am fine, thank you. Bo.<|im_end|>"]
+    assert tokenizer.decode(render_prompt(tokenizer, chat[:1], {"tools": [{}]})).startswith("1tools<|im_start|>")
