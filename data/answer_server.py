@@ -108,7 +108,7 @@ class AnswerServer:
                 "need not be what the target generated: use a server that returns them, as vLLM and scripts/serve.py "
                 "do, or --engine local"
             )
-        if not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in tokens):
+        if not all(type(token) is int and 0 <= token < self._vocab_size for token in tokens):
             raise ValueError(
                 f"--base_url {self.url} returns tokens that the target has not (of {self._vocab_size}: "
                 f"{tokens[:8]} …); serve the model that --target names"

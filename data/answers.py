@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from draft_heads.data.labeller import Labeller
+from draft_heads.data.labeller import Labeller, checked_ids
 from draft_heads.data.loops import LoopDetector
 
 
@@ -39,9 +39,11 @@ def answer_prompts(
     """One greedy answer per prompt, at most `limits[i] >= 1` new tokens each, `batch_size` of them at a time.
 
     With `cut_loops` an answer is cut at its `loop_start`; `progress` is called with the number of new answers.
+    ValueError for a token id that the target does not have.
     """
     if not prompts:
         return []
+    prompts = [checked_ids(target, prompt) for prompt in prompts]
     answers = [Answer() for _ in prompts]
     detectors = [LoopDetector() if cut_loops else None for _ in prompts]
     ends = set(target.end_token_ids)

@@ -215,7 +215,7 @@ def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | Non
     if options.engine == "local":
         return None
     assert options.base_url is not None
-    ends, vocab_size = target.end_token_ids, 1 + max(target.tokenizer.get_vocab().values())
+    ends, vocab_size = target.end_token_ids, target.vocab_size
     server = AnswerServer(
         options.base_url, ends, vocab_size, options.model_name, options.concurrency, options.cut_loops
     )

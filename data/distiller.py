@@ -12,7 +12,7 @@ import torch
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes, stored_as
-from draft_heads.data.labeller import Labeller
+from draft_heads.data.labeller import Labeller, checked_ids
 from draft_heads.data.options import DTYPES
 from draft_heads.data.rendering import ChatRenderer, ConversationError
 
@@ -141,6 +141,7 @@ class Distiller:
                 row.ids, row.mask = self.renderer.conversation(messages)
                 row.cut = len(row.ids) > self.max_length
                 row.ids, row.mask = row.ids[: self.max_length], row.mask[: self.max_length]
+                checked_ids(self.target, row.ids, "the conversation")
             else:
                 row.pending = [i for i, turn in enumerate(messages) if turn["role"] == "user"]
         except ConversationError as error:
@@ -169,6 +170,7 @@ class Distiller:
                 text = self.renderer.text(messages, add_generation_prompt=True)
                 kept = self._kept_tokens(row, messages, text)
                 prompt = self.renderer.prompt(messages) if kept is None else kept
+                checked_ids(self.target, prompt, "the conversation")
             except ConversationError as error:
                 self._reject(row, error)
                 continue

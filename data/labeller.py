@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from draft_heads.data.rendering import ConversationError
+
 
 class Labelled(NamedTuple):
     """A target's labels and hidden states of one text, the states on the CPU, or None where not asked for.
@@ -38,6 +40,10 @@ class Labeller(Protocol):
         """Type of the hidden states."""
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 to vocab_size − 1; a tokenizer may have entries beyond, for which there are no weights."""
+
+    @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer, ascending; decoding stops at the same ones."""
 
@@ -62,3 +68,25 @@ class Labeller(Protocol):
 
     def label(self, rows: list[list[int]], keep_hidden: bool, target_layers: Sequence[int] = ()) -> list[Labelled]:
         """Labels for each row of token ids, and its hidden states if they are to be kept."""
+
+
+def checked_ids(target: Labeller, ids: list[int], text: str = "a prompt") -> list[int]:
+    """The same token ids; ConversationError (a ValueError) for one that the target does not have.
+
+    Every way in calls it: prompts of all forms, rows to label, answers of a server. Beyond the vocabulary an embedding
+    on the CPU raises an IndexError, and one on a GPU ends the process.
+    """
+    if ids and not 0 <= min(ids) <= max(ids) < target.vocab_size:
+        outside = next(token for token in ids if not 0 <= token < target.vocab_size)
+        raise ConversationError(
+            f"token ids are 0 to {target.vocab_size - 1}, the vocabulary of {target.name}; got {outside}"
+            f"{_spelled(target.tokenizer, outside)} in {text}; encode it with this target's tokenizer, or, if that has "
+            "added tokens, resize the model's embedding and train it"
+        )
+    return ids
+
+
+def _spelled(tokenizer: Any, token: int) -> str:
+    """` ('<tool>')`, where the tokenizer knows the token."""
+    known = tokenizer is not None and 0 <= token < len(tokenizer)
+    return f" ({tokenizer.convert_ids_to_tokens(token)!r})" if known else ""

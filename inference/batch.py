@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, checked_ids, room
+from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
@@ -47,25 +47,27 @@ class BatchEngine:
         self.drafter = self.drafters[0]
 
     def generate_or_none(
-        self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None
+        self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None
     ) -> list[Generation | None]:
         """As `generate`; None for a prompt that does not fit the target's context."""
-        fits = [1 <= len(prompt) < self.target.max_positions for prompt in prompts]
-        answers = iter(self.generate([prompt for prompt, fit in zip(prompts, fits) if fit], settings))
+        ids = [prompt_ids(self.target, prompt) for prompt in prompts]
+        fits = [1 <= len(prompt) < self.target.max_positions for prompt in ids]
+        answers = iter(self.generate([prompt for prompt, fit in zip(ids, fits) if fit], settings))
         return [next(answers) if fit else None for fit in fits]
 
     @torch.inference_mode()
-    def generate(self, prompts: Sequence[list[int]], settings: GenerationSettings | None = None) -> list[Generation]:
+    def generate(self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None) -> list[Generation]:
         """The answers in the prompts' order, the run's seconds shared by tokens; ContextError if one is too long."""
         settings = settings or GenerationSettings()
-        limits = [room(self.target, len(checked_ids(self.target, p)), settings.max_new_tokens) for p in prompts]
+        ids = [prompt_ids(self.target, prompt) for prompt in prompts]
+        limits = [room(self.target, len(prompt), settings.max_new_tokens) for prompt in ids]
         answers = [Generation() for _ in prompts]
         if not prompts:
             return answers
         clock = Clock()
         size = min(len(self.drafters), len(prompts))
         slots: list[_Slot | None] = [None] * size
-        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
+        longest = max(len(prompt) + limit for prompt, limit in zip(ids, limits))
         cache = self.target.new_cache(longest + max(self.drafter.max_nodes, self.drafter.max_depth) + 1, size)
         single = self.target.new_cache(longest)
         end = torch.zeros(size, dtype=torch.long, device=self.target.device)
@@ -76,7 +78,7 @@ class BatchEngine:
                     index = waiting.pop()
                     own = replace(settings, stop=deepcopy(settings.stop))  # a stop rule may be stateful
                     stopper = Stopper(own, self.target, limits[index])
-                    slots[slot] = self._begin(slot, prompts[index], stopper, answers[index], single, cache, end, clock)
+                    slots[slot] = self._begin(slot, ids[index], stopper, answers[index], single, cache, end, clock)
             if not any(slots):
                 break
             self._step(slots, settings, cache, end, clock)

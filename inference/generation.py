@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+from draft_heads.data.labeller import checked_ids
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
@@ -135,30 +136,20 @@ or token ids, which are taken as they are."""
 
 
 def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
-    """The token ids of a prompt; ValueError for anything else, and for a text without a tokenizer or chat template."""
+    """The token ids of a prompt, all of which the target has; ValueError for anything else, and for a text without a
+    tokenizer or chat template."""
     messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    if all(isinstance(item, int) for item in messages):
+    if all(type(item) is int for item in messages):
         return checked_ids(target, messages)
     if not all(isinstance(item, dict) for item in messages):
+        of = " and ".join(sorted({type(item).__name__ for item in messages}))
         raise ValueError(
             "a prompt is a text, a list of messages or a list of token ids (for one sequence); got "
-            f"{type(prompt).__name__} of {type(messages[0]).__name__}; pass one of them, for example its "
-            "`input_ids` as a list"
+            f"{type(prompt).__name__} of {of}; pass one of them, for example its `input_ids` as a list"
         )
     if target.tokenizer is None:
         raise ValueError("a text needs the target's tokenizer; it has none; pass token ids or load one")
-    return render_prompt(target.tokenizer, messages)
-
-
-def checked_ids(target: Target, ids: list[int]) -> list[int]:
-    """The same token ids; ValueError for one that the target does not have."""
-    if ids and not 0 <= min(ids) <= max(ids) < target.vocab_size:
-        outside = next(token for token in ids if not 0 <= token < target.vocab_size)
-        raise ValueError(
-            f"token ids are 0 to {target.vocab_size - 1}, the vocabulary of {target.name}; got {outside}; encode the "
-            "text with this target's tokenizer"
-        )
-    return ids
+    return checked_ids(target, render_prompt(target.tokenizer, messages))
 
 
 def room(target: Target, prompt_tokens: int, max_new_tokens: int) -> int:

@@ -309,7 +309,7 @@ def test_a_prompt_is_a_text_messages_or_token_ids(tiny_target):
 
 @pytest.mark.parametrize("wrong", [999_999, -1])
 def test_a_token_that_the_target_does_not_have_is_named(target, wrong):
-    with pytest.raises(ValueError, match=rf"token ids are 0 to {target.vocab_size - 1}, .* got {wrong};"):
+    with pytest.raises(ValueError, match=rf"token ids are 0 to {target.vocab_size - 1}, .* got {wrong} in a prompt;"):
         DecodingEngine(target, VanillaDrafter()).generate([1, wrong])
 
 
