@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from draft_heads.data.rendering import check_unicode
+from draft_heads.data.labeller import checked_ids
+from draft_heads.data.rendering import ConversationError, check_unicode
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
 from draft_heads.inference.serving.neutral import IGNORED, NEUTRAL, is_neutral
 from draft_heads.inference.target.target import Target
@@ -212,12 +213,13 @@ class CompletionRequest(DecodingRequest):
             if isinstance(one, str):
                 check_unicode(one)
         prompts = [target.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in given]
-        vocabulary = target.vocab_size
         for text, prompt in zip(given, prompts):
             if not prompt:
                 raise ParameterError(f"prompt must have at least one token; got {text!r}; write a text", "prompt")
-            if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
-                raise ParameterError(f"token ids must lie in 0…{vocabulary - 1}; got {unknown[0]}", "prompt")
+            try:
+                checked_ids(target, prompt, "prompt")
+            except ConversationError as error:
+                raise ParameterError(str(error), "prompt") from None
         return prompts
 
 

@@ -1,13 +1,21 @@
 """Requests that the server cannot serve get sentences in the API's form."""
 
+import io
 import json
+import re
 
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
-from tests.inference.serving.served import KEY, chat
+from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts import chat as terminal
+from tests.inference.serving.served import KEY, chat, serve
 from tests.running import run_script
+from tests.tiny_chat import save_target
 
 BAD = {
     "model": (openai.NotFoundError, {"model": "gpt-4"}, "must be 'tiny'; got 'gpt-4'"),
@@ -88,6 +96,31 @@ def test_half_a_character_is_a_bad_request(served, body):
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     bad = httpx.post(f"{served[2]}/v1/{path}", content=body, headers=headers)
     assert bad.status_code == 400 and r"valid Unicode; got '\ud800'" in bad.json()["error"]["message"]
+
+
+def test_tokens_that_the_target_has_not_are_bad_requests_on_every_path(tmp_path, capsys, monkeypatch):
+    """A tokenizer with a token beyond the embedding, in a chat, a text, a text of several, ids, and the terminal."""
+    folder = save_target(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(folder)
+    target = Target.from_pretrained(folder, device="cpu")
+    told = "token ids are 0 to 299.*got 300"
+    with serve(DecodingEngine(target, VanillaDrafter())) as (client, *_):
+        for role in ("system", "user", "assistant"):
+            messages = [{"role": role, "content": "Call <tool> now."}, {"role": "user", "content": "Hi"}]
+            with pytest.raises(openai.BadRequestError, match=told):
+                client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
+        for prompt in ("a <tool>", ["a", "a <tool>"], [5, 300], [[5], [6, 300]]):
+            with pytest.raises(openai.BadRequestError, match=told) as caught:
+                client.completions.create(model="tiny", prompt=prompt, max_tokens=4)
+            assert caught.value.param == "prompt"
+        assert chat(client, "Hi", max_tokens=4).choices[0].finish_reason
+    monkeypatch.setattr("sys.argv", ["chat.py", "--target", folder, "--max_new_tokens", "4"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("Call <tool> now.\nHi\n"))
+    terminal.run()
+    printed = capsys.readouterr()
+    assert re.search(told, printed.err) and printed.out.count("β") == 1
 
 
 def test_other_errors_have_the_same_form(served):
