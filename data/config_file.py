@@ -104,17 +104,22 @@ def parse_with_config(
     return options
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends every program, also one that goes on after Ctrl-C."""
+
+
 def exit_status(run: Callable[[], object]) -> int:
     """Run a script's work: 0, 1 when it returns False, 2 when it cannot run, 130 after Ctrl-C; the reason on stderr.
 
-    SIGTERM counts as Ctrl-C: a launcher stops its processes by it.
+    SIGTERM counts as Ctrl-C: a launcher stops its processes by it. The first of these signals ends the program, so the
+    next ones are ignored; a program that goes on after Ctrl-C wraps what Ctrl-C may end in `ends_on_ctrl_c`.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def stop(*_: Any) -> None:
+    def stop(received: int, _: Any) -> None:
         for number in before:
             signal.signal(number, lambda *_: None)  # a terminal and a launcher may both send one
-        raise KeyboardInterrupt
+        raise Terminated if received == signal.SIGTERM else KeyboardInterrupt
 
     try:
         for number, handler in before.items():
@@ -148,9 +153,26 @@ def _leave_process_group(failed: bool = False) -> None:
 
 
 @contextmanager
+def ends_on_ctrl_c() -> Iterator[None]:
+    """Inside, Ctrl-C ends the block and the program goes on after it, every time; SIGTERM ends the program."""
+    before = signal.getsignal(signal.SIGINT)
+    if before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
+        return
+    finally:
+        if not isinstance(sys.exception(), Terminated):  # else the next signals are ignored
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
     """Inside, Ctrl-C ends the program with the line that `kept()` gives: what is left, and how to go on."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(kept()) from None
+    except KeyboardInterrupt as interrupt:
+        raise type(interrupt)(kept()) from None

@@ -100,6 +100,12 @@ class Generation:
         ends = accumulate(self.accept_lengths)
         return [sum(source >= 0 for source in self.sources[a:b]) for a, b in pairwise(ends)]
 
+    def drop(self, tokens: int) -> None:
+        """Take back the last `tokens` of the newest step: they come after the end of what was asked for."""
+        kept = len(self.tokens) - tokens
+        del self.tokens[kept:], self.sources[kept:]
+        self.accept_lengths[-1] -= tokens
+
     def shown(self, step: list[int]) -> list[int]:
         """Of the newest step's tokens those that are text: not the one that ended the answer."""
         return step[:-1] if self.finish_reason == "eos" else step

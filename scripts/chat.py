@@ -18,10 +18,11 @@ import argparse
 import io
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing, nullcontext
 from itertools import groupby
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.data.config_file import ends_on_ctrl_c, exit_status, parse_with_config
 
 from rich.console import Console
 from rich.live import Live
@@ -114,7 +115,7 @@ class Chat:
             return "a new conversation"
         return (__doc__ or "").split("\n\n")[3] if name == "/help" else f"there is no {name}; /help lists the commands"
 
-    def answer(self, message: str) -> Iterator[tuple[list[tuple[str, bool]], Generation]]:
+    def answer(self, message: str) -> Generator[tuple[list[tuple[str, bool]], Generation], None, None]:
         """Of every target step: its text in parts (text, whether it was drafted), and the answer so far.
 
         The conversation keeps the message and its answer, also one that was interrupted.
@@ -144,22 +145,26 @@ def status(drafter: str, result: Generation, seconds: float) -> str:
 
 
 def show(chat: Chat, message: str, console: Console) -> None:
-    """Print an answer while it grows: whole lines for good, the last line and the status live."""
+    """Print an answer while it grows: whole lines for good, the last line and the status live; Ctrl-C ends it."""
     start, line, run = time.perf_counter(), Text(), 0
-    result = Generation()
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        try:
-            for parts, result in chat.answer(message):
-                run += 1
-                for text, drafted in parts:
-                    line.append(text, ACCEPTED[run % 2] if drafted else "")
-                *whole, line = line.split("\n", allow_blank=True)
-                for one in whole:
-                    live.console.print(one)
-                told = Text(status(chat.drafter, result, time.perf_counter() - start), "dim")
-                live.update(Text("\n").join([line, told]), refresh=True)
-        except KeyboardInterrupt:
-            line.append(" (interrupted)", "dim")
+    result, interrupted = Generation(), True
+    with (
+        ends_on_ctrl_c(),
+        Live(console=console, auto_refresh=False, transient=True) as live,
+        closing(chat.answer(message)) as answer,
+    ):
+        for parts, result in answer:
+            run += 1
+            for text, drafted in parts:
+                line.append(text, ACCEPTED[run % 2] if drafted else "")
+            *whole, line = line.split("\n", allow_blank=True)
+            for one in whole:
+                live.console.print(one)
+            told = Text(status(chat.drafter, result, time.perf_counter() - start), "dim")
+            live.update(Text("\n").join([line, told]), refresh=True)
+        interrupted = False
+    if interrupted:
+        line.append(" (interrupted)", "dim")
     console.print(line)
     console.print(Text(status(chat.drafter, result, time.perf_counter() - start), "dim"))
 
@@ -190,7 +195,9 @@ def run() -> None:
             return
         try:
             if line.startswith("/"):
-                told = chat.command(line.strip())
+                told: str | None = "interrupted"
+                with ends_on_ctrl_c() if console.is_terminal else nullcontext():
+                    told = chat.command(line.strip())
                 if told is None:
                     return
                 print(told)

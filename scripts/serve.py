@@ -23,7 +23,7 @@ from draft_heads.data.config_file import exit_status, parse_with_config
 
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.generation import GenerationSettings, TextPieces
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser
 
 API_KEY = "DRAFT_HEADS_API_KEY"
@@ -56,7 +56,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def run() -> bool:
     options = parse()
     try:
-        from draft_heads.inference.serving.app import Server, create_app
+        from draft_heads.inference.serving.app import create_app
+        from draft_heads.inference.serving.connections import Server
         from draft_heads.inference.serving.metrics import ServerMetrics
         from draft_heads.inference.serving.requests import ServerLimits
         from draft_heads.inference.serving.worker import Worker
@@ -65,14 +66,14 @@ def run() -> bool:
             f"the server needs further packages ({error}); run `pip install -e '.[serve]'` in the clone"
         ) from error
 
-    if "" in (options.api_key, os.environ.get(API_KEY)):
-        raise ValueError(f"an API key must not be empty; got an empty --api_key or {API_KEY}; set it, or leave it out")
+    key = api_key(options)
     check_free(options.host, options.port)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for name in ("httpx", "httpx2"):  # huggingface_hub's, by its version: a line a request
         logging.getLogger(name).setLevel(logging.WARNING)
     target = load_target(options)
     drafter = build_drafter(DrafterSpec.parse(options.drafter), target, options.max_nodes)
+    TextPieces(target.tokenizer)  # a target without a fast tokenizer is refused now
     engine = DecodingEngine(target, drafter)
     engine.generate([target.end_token_ids[0] if target.end_token_ids else 0], GenerationSettings(8))
     if not target.tokenizer.chat_template:
@@ -82,7 +83,6 @@ def run() -> bool:
             file=sys.stderr,
         )
     name = options.served_model_name or default_name(options.target)
-    key = options.api_key or os.environ.get(API_KEY)
     if not key and options.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"anyone who reaches {options.host} can use this server; --api_key asks for a key", file=sys.stderr)
     limits = ServerLimits(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
@@ -95,6 +95,18 @@ def run() -> bool:
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended by then
         server.run()
     return server.started
+
+
+def api_key(options: argparse.Namespace) -> str | None:
+    """The key that clients must send, None for none; ValueError for one that no HTTP header can carry."""
+    given = {"--api_key": options.api_key, API_KEY: os.environ.get(API_KEY)}
+    for name, key in given.items():
+        if key is not None and not (key and key == key.strip() and key.isascii() and key.isprintable()):
+            raise ValueError(
+                f"an API key has printable ASCII characters and no blank at its ends; {name} is "
+                f"{'empty' if not key else 'another text'}; change it, or leave it out"
+            )
+    return options.api_key or os.environ.get(API_KEY)
 
 
 def check_free(host: str, port: int) -> None:

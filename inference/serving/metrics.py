@@ -15,7 +15,7 @@ class ServerMetrics:
     def __init__(self, max_depth: int) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter("draft_heads_requests", "Requests answered", ("path", "status"), registry=registry)
-        self.abandoned = Counter("draft_heads_abandoned", "Answers whose client left", registry=registry)
+        self.abandoned = Counter("draft_heads_abandoned", "Answers whose client left first", registry=registry)
         self.prompt_tokens = Counter("draft_heads_prompt_tokens", "Tokens of prompts", registry=registry)
         self.new_tokens = Counter("draft_heads_new_tokens", "Tokens of answers", registry=registry)
         self.steps = Counter("draft_heads_target_steps", "Forwards of the target", registry=registry)

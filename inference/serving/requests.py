@@ -8,30 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from draft_heads.data.rendering import check_unicode
+from draft_heads.data.labeller import checked_ids
+from draft_heads.data.rendering import ConversationError, check_unicode
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
+from draft_heads.inference.serving.neutral import IGNORED, NEUTRAL, is_neutral
 from draft_heads.inference.target.target import Target
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-}
-"""Parameters whose other values, types included (0 is not False), would change an answer in ways this server cannot."""
-
-OF_THE_ACCOUNT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-OF_THE_ACCOUNT |= {"parallel_tool_calls"}
-"""Parameters that do not change an answer."""
 
 
 class ParameterError(ValueError):
@@ -71,7 +52,7 @@ class DecodingRequest(BaseModel):
     """What both endpoints read.
 
     temperature  0 is greedy; the server's default when left out
-    top_p        and top_k are read only when the temperature is above 0
+    top_p        and top_k are read only when the temperature is above 0; top_k 0 or -1: all tokens
     seed         the same seed gives the same answers; left out, each request has its own
     n            answers to each prompt; answer i takes seed + i
 
@@ -82,12 +63,14 @@ class DecodingRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     continues: ClassVar[bool] = False
     """Whether an answer goes on with the text of its prompt."""
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """What `neutral.NEUTRAL` has for all endpoints, for this one."""
 
     model: str
     max_tokens: Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     n: Choices | None = None
@@ -102,11 +85,11 @@ class DecodingRequest(BaseModel):
         given = without_nulls(cls, given)
         if not isinstance(given, dict):
             return given
-        for name, neutral in NEUTRAL.items():
-            value = given.get(name)
-            if value is not None and not any(value == one and type(value) is type(one) for one in neutral):
-                raise ValueError(f"{name} is not supported; got {value!r}; leave it out")
-        return {name: value for name, value in given.items() if name not in NEUTRAL and name not in OF_THE_ACCOUNT}
+        neutral = NEUTRAL | cls.neutral
+        for name in neutral.keys() & given.keys():
+            if not is_neutral(given[name], neutral[name]):
+                raise ValueError(f"{name} is not supported; got {given[name]!r}; leave it out")
+        return {name: value for name, value in given.items() if name not in neutral and name not in IGNORED}
 
     @field_validator("stop")
     @classmethod
@@ -140,12 +123,8 @@ class DecodingRequest(BaseModel):
         if not temperature:
             return [GenerationSettings(tokens, ends)] * (self.n or 1)
         seed = secrets.randbits(62) if self.seed is None else self.seed
-        return [
-            GenerationSettings(
-                tokens, ends, temperature=temperature, top_k=self.top_k or 0, top_p=self.top_p or 1.0, seed=seed + index
-            )
-            for index in range(self.n or 1)
-        ]
+        sampling = {"temperature": temperature, "top_k": max(self.top_k or 0, 0), "top_p": self.top_p or 1.0}
+        return [GenerationSettings(tokens, ends, **sampling, seed=seed + index) for index in range(self.n or 1)]
 
     def new_tokens(self, server: ServerLimits) -> int:
         """The longest answer that is asked for."""
@@ -192,6 +171,13 @@ class Message(BaseModel):
 class ChatRequest(DecodingRequest):
     """`POST /v1/chat/completions`."""
 
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "add_special_tokens": (False,),  # the chat template writes them
+        "continue_final_message": (False,),
+        "chat_template_kwargs": ({},),
+    }
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None
 
@@ -210,6 +196,7 @@ class CompletionRequest(DecodingRequest):
     """`POST /v1/completions`: up to 16 texts, or texts already split into token ids."""
 
     continues: ClassVar[bool] = True
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"add_special_tokens": (True,)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
 
@@ -226,12 +213,13 @@ class CompletionRequest(DecodingRequest):
             if isinstance(one, str):
                 check_unicode(one)
         prompts = [target.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in given]
-        vocabulary = target.vocab_size
         for text, prompt in zip(given, prompts):
             if not prompt:
                 raise ParameterError(f"prompt must have at least one token; got {text!r}; write a text", "prompt")
-            if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
-                raise ParameterError(f"token ids must lie in 0…{vocabulary - 1}; got {unknown[0]}", "prompt")
+            try:
+                checked_ids(target, prompt, "prompt")
+            except ConversationError as error:
+                raise ParameterError(str(error), "prompt") from None
         return prompts
 
 

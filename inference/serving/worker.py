@@ -129,6 +129,7 @@ class Worker:
                 job.cancelled.set()
                 if job in self._waiting:
                     self._waiting.remove(job)
+                    self.metrics.abandoned.inc()
             self._count()
 
     def stop(self) -> None:
@@ -180,6 +181,8 @@ class Worker:
                     tokens.append(token)
                     if text.stopped:
                         break
+                if text.stopped:
+                    result.drop(len(step) - len(tokens))
                 if job.cancelled.is_set() or text.stopped:
                     break
                 if not result.finish_reason:
@@ -188,7 +191,8 @@ class Worker:
             steps.close()
             self.metrics.add(len(job.prompt), result)
         if job.cancelled.is_set():
-            self.metrics.abandoned.inc()
+            if not self._closed:
+                self.metrics.abandoned.inc()
             return
         if not text.stopped:
             shown += text.end()

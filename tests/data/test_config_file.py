@@ -4,7 +4,7 @@ import os
 import runpy
 import signal
 
-from draft_heads.data.config_file import OptionParser, exit_status, on_interrupt
+from draft_heads.data.config_file import OptionParser, Terminated, ends_on_ctrl_c, exit_status, on_interrupt
 
 import pytest
 
@@ -43,6 +43,29 @@ def test_ctrl_c_ends_with_what_is_kept_and_a_second_signal_changes_nothing(capsy
         signal.signal(signal.SIGINT, handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert capsys.readouterr().err == "\ninterrupted; two shards are done\n"
+
+
+def test_a_program_that_goes_on_is_interrupted_any_number_of_times_and_ended_by_sigterm():
+    ended = []
+
+    def work():
+        for number in [signal.SIGINT] * 3 + [signal.SIGTERM, signal.SIGINT]:
+            with ends_on_ctrl_c(), on_interrupt(lambda: "kept"):
+                os.kill(os.getpid(), number)
+                ended.append("not reached")
+            ended.append(number)
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert exit_status(work) == 130
+        os.kill(os.getpid(), signal.SIGINT)  # comes while the program ends
+        assert ended == [signal.SIGINT] * 3
+        with pytest.raises(Terminated), ends_on_ctrl_c():
+            raise Terminated
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+            signal.signal(number, handler)
 
 
 def test_ctrl_c_is_told_by_the_first_process_only(capsys, monkeypatch):

@@ -1,8 +1,14 @@
 """The terminal chat: the engine's answers, drafters changed on the way, lines that are told apart."""
 
 import io
+import os
+import pty
 import re
+import select
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -11,6 +17,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts import chat
+from tests.running import ROOT
 
 FIRST, SECOND = "Name a fruit.", "Tell me a story about a cat."
 
@@ -109,3 +116,60 @@ def test_bad_options_get_sentences():
     for wrong in (["--max_new_tokens", "0"], ["--temperature", "-1"], ["--top_p", "0.5"]):
         with pytest.raises(ValueError, match=wrong[0]):
             chat.parse(["--target", "tests/tiny_target", *wrong])
+
+
+class Terminal:
+    """The program in a terminal of its own, whose Ctrl-C it receives."""
+
+    def __init__(self, *arguments):
+        self.screen, shell = pty.openpty()
+        command = [sys.executable, "scripts/chat.py", "--target", "tests/tiny_target", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=shell, stdout=shell, stderr=shell, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "200"},
+            preexec_fn=_controlled_by_its_terminal,
+        )  # fmt: skip
+        os.close(shell)
+        self.shown = ""
+
+    def expect(self, text, seconds=60):
+        """What is shown up to and including `text`."""
+        end = time.monotonic() + seconds
+        while text not in self.shown:
+            assert time.monotonic() < end, f"no {text!r} within {seconds} s; shown: {self.shown[-2000:]}"
+            if select.select([self.screen], [], [], 0.1)[0]:
+                self.shown += os.read(self.screen, 65536).decode(errors="replace")
+        before, _, self.shown = self.shown.partition(text)
+        return before + text
+
+    def type(self, text):
+        os.write(self.screen, text.encode())
+
+
+def _controlled_by_its_terminal():
+    """As a login does: signals as they are by default, and the terminal's Ctrl-C reaches the process."""
+    import fcntl
+    import termios
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def test_ctrl_c_ends_every_answer_that_it_meets_and_sigterm_the_program():
+    terminal = Terminal("--max_new_tokens", "2000", "--drafters", "vanilla")
+    try:
+        for _ in range(3):
+            terminal.expect("> ")
+            terminal.type(f"{SECOND}\n")
+            terminal.expect("β 1.00")
+            terminal.type("\x03")
+            terminal.expect("(interrupted)")
+        terminal.expect("> ")
+        terminal.type(f"{SECOND}\n")
+        terminal.expect("β 1.00")
+        terminal.process.terminate()
+        assert terminal.process.wait(20) == 130
+    finally:
+        terminal.process.kill()
+        os.close(terminal.screen)

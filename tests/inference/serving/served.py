@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import httpx
 import openai
 
-from draft_heads.inference.serving.app import Server, create_app
+from draft_heads.inference.serving.app import create_app
+from draft_heads.inference.serving.connections import Server
 from draft_heads.inference.serving.metrics import ServerMetrics
 from draft_heads.inference.serving.requests import ServerLimits
 from draft_heads.inference.serving.worker import Worker
@@ -25,8 +26,9 @@ def serve(engine, **options):
     limits = ServerLimits(max_new_tokens=options.pop("max_new_tokens", 64))
     worker = Worker(engine, ServerMetrics(engine.drafter.max_depth), max_waiting)
     seconds = options.pop("shutdown_seconds", 20)
+    request_seconds = options.pop("request_seconds", 60)
     app = create_app(worker, "tiny", limits, KEY, **options)
-    server = Server(app, worker, seconds, port=0, log_level="error")
+    server = Server(app, worker, seconds, request_seconds, port=0, log_level="error")
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

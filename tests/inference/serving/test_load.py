@@ -1,6 +1,7 @@
 """Many clients, clients that leave, shutdowns and failures: nothing is left behind."""
 
 import random
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -85,6 +86,63 @@ def test_clients_that_leave_at_any_moment_leave_nothing(target, engine, slow):
         assert threading.active_count() < before + 10  # the loop's own pool
         alone = text_of(target, engine.generate("Name a fruit.", GenerationSettings(32)).tokens)
         assert chat(client, "Name a fruit.").choices[0].message.content == alone
+
+
+def test_answers_that_leave_while_they_wait_are_counted(slow):
+    with serve(slow) as (client, worker, address, _), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(chat, client, QUESTIONS[3], max_tokens=60)
+        while worker._running is None:
+            time.sleep(0.01)
+        for _ in range(3):
+            with pytest.raises(openai.APITimeoutError):
+                chat(client.with_options(timeout=0.05), QUESTIONS[3], n=2)
+        deadline = time.monotonic() + 5
+        while metrics(address)["draft_heads_abandoned_total"] < 6 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert metrics(address)["draft_heads_abandoned_total"] == 6 and worker._running
+        assert running.result().usage.completion_tokens
+
+
+HALF_OPEN = {
+    "nothing": b"",
+    "half a request line": b"POST /v1/comp",
+    "half of its headers": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthor",
+    "half a body": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 60\r\n\r\n{" % KEY.encode(),
+    "half a chunk": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"
+    b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n{" % KEY.encode(),
+}
+
+
+def test_requests_that_never_arrive_whole_are_ended(slow):
+    """Also those that trickle in; an answer that takes longer than the limit is no such request."""
+    with serve(slow, request_seconds=0.4) as (client, _, address, server):
+        host, port = address.removeprefix("http://").split(":")
+        sockets = {name: socket.create_connection((host, int(port)), timeout=10) for name in HALF_OPEN}
+        for name, sent in HALF_OPEN.items():
+            sockets[name].sendall(sent)
+        again = sockets["half of a second request"] = socket.create_connection((host, int(port)), timeout=10)
+        again.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert again.recv(65536).startswith(b"HTTP/1.1 200")
+        again.sendall(b"GET /hea")
+        trickle = socket.create_connection((host, int(port)), timeout=10)
+        started, sent = time.monotonic(), 0
+        while sent < 100:
+            try:
+                trickle.sendall(b"GET /health HTTP/1.1\r\n"[:1] if sent == 0 else b"E")
+            except OSError:
+                break
+            sent += 1
+            time.sleep(0.05)
+        assert 5 <= sent < 100 and time.monotonic() - started < 4
+        for name, one in sockets.items():
+            received = b""
+            while piece := one.recv(65536):
+                received += piece
+            assert b" 408 " in received and b"whole within 0.4 seconds" in received, (name, received)
+            one.close()
+        assert chat(client, QUESTIONS[3], max_tokens=60).usage.completion_tokens  # takes a second
+        assert not [one for one in server.server_state.connections if one.cycle is None]
 
 
 def test_more_requests_than_may_wait_are_refused(slow, monkeypatch):

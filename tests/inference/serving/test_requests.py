@@ -1,13 +1,21 @@
 """Requests that the server cannot serve get sentences in the API's form."""
 
+import io
 import json
+import re
 
 import httpx
 import openai
 import pytest
+from transformers import AutoTokenizer
 
-from tests.inference.serving.served import KEY, chat
+from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts import chat as terminal
+from tests.inference.serving.served import KEY, chat, serve
 from tests.running import run_script
+from tests.tiny_chat import save_target
 
 BAD = {
     "model": (openai.NotFoundError, {"model": "gpt-4"}, "must be 'tiny'; got 'gpt-4'"),
@@ -90,6 +98,31 @@ def test_half_a_character_is_a_bad_request(served, body):
     assert bad.status_code == 400 and r"valid Unicode; got '\ud800'" in bad.json()["error"]["message"]
 
 
+def test_tokens_that_the_target_has_not_are_bad_requests_on_every_path(tmp_path, capsys, monkeypatch):
+    """A tokenizer with a token beyond the embedding, in a chat, a text, a text of several, ids, and the terminal."""
+    folder = save_target(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(folder)
+    target = Target.from_pretrained(folder, device="cpu")
+    told = "token ids are 0 to 299.*got 300"
+    with serve(DecodingEngine(target, VanillaDrafter())) as (client, *_):
+        for role in ("system", "user", "assistant"):
+            messages = [{"role": role, "content": "Call <tool> now."}, {"role": "user", "content": "Hi"}]
+            with pytest.raises(openai.BadRequestError, match=told):
+                client.chat.completions.create(model="tiny", messages=messages, max_tokens=4)
+        for prompt in ("a <tool>", ["a", "a <tool>"], [5, 300], [[5], [6, 300]]):
+            with pytest.raises(openai.BadRequestError, match=told) as caught:
+                client.completions.create(model="tiny", prompt=prompt, max_tokens=4)
+            assert caught.value.param == "prompt"
+        assert chat(client, "Hi", max_tokens=4).choices[0].finish_reason
+    monkeypatch.setattr("sys.argv", ["chat.py", "--target", folder, "--max_new_tokens", "4"])
+    monkeypatch.setattr("sys.stdin", io.StringIO("Call <tool> now.\nHi\n"))
+    terminal.run()
+    printed = capsys.readouterr()
+    assert re.search(told, printed.err) and printed.out.count("β") == 1
+
+
 def test_other_errors_have_the_same_form(served):
     client, _, address, _ = served
     key = {"Authorization": f"Bearer {KEY}"}
@@ -108,6 +141,71 @@ def test_other_errors_have_the_same_form(served):
         chat(client.with_options(api_key="no"), "Name a fruit.")
 
 
+NEUTRAL = {
+    "openai": {
+        **{"n": 1, "stop": [], "seed": None, "logprobs": None, "top_logprobs": None, "logit_bias": {}, "tools": []},
+        **{"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "metadata": {"a": "b"}},
+        **{"frequency_penalty": 0, "presence_penalty": 0.0, "stream_options": None, "reasoning_effort": None},
+        **{"function_call": "none", "functions": [], "store": False, "service_tier": "auto", "verbosity": "medium"},
+    },
+    "vllm": {
+        **{"min_p": 0.0, "top_k": -1, "min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True, "best_of": 1},
+        **{"spaces_between_special_tokens": True, "length_penalty": 1.0, "use_beam_search": False, "echo": False},
+        **{"repetition_penalty": 1.0, "truncate_prompt_tokens": None, "prompt_logprobs": None, "stop_token_ids": []},
+        **{"include_stop_str_in_output": False, "allowed_token_ids": None, "bad_words": [], "priority": 0},
+        **{"guided_json": None, "logits_processors": [], "return_tokens_as_token_ids": False, "request_id": "one"},
+    },
+    "sglang": {
+        **{"top_k": -1, "min_p": 0, "regex": None, "no_stop_trim": False, "min_new_tokens": 0, "rid": "one"},
+        **{"separate_reasoning": True, "stream_reasoning": True, "lora_path": None, "return_hidden_states": False},
+    },
+    "tgi": {
+        **{"typical_p": 1, "watermark": False, "return_full_text": False, "decoder_input_details": False},
+        **{"top_n_tokens": 0, "adapter_id": None, "truncate": None, "best_of": 1, "repetition_penalty": 1},
+    },
+    "llama.cpp": {
+        **{"top_k": 0, "typical_p": 1.0, "repeat_penalty": 1.0, "repeat_last_n": 64, "mirostat": 0, "n_probs": 0},
+        **{"mirostat_tau": 5.0, "mirostat_eta": 0.1, "dry_multiplier": 0.0, "dry_base": 1.75, "xtc_probability": 0.0},
+        **{"dynatemp_range": 0.0, "top_n_sigma": -1.0, "grammar": "", "cache_prompt": True, "id_slot": -1, "n_keep": 0},
+        **{"tfs_z": 1.0, "min_keep": 0, "json_schema": None, "lora": [], "timings_per_token": False},
+    },
+}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_values_that_change_nothing_are_accepted(served, name, path):
+    """What the clients of other servers send without being told to; each other value is refused by name."""
+    asked = {"messages": [{"role": "user", "content": "Name a fruit."}]} if "chat" in path else {"prompt": "A cat"}
+    asked |= {"model": "tiny", "max_tokens": 8}
+
+    def post(**more):
+        key = {"Authorization": f"Bearer {KEY}"}
+        return httpx.post(f"{served[2]}/v1/{path}", json={**asked, **more}, headers=key)
+
+    neutral = NEUTRAL[name] | {"add_special_tokens": "chat" not in path}
+    if "chat" in path:
+        neutral |= {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}}
+    assert post(**neutral).json()["choices"] == post().json()["choices"]
+    harmless = {"n", "stop", "seed", "top_k", "stop_token_ids", "stream_options", "metadata", "store", "service_tier"}
+    harmless |= {
+        "spaces_between_special_tokens",
+        "request_id",
+        "rid",
+        "cache_prompt",
+        "repeat_last_n",
+        "mirostat_tau",
+        "mirostat_eta",
+        "dry_base",
+    }
+    for parameter, value in neutral.items():
+        if parameter in harmless:
+            continue
+        other = {bool: not value, int: 7, float: 0.37, str: "x", list: ["x"], dict: {"x": 1}}.get(type(value), "x")
+        told = post(**{parameter: other})
+        assert told.status_code == 400 and parameter in told.json()["error"]["message"], (parameter, told.text)
+
+
 def test_what_changes_nothing_is_accepted(client):
     alone = chat(client, "Name a fruit.").choices
     same = chat(
@@ -123,6 +221,31 @@ def test_null_parameters_are_those_left_out(client):
     messages.append({"role": "user", "content": "And another."})
     nulls = {"functions": None, "reasoning_effort": None, "max_tokens": None}
     assert client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=8, extra_body=nulls)
+
+
+def test_the_key_is_checked_before_the_body(served):
+    """Whoever has no key learns nothing of what the server thinks of a body, and it is not parsed."""
+    for path in ("chat/completions", "completions"):
+        for body in (b'{"model": ', b"[" * 100_000, b"{}", b"", b'{"model": "tiny", "prompt": "a", "max_tokens": 0}'):
+            for key in ({}, {"Authorization": "Bearer no"}):
+                refused = httpx.post(f"{served[2]}/v1/{path}", content=body, headers=key)
+                assert refused.status_code == 401 and refused.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("key", ["", " ", " key", "key\n", "\tkey", "ké", "a\x00b"])
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_a_key_that_no_header_can_carry_is_refused(monkeypatch, key, from_environment):
+    from draft_heads.scripts.serve import API_KEY, api_key, parse
+
+    if from_environment and "\x00" in key:
+        pytest.skip("no environment can hold it")
+    if from_environment:
+        monkeypatch.setenv(API_KEY, key)
+    options = parse(["--target", "t", *([] if from_environment else ["--api_key", key])])
+    with pytest.raises(ValueError, match=f"no blank at its ends; {API_KEY if from_environment else '--api_key'} is"):
+        api_key(options)
+    monkeypatch.setenv(API_KEY, "a key")
+    assert api_key(parse(["--target", "t"])) == "a key"
 
 
 def test_the_programs_options_are_checked(monkeypatch):

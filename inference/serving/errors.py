@@ -1,0 +1,61 @@
+"""Every error in the form of the OpenAI API."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+logger = logging.getLogger(__name__)
+
+
+class APIError(Exception):
+    """An answer in the API's form of errors."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of it."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """As a response."""
+        again = {"Retry-After": "1"} if self.status in (429, 503) else None
+        return JSONResponse(self.body(), self.status, again)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error in the API's form."""
+
+    @app.exception_handler(APIError)
+    async def ours(_: Request, error: APIError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        parts = map(str, first["loc"][1:])
+        where = ".".join(part for part in parts if part != "str" and "[" not in part)  # without types of a union
+        message = first["msg"].removeprefix("Value error, ")
+        if not where and first["type"] != "value_error":
+            message = "the body must be a JSON object, sent with `Content-Type: application/json`"
+        if first["type"] == "json_invalid":
+            where, message = "", f"the body must be JSON; {first.get('ctx', {}).get('error', 'it is not')}"
+        return APIError(400, f"{where}: {message}" if where else message, "invalid_request", where or None).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        return APIError(error.status_code, str(error.detail)).response()
+
+    @app.exception_handler(Exception)
+    async def internal(_: Request, error: Exception) -> Response:
+        logger.error("a request failed", exc_info=error)
+        return APIError(500, "the server failed; its log has the reason").response()

@@ -1,0 +1,110 @@
+"""What the server writes has the API's form: validated strictly by the official client's types, key by key."""
+
+import json
+
+import httpx
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.engine import DecodingEngine
+from tests.inference.serving.served import KEY, QUESTIONS, metrics, serve
+
+HEAD = {"id", "object", "created", "model", "choices"}
+USAGE = {"prompt_tokens", "completion_tokens", "total_tokens"}
+
+
+def post(served, path, **body):
+    asked = {"messages": [{"role": "user", "content": QUESTIONS[3]}]} if "chat" in path else {"prompt": QUESTIONS[3]}
+    body = {"model": "tiny", "max_tokens": 24, **asked, **body}
+    answer = httpx.post(f"{served[2]}/v1/{path}", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def events(answer):
+    *data, done, _ = answer.text.split("\n\n")
+    assert done == "data: [DONE]" and all(one.startswith("data: ") for one in data)
+    return [json.loads(one.removeprefix("data: ")) for one in data]
+
+
+def no_extra(model, allowed=()):
+    """Nothing but the type's own fields, at any depth."""
+    assert set(model.model_extra or ()) <= set(allowed), model.model_extra
+    for value in vars(model).values():
+        for one in value if isinstance(value, list) else [value]:
+            if hasattr(one, "model_extra"):
+                no_extra(one, allowed)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_whole_answers(served, ids):
+    own = {"token_ids"} if ids else set()
+    chat = post(served, "chat/completions", n=2, return_token_ids=ids).json()
+    assert set(chat) == HEAD | {"usage"} and set(chat["usage"]) == USAGE
+    for choice in chat["choices"]:
+        assert set(choice) == {"index", "message", "logprobs", "finish_reason"} | own
+        assert set(choice["message"]) == {"role", "content", "refusal"} and choice["message"]["refusal"] is None
+    no_extra(ChatCompletion.model_validate(chat, strict=True), own)
+    text = post(served, "completions", n=2, return_token_ids=ids).json()
+    assert set(text) == HEAD | {"usage"}
+    for choice in text["choices"]:
+        assert set(choice) == {"index", "text", "logprobs", "finish_reason"} | own
+    no_extra(Completion.model_validate(text, strict=True), own)
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_events_of_a_stream(served, usage):
+    """Every choice of every chunk says whether it is the last; usage is null until the last event has it."""
+    options = {"stream": True, "n": 2, "stream_options": {"include_usage": usage}}
+    found = events(post(served, "chat/completions", **options))
+    texts = events(post(served, "completions", **options))
+    for chunks, form in ((found, "delta"), (texts, "text")):
+        assert all(set(chunk) == HEAD | ({"usage"} if usage else set()) for chunk in chunks)
+        assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
+        if usage:
+            last = chunks.pop()
+            assert last["choices"] == [] and set(last["usage"]) == USAGE and not any(one["usage"] for one in chunks)
+        for chunk in chunks:
+            (choice,) = chunk["choices"]
+            assert set(choice) == {"index", form, "logprobs", "finish_reason"} and choice["logprobs"] is None
+        for index in (0, 1):
+            reasons = [one["choices"][0]["finish_reason"] for one in chunks if one["choices"][0]["index"] == index]
+            assert reasons[-1] in ("stop", "length") and set(reasons[:-1]) == {None}
+    for chunk in found:
+        no_extra(ChatCompletionChunk.model_validate(chunk, strict=True))
+    for index in (0, 1):
+        first = next(one["choices"][0] for one in found if one["choices"][0]["index"] == index)
+        assert first["delta"] == {"role": "assistant", "content": ""}
+    for chunk in texts:
+        if chunk["choices"][0]["finish_reason"]:
+            no_extra(Completion.model_validate(chunk, strict=True))
+
+
+def test_models_and_errors(served):
+    key = {"Authorization": f"Bearer {KEY}"}
+    listed = httpx.get(f"{served[2]}/v1/models", headers=key).json()
+    assert set(listed) == {"object", "data"} and listed["object"] == "list"
+    no_extra(Model.model_validate(listed["data"][0], strict=True))
+    for path, method, header in (("nothing", "GET", key), ("completions", "GET", key), ("models", "GET", {})):
+        told = httpx.request(method, f"{served[2]}/v1/{path}", headers=header).json()
+        assert set(told) == {"error"} and set(told["error"]) == {"message", "type", "param", "code"}
+
+
+def test_tokens_after_a_stop_text_count_nowhere(target):
+    """A step of several tokens may go on after the stop text: usage and /metrics both end with the stop text's token.
+
+    With the target as its own draft model nearly all steps do.
+    """
+    itself = build_drafter(DrafterSpec.parse("itself=draft_model:tests/tiny_target"), target)
+    with serve(DecodingEngine(target, itself)) as served:
+        whole = post(served, "completions").json()["choices"][0]["text"]
+        for first in range(3, len(whole) - 3, 7):
+            before = metrics(served[2])
+            answer = post(served, "completions", stop=[whole[first : first + 3]]).json()
+            gained = {name: value - before.get(name, 0) for name, value in metrics(served[2]).items()}
+            tokens, steps = answer["usage"]["completion_tokens"], gained["draft_heads_target_steps_total"]
+            assert gained["draft_heads_new_tokens_total"] == tokens < 24
+            # the prefill gives one token, each later step its drafts and, unless the answer ends before it, its own
+            assert tokens - steps <= gained["draft_heads_accepted_tokens_sum"] <= tokens - steps + 1
