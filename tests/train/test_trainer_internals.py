@@ -1,0 +1,139 @@
+"""What `DraftHeadTrainer` and its callbacks override of transformers, and what they rely on in accelerate.
+
+Any version may change it. A test fails where a method is gone, takes other parameters or is not called any more, or
+where what it is given means something else; the message names our method.
+"""
+
+import inspect
+import shlex
+
+import accelerate
+import pytest
+import torch
+import transformers
+from transformers import Trainer
+
+from draft_heads.train import batches, training_arguments, wall_clock
+from draft_heads.train.trainer import DraftHeadTrainer
+from tests.internals import changed, overridden, parameters
+from tests.train.runs import run
+
+TRAINER = {  # what each method of `DraftHeadTrainer` is called with by `Trainer`
+    "compute_loss": "model inputs return_outputs num_items_in_batch",
+    "create_optimizer": "model",
+    "create_scheduler": "num_training_steps optimizer",
+    "evaluate": "eval_dataset ignore_keys metric_key_prefix",
+    "get_train_dataloader": "",
+    "log": "logs start_time",
+    "_clip_grad_norm": "model",
+    "_get_num_items_in_batch": "batch_samples device",
+    "_get_train_sampler": "train_dataset",
+    "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
+    "_run_epoch": "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
+    "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch",
+    "_save_checkpoint": "model trial",
+}
+
+
+def test_every_override_of_the_trainer_is_listed_here():
+    assert overridden(DraftHeadTrainer, Trainer) == set(TRAINER)
+
+
+@pytest.mark.parametrize("name", TRAINER)
+def test_an_overridden_method_of_the_trainer_has_the_parameters_it_had(name):
+    assert hasattr(Trainer, name), changed(f"DraftHeadTrainer.{name}", f"Trainer.{name}", "is gone")
+    found = parameters(getattr(Trainer, name))
+    assert found == TRAINER[name].split(), changed(f"DraftHeadTrainer.{name}", f"Trainer.{name}", f"takes {found}")
+
+
+def test_the_trainer_calls_every_method_that_is_overridden(dataset, tmp_path, monkeypatch):
+    """Two steps of two micro-batches, with a checkpoint and an evaluation after each."""
+    calls = {name: [] for name in TRAINER}
+    for name in TRAINER:
+        own = getattr(DraftHeadTrainer, name)
+
+        def call(self, *args, name=name, own=own, **options):
+            calls[name].append((args, options))
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(DraftHeadTrainer, name, call)
+    flags = "--max_steps 2 --gradient_accumulation_steps 2 --eval_strategy steps --eval_steps 1 --save_steps 1"
+    status, printed = run(dataset, tmp_path / "run", *shlex.split(flags), batch=2)
+    assert status == 0, printed
+    for name, made in calls.items():
+        assert made, changed(f"DraftHeadTrainer.{name}", f"Trainer.{name}", "is not called in training any more")
+    epochs = [options.get("epoch") for _, options in calls["_run_epoch"]]
+    assert epochs == list(range(len(epochs))), changed(
+        "DraftHeadTrainer._run_epoch", "Trainer._run_epoch", f"is not handed epoch= by name; its epochs are {epochs}"
+    )
+    ours = "DraftHeadTrainer._get_num_items_in_batch"
+    micro_batches = [len(args[0]) for args, _ in calls["_get_num_items_in_batch"]]
+    assert micro_batches == [2, 2], changed(ours, "Trainer.get_batch_samples", f"hands over {micro_batches} at a time")
+    assert len(calls["compute_loss"]) == 4
+    counts = [options.get("num_items_in_batch") for _, options in calls["compute_loss"]]
+    assert all(count is not None and count == counts[0] > 0 for count in counts[:2]), changed(
+        "DraftHeadTrainer.compute_loss", "num_items_in_batch", f"is {counts} for the micro-batches of two steps"
+    )
+
+
+def test_the_trainer_does_not_divide_the_loss_of_an_accumulated_batch_again():
+    """By what every version reads; the numbers are compared in `test_training`."""
+    ours, source = "DraftHeadTrainer.__init__", inspect.getsource(Trainer.training_step)
+    assert "self.model_accepts_loss_kwargs" in source, changed(ours, "Trainer.model_accepts_loss_kwargs", "is not read")
+    default = getattr(Trainer, "loss_is_scaled_for_ga", None)
+    assert default is None, changed(ours, "Trainer.loss_is_scaled_for_ga", f"is {default}, which goes before it")
+
+
+def test_the_trainer_deletes_checkpoints_by_the_option_that_is_unset_while_it_saves():
+    """That none is deleted is tested in `test_resume`."""
+    source = inspect.getsource(Trainer._save_checkpoint)
+    assert "save_total_limit=self.args.save_total_limit" in source, changed(
+        "DraftHeadTrainer._save_checkpoint", "Trainer._save_checkpoint", "does not read args.save_total_limit there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (wall_clock.WallClock, transformers.TrainerCallback),
+        (wall_clock.Patience, transformers.EarlyStoppingCallback),
+        (wall_clock.MinutesBar, transformers.ProgressCallback),
+        (wall_clock.TrainingLines, transformers.PrinterCallback),
+        (training_arguments.TrainerParser, transformers.HfArgumentParser),
+    ],
+)
+def test_callbacks_take_what_those_of_transformers_are_called_with(ours, theirs):
+    for name in overridden(ours, theirs):
+        base = inspect.signature(getattr(theirs, name)).parameters
+        wanted = [p.name for p in base.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        found = list(inspect.signature(getattr(ours, name)).parameters)
+        assert found[: len(wanted)] == wanted, changed(
+            f"{ours.__name__}.{name}", f"{theirs.__name__}.{name}", f"takes {list(base)}"
+        )
+
+
+def test_early_stopping_keeps_its_counter_where_a_resumed_run_looks_for_it():
+    patience = wall_clock.Patience(3)
+    patience.early_stopping_patience_counter = 2
+    found = patience.state()["attributes"]
+    assert found.get("early_stopping_patience_counter") == 2, changed(
+        "wall_clock.Patience", "EarlyStoppingCallback.state()", f"holds {found}"
+    )
+
+
+def test_the_progress_bar_has_the_name_by_which_it_is_closed():
+    assert hasattr(transformers.ProgressCallback(), "training_bar"), changed(
+        "DraftHeadTrainer.close_progress", "ProgressCallback.training_bar", "is gone"
+    )
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_accelerates_loader_tells_the_sampler_which_epoch_begins(by_tokens):
+    if by_tokens:
+        sampler = batches.TokenBatches([8] * 8, 16, seed=0)
+        loader, order = torch.utils.data.DataLoader([0] * 8, batch_sampler=sampler), sampler.sampler
+    else:
+        order = batches.EpochSampler(8, 0)
+        loader = torch.utils.data.DataLoader([0] * 8, sampler=order, batch_size=2)
+    accelerate.Accelerator(cpu=True).prepare(loader).set_epoch(3)
+    assert order.epoch == 3, changed("train/batches.py", "set_epoch of accelerate's loader", "does not reach a sampler")
