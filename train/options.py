@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModel
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_tokenizer
 from draft_heads.data.options import THREADS_HELP, dtype_named, option
+from draft_heads.inference.target.library_names import builds_lock_by_a_file
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 CONFIG_HELP = "recipe of defaults: a YAML file or a bundled name; without it that of the target's size class"
@@ -182,6 +183,8 @@ def check_build_locks(pause: float = 2.0) -> None:
     Builds run in the folder of their lock. A line says so where one is going on; where there is no /proc to tell,
     locks of more than 15 minutes are refused.
     """
+    if not builds_lock_by_a_file():
+        return
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     for lock in folder.glob("**/lock"):
         if not (builders := _working_in(lock.parent)):

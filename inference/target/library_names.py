@@ -1,4 +1,4 @@
-"""Names that differ among the versions of transformers in pyproject.toml's range, each looked up here."""
+"""What differs among the versions of transformers and torch in pyproject.toml's ranges, each looked up here."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def is_recurrent(model: Any, config: Any) -> bool:
     `cache`, as keys and values are.
     """
     return bool(getattr(model, "_is_stateful", False)) and not getattr(config, "layer_types", None)
+
+
+def builds_lock_by_a_file() -> bool:
+    """Whether torch takes an operator for being built as long as a file `lock` exists.
+
+    So it did until 2.13, and a killed build left it. From 2.14 on the lock is the system's, and its file stays.
+    """
+    from torch.utils import cpp_extension
+
+    return hasattr(cpp_extension, "FileBaton")

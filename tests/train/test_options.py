@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.utils import cpp_extension
 from transformers import AutoConfig
 
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
+from draft_heads.inference.target.library_names import builds_lock_by_a_file
 from draft_heads.train.command import answer_help
 from draft_heads.train.options import RECIPES, SIZE_CLASSES, check_build_locks, recipe_for
 from draft_heads.train.training_arguments import parse_options
@@ -246,7 +248,24 @@ def test_help_all_lists_every_flag_of_transformers(capsys):
     assert told.index("--frames") < told.index("--adam_beta1")
 
 
+def test_the_lock_file_that_torch_keeps_where_the_system_locks_is_none(tmp_path, monkeypatch):
+    """torch 2.14 on: it stays after every build, and a killed build locks nobody out."""
+    (tmp_path / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("draft_heads.train.options.builds_lock_by_a_file", lambda: False)
+    check_build_locks(pause=0)
+
+
+def test_torch_leaves_the_lock_file_of_a_build_only_where_it_locks_nothing(tmp_path, monkeypatch):
+    """Asked of the installed torch, without a compiler."""
+    monkeypatch.setattr(cpp_extension, "_write_ninja_file_and_build_library", lambda **options: None)
+    monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda *args: None)
+    cpp_extension.load("operator", [], build_directory=str(tmp_path))
+    assert (tmp_path / "lock").exists() != builds_lock_by_a_file()
+
+
 def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("draft_heads.train.options.builds_lock_by_a_file", lambda: True)
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
