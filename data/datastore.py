@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.data.conversations import read_conversations
 from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.rendering import ConversationError, rendered_text
+from draft_heads.data.rendering import ChatRenderer, ConversationError
 
 logger = logging.getLogger(__name__)
 
@@ -150,15 +150,17 @@ def build_datastore(
     digest = hashlib.sha256()
     parts: list[NDArray[Any]] = []
     conversations = rows["messages"]
+    renderer = ChatRenderer(tokenizer)
     kept = 0
     for first in range(0, len(rows), _BATCH):
         progress("conversations", first, len(rows))
         batch = conversations[first : first + _BATCH]
         digest.update(json.dumps(batch).encode())
-        texts = []
+        texts: list[str] = []
         for place, messages in zip(rows[first : first + _BATCH]["place"], batch):
             try:
-                texts.append(rendered_text(tokenizer, messages))
+                renderer.check_texts(messages)
+                texts.append(renderer.text(messages))
             except ConversationError as error:
                 if not skip_bad_rows:
                     raise ConversationError(

@@ -10,11 +10,12 @@ import datasets
 import torch
 
 from draft_heads.data.answers import Answer, answer_prompts
+from draft_heads.data.chat_text import ControlTokenError
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes, stored_as
 from draft_heads.data.labeller import Labeller, checked_ids
 from draft_heads.data.options import DTYPES
-from draft_heads.data.rendering import ChatRenderer, ConversationError
+from draft_heads.data.rendering import ChatRenderer, ConversationError, Messages
 
 # (prompts, most new tokens of each, progress) → an answer each
 Answerer = Callable[[list[list[int]], list[int], Callable[[int], None]], list[Answer]]
@@ -34,6 +35,7 @@ class Row:
     text: str = ""  # rendering of the last prompt, when answers are generated
     answer: tuple[str, bool] = ("", True)  # text of the last answer, and whether that is all of it
     skipped: str | None = None
+    trimmed: str | None = None  # why turns at its end were left out
     cut: bool = False
     finish: str = "end"
 
@@ -54,7 +56,7 @@ class Distiller:
             )
         self.target = target
         self.options = options
-        self.renderer = ChatRenderer(target.tokenizer)
+        self.renderer = ChatRenderer(target.tokenizer, target.end_token_ids)
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
@@ -112,31 +114,37 @@ class Distiller:
             yield labelled[i]
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
-        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be.
-
-        Where the template may drop thoughts, every turn counts as a row of its own.
-        """
+        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
         if self.options.labels == "argmax":
             return sum(len(self._new_row(i, record).ids) for i, record in enumerate(conversations))
         total = 0
         for i, record in enumerate(conversations):
+            row = self._new_row(i, record)
             try:
-                ids, mask = self.renderer.conversation(record["messages"])
+                total += sum(self._longest_rows(row))
             except ConversationError as error:
-                self._reject(Row(i, record["place"], record["id"], [], [], [], []), error)
-                continue
-            turns = sum(turn["role"] == "user" for turn in record["messages"])
-            asked, answer = len(ids) - sum(mask), self.options.max_new_tokens
-            rows = range(1, turns + 1) if self.renderer.may_rewrite else (turns,)
-            total += sum(min(self.max_length, asked + answers * answer) for answers in rows)
+                self._reject(row, error)
         return total
+
+    def _longest_rows(self, row: Row) -> Iterator[int]:
+        """The most tokens of every row that the generated answers of a conversation may be in.
+
+        A row goes on while the next prompt begins with the prompt and the answer before it; short answers show that.
+        """
+        messages = [{**turn, "content": "a"} if turn["role"] == "assistant" else turn for turn in row.messages]
+        texts = [self.renderer.text(messages[: turn + 1], add_generation_prompt=True) for turn in row.pending]
+        for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
+            goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
+            if self.renderer.may_rewrite or not goes_on:
+                prompt = len(self.renderer.prompt(messages[: turn + 1]))
+                yield min(self.max_length, prompt + answers * self.options.max_new_tokens)
 
     # ---- one conversation ----------------------------------------------------------------------------------
 
     def _new_row(self, number: int, record: dict[str, Any]) -> Row:
-        messages = record["messages"]
-        row = Row(number, record["place"], record["id"], messages, [], [], [])
+        row = Row(number, record["place"], record["id"], record["messages"], [], [], [])
         try:
+            messages = self._sound_turns(row)
             if self.options.labels == "argmax":
                 row.ids, row.mask = self.renderer.conversation(messages)
                 row.cut = len(row.ids) > self.max_length
@@ -147,6 +155,18 @@ class Distiller:
         except ConversationError as error:
             self._reject(row, error)
         return row
+
+    def _sound_turns(self, row: Row) -> Messages:
+        """The row's messages; with --skip_bad_rows those before one that holds a control token, if they are enough."""
+        try:
+            self.renderer.check_texts(row.messages)
+        except ControlTokenError as error:
+            sound = row.messages[: error.turn]
+            needed = "assistant" if self.options.labels == "argmax" else "user"
+            if not self.options.skip_bad_rows or all(turn["role"] != needed for turn in sound):
+                raise
+            row.messages, row.trimmed = sound, str(error)
+        return row.messages
 
     def _reject(self, row: Row, error: ConversationError) -> None:
         if not self.options.skip_bad_rows:
