@@ -20,10 +20,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+
+from draft_heads.data.template_reads import unread_key
 
 Messages = list[dict[str, Any]]
 """Messages as chat templates read them: `role`, `content`, and what else a template knows (`reasoning_content`,
@@ -121,11 +124,21 @@ def rendered_text(
             _for_template(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra or {}
         )
         return text
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:  # TypeError: `+` of a text and an object
         raise ConversationError(
             f"the chat template of {tokenizer.name_or_path!r} refuses the conversation "
             f"(roles {[m['role'] for m in messages]}): {error}"
         ) from None
+
+
+def check_read(tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None) -> None:
+    """ConversationError for a key of a message or of `extra` that the chat template does not read."""
+    template = tokenizer.get_chat_template(tools=(extra or {}).get("tools"))
+    if key := unread_key(template, partial(rendered_text, tokenizer), messages, extra):
+        raise ConversationError(
+            f"the chat template of {tokenizer.name_or_path!r} does not read {key!r}, which the conversation has; take "
+            "it out, or pass --chat_template with a template that reads it"
+        )
 
 
 class ChatRenderer:
@@ -155,7 +168,9 @@ class ChatRenderer:
 
     def prompt(self, messages: Messages, extra: Extra = None) -> list[int]:
         """Token ids [L] of `messages` with the generation prompt."""
-        return self._encode(self.text(messages, add_generation_prompt=True, extra=extra))[0]
+        text = self.text(messages, add_generation_prompt=True, extra=extra)
+        check_read(self.tokenizer, messages, extra)
+        return self._encode(text)[0]
 
     def answer_text(self, answer: list[int], end_token_ids: Sequence[int]) -> tuple[str, bool]:
         """The text of `said`, and whether that is all of the answer."""
@@ -168,6 +183,7 @@ class ChatRenderer:
         if all(message.get("trained") is False for message in messages if message["role"] == "assistant"):
             raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
         text = self.text(messages, extra=extra)
+        check_read(self.tokenizer, messages, extra)
         ids, offsets = self._encode(text)
         turns = self._locate_turns(text, messages, extra)
         if self.has_generation_block:
