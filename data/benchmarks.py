@@ -4,44 +4,46 @@
 {"question": "…", "answer": "… #### 42"}                          GSM8K, scored by the number
 {"task_id": "HumanEval/0", "prompt": "…"}                         HumanEval
 {"conversations": [{"from": "human", "value": "…"}, …]}           ShareGPT, or "messages": user turns are asked
+
+`data.row_keys` says which further keys a row may have: a system text, `tools`, `documents` and the like belong to every
+prompt of the question; a key that is unknown, or that nothing reads, is an error.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from decimal import Decimal
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from draft_heads.data.conversations import ROLES, turns_of
+from draft_heads.data.conversations import turns_of, with_system
+from draft_heads.data.final_number import gsm8k_answer
 from draft_heads.data.json_rows import MalformedJson, read_rows
-from draft_heads.data.rendering import ConversationError
+from draft_heads.data.rendering import ConversationError, Messages
+from draft_heads.data.row_keys import TURN_LISTS, further_of_row, message_of
 
-# A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals. A full stop
-# after it is not part of it.
-_NUMBER = re.compile(
-    r"(?:(?<![\w)%.])[-−](?![$€£][-−]))?[$€£]?(?:(?<=[$€£])[-−])?"
-    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
-)
-# `#### 42`, `#### Answer: **$42**`; not the heading of a step: `#### Step 2`, `#### 2. Total`
-_MARKED = re.compile(
-    r"####[ \t]*(?:(?:the )?(?:final )?answer(?: is)?:?)?(?:[\s*_`$\\]|boxed\{)*"
-    rf"((?>{_NUMBER.pattern}))(?![.):][ \t]*[^\W\d])",
-    re.IGNORECASE,
-)
+__all__ = ["BenchmarkError", "Question", "gsm8k_answer", "load_benchmark"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `turns` are the user's messages, `reference` is the correct answer where the file has one."""
+    """One question: `turns` are the user's messages, `reference` is the correct answer where the file has one.
+
+    Its prompts begin with the `system` text where it has one, and `extra` are the chat template's further arguments.
+    """
 
     question_id: int | str
     category: str | None
     turns: list[str]
     reference: str | None = None
     numeric: bool = False  # an answer is right if it ends with the reference's number
+    system: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def opening(self) -> Messages:
+        """The messages before the first turn."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
 class BenchmarkError(ValueError):
@@ -64,6 +66,8 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
                 raise BenchmarkError(f"an id is a number or a text, received {_describe(question.question_id)}")
             if question.category is not None and not isinstance(question.category, str):
                 raise BenchmarkError(f"'category' is a text, received {_describe(question.category)}")
+            if question.question_id in found and reader is _conversation:  # ids of conversations are free text
+                question = replace(question, question_id=f"{question.question_id} ({place})")
             if question.question_id in found:
                 raise BenchmarkError(
                     f"it has the id {question.question_id!r} of {found[question.question_id][0]}; ids must be unique: "
@@ -75,16 +79,6 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
     if not found:
         raise BenchmarkError(f"{path_or_hub_id} holds no question; pass a file with at least one")
     return [question for _, question in found.values()]
-
-
-def gsm8k_answer(text: str) -> Decimal | None:
-    """The last number that a `####` marks, else the last number of the text; None when there is none.
-
-    Example: "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "She pays $-3." → -3; "I do not know" → None.
-    """
-    text = text.replace("{,}", ",")  # LaTeX's thousands
-    numbers = _MARKED.findall(text) or _NUMBER.findall(text)
-    return Decimal(re.sub(r"[^\d.-]", "", numbers[-1].replace("−", "-"))) if numbers else None
 
 
 def _reader_of(record: dict[str, Any]) -> Callable[[dict[str, Any], int], Question]:
@@ -112,7 +106,9 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
     if isinstance(reference, list):
         reference = "\n\n".join(map(str, reference)) or None
     reference = None if reference is None else str(reference)
-    return Question(question_id, record.get("category"), list(turns), reference)
+    used = {"question_id", "prompt_id", "reference", "turns" if "turns" in record else "prompt"}
+    beside = _beside(record, turns, used)
+    return Question(question_id, record.get("category"), list(turns), reference, **beside)
 
 
 def _gsm8k(record: dict[str, Any], row: int) -> Question:
@@ -122,27 +118,54 @@ def _gsm8k(record: dict[str, Any], row: int) -> Question:
             "the answer of a GSM8K problem ends with its number, as in '#### 42', by which answers are scored; this "
             f'one ends with {answer[-40:]!r}; add the number, or write {{"turns": ["…"]}}, which is not scored'
         )
-    return Question(record.get("question_id", row), record.get("category"), [question], answer, numeric=True)
+    beside = _beside(record, [question], {"question", "answer"})
+    return Question(record.get("question_id", row), record.get("category"), [question], answer, numeric=True, **beside)
 
 
 def _humaneval(record: dict[str, Any], row: int) -> Question:
-    return Question(_text(record, "task_id"), None, [_text(record, "prompt")], record.get("canonical_solution"))
+    task_id, prompt = _text(record, "task_id"), _text(record, "prompt")
+    beside = _beside(record, [prompt], {"prompt", "canonical_solution", "entry_point", "test"})
+    return Question(task_id, None, [prompt], record.get("canonical_solution"), **beside)
 
 
 def _conversation(record: dict[str, Any], row: int) -> Question:
-    """The user's turns; recorded answers and system turns are not read."""
-    turns, role_key, text_key = turns_of(record)
-    for turn in turns:
-        role = str(turn.get(role_key)) if isinstance(turn, dict) else None
-        if role is None or (role not in ROLES and role.lower() in ROLES):
+    """The user's turns after the system text; recorded answers, tools' results after the last question among them, are
+    not read."""
+    turns, key = turns_of(record)
+    messages: Messages = []
+    result = False  # whether a tool's result, which the target's own answer may not ask for, came before
+    for number, turn in enumerate(turns, start=1):
+        message, unknown = message_of(turn)
+        role, further = message["role"], message.keys() - {"role", "content", "trained"}
+        result |= role == "tool"
+        if (role == "user" and result) or (role == "system" and number > 1):
+            found = "a tool turn before a user's" if role == "user" else f"one as turn {number}"
             raise BenchmarkError(
-                f"a turn is an object with a role as in {', '.join(ROLES)}, received {_describe(turn)}"
+                f"a system turn is the first, and no tool turn stands before a question; received {found}"
             )
-    asked = [turn.get(text_key) for turn in turns if ROLES.get(str(turn.get(role_key))) == "user"]
-    texts = [text for text in asked if isinstance(text, str) and text.strip()]
-    if not texts or len(texts) < len(asked):
-        raise BenchmarkError(f"the user's turns are non-empty texts, received {_describe(asked)}")
-    return Question(record.get("id") or f"row-{row + 1}", record.get("category"), texts)
+        if role == "user" and (further or not message["content"].strip()):
+            what = f"the key {sorted(further)[0]!r}" if further else _describe(message["content"])
+            raise BenchmarkError(f"the user's turns are non-empty texts and nothing else, received {what}")
+        if unknown:
+            raise BenchmarkError(f"{unknown[0]}; take it out")
+        if role in ("system", "user"):
+            messages.append(message)
+    beside = _beside(record, turns, {key, *TURN_LISTS})
+    messages = with_system(messages, beside["system"])
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    if not texts:
+        raise BenchmarkError("the user's turns are non-empty texts, received none")
+    beside["system"] = messages[0]["content"] if messages[0]["role"] == "system" else None
+    row_id = record.get("id")
+    return Question(f"row-{row + 1}" if row_id is None else row_id, record.get("category"), texts, **beside)
+
+
+def _beside(record: dict[str, Any], turns: Sequence[Any], used: Collection[str]) -> dict[str, Any]:
+    """The fields `system` and `extra` of a question, of what its row has beside the keys that are `used`."""
+    further = further_of_row(record, turns, used)
+    if further.unknown:
+        raise BenchmarkError(f"{further.unknown[0]}; take it out")
+    return {"system": further.system, "extra": further.extra}
 
 
 _HUB_CONFIG = {"gsm8k": "main"}

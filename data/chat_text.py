@@ -12,6 +12,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.template_probe import QUESTION, Messages, TemplateProbe, as_parts, roles_of_parts
+from draft_heads.data.template_reads import unread_key
 
 Extra = Mapping[str, Any] | None
 """What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
@@ -144,6 +145,15 @@ class ChatText:
                         "that token and not as its characters; write it otherwise, for example with a space",
                         number,
                     )
+
+    def check_read(self, messages: Messages, extra: Extra = None) -> None:
+        """ConversationError for a key of a message or of `extra` that the chat template does not read."""
+        template = self.tokenizer.get_chat_template(tools=(extra or {}).get("tools"))
+        if key := unread_key(template, self.text, messages, extra):
+            raise ConversationError(
+                f"the chat template of {self.tokenizer.name_or_path!r} does not read {key!r}, which the conversation "
+                "has; take it out, or pass --chat_template with a template that reads it"
+            )
 
     @cached_property
     def _control(self) -> frozenset[str]:

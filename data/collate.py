@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_from_bytes
+from draft_heads.data.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -105,20 +106,29 @@ class DraftCollator:
 
 
 def split_held_out(dataset: datasets.Dataset, rows: int, seed: int = 0) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """(train, held-out): the `rows` whose hash of (seed, id) is lowest, whatever the order of the dataset.
+    """(train, held-out): the `rows` whose hash of (seed, conversation) is lowest, whatever the order of the dataset.
 
-    Rows of one id stay together: some more are held out, or fewer where otherwise nothing is left to train on.
+    Rows that ask the same stay together: some more are held out, or fewer where otherwise nothing is left to train on,
+    which is logged. Datasets of versions that wrote no `conversation` are tied by `id`.
     """
     if not 0 <= rows < len(dataset):
         raise ValueError(f"{rows} held-out rows of {len(dataset)} leave nothing to train on; lower the number")
-    hashes = [hashlib.sha256(f"{seed}:{row_id}".encode()).digest()[:8] for row_id in dataset["id"]]
+    keys: list[Any] = list(dataset["conversation"]) if "conversation" in dataset.column_names else [None]
+    tied = "conversation"
+    if None in keys:
+        keys, tied = list(dataset["id"]), "id"
+    hashes = [hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8] for key in keys]
     ranked = sorted(range(len(hashes)), key=lambda i: (hashes[i], i))
-    begins = [i for i in range(len(ranked)) if i == 0 or hashes[ranked[i]] != hashes[ranked[i - 1]]]  # of an id's rows
+    begins = [
+        i for i in range(len(ranked)) if i == 0 or hashes[ranked[i]] != hashes[ranked[i - 1]]
+    ]  # of a conversation
     cut = next((i for i in begins if i >= rows), begins[-1])
     if rows and not cut:
         raise ValueError(
-            f"rows of one id are held out together; all {len(dataset)} have the same; lower the number to 0"
+            f"rows of one {tied} are held out together; all {len(dataset)} have the same; lower the number to 0"
         )
+    if cut != rows and Processes.running().rank == 0:
+        logger.warning("%d rows are held out, not %d: rows of one %s stay together", cut, rows, tied)
     return dataset.select(sorted(ranked[cut:])), dataset.select(sorted(ranked[:cut]))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.conversations import read_conversations
+from draft_heads.data.conversations import conversation_of, read_conversations
 from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.rendering import ChatRenderer, ConversationError
@@ -149,18 +149,20 @@ def build_datastore(
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     digest = hashlib.sha256()
     parts: list[NDArray[Any]] = []
-    conversations = rows["messages"]
     renderer = ChatRenderer(tokenizer)
     kept = 0
     for first in range(0, len(rows), _BATCH):
         progress("conversations", first, len(rows))
-        batch = conversations[first : first + _BATCH]
-        digest.update(json.dumps(batch).encode())
+        batch = rows.select(range(first, min(first + _BATCH, len(rows)))).to_list()
+        conversations = [conversation_of(row) for row in batch]
+        digest.update(json.dumps([messages for messages, _ in conversations]).encode())
+        digest.update(json.dumps([extra for _, extra in conversations if extra]).removeprefix("[]").encode())
         texts: list[str] = []
-        for place, messages in zip(rows[first : first + _BATCH]["place"], batch):
+        for place, (messages, extra) in zip([row["place"] for row in batch], conversations):
             try:
                 renderer.check_texts(messages)
-                texts.append(renderer.text(messages))
+                renderer.check_read(messages, extra)
+                texts.append(renderer.text(messages, extra=extra))
             except ConversationError as error:
                 if not skip_bad_rows:
                     raise ConversationError(

@@ -1,8 +1,8 @@
 """Conversations → the frozen target's greedy token at every position, in resumable Arrow shards.
 
-A row: `id`; `input_ids` [L]; `assistant_mask` [L], true on the tokens heads are trained on; `greedy_ids` [L], the
-target's own token at each position given the text before it (-100 at position 0); when cached, `hidden` [L, H] and
-`aux_hidden` [L, k·H], the outputs of k `target_layers`.
+A row: `id`; `conversation`, a digest of what is asked; `input_ids` [L]; `assistant_mask` [L], true on the tokens heads
+are trained on; `greedy_ids` [L], the target's own token at each position given the text before it (-100 at position 0);
+when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k `target_layers`.
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
@@ -35,7 +35,13 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.answer_server import AnswerServer
-from draft_heads.data.conversations import BadRow, Conversations, count_by_reason, read_conversations
+from draft_heads.data.conversations import (
+    BadRow,
+    Conversations,
+    conversation_of,
+    count_by_reason,
+    read_conversations,
+)
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
@@ -145,7 +151,7 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
         )
     shuffled, generate = options.shuffle_seed is not None, options.labels == "generate"
     first = None if shuffled else options.limit
-    loaded = read_conversations(source, options.split, options.skip_bad_rows, first, distinct=generate)
+    loaded = read_conversations(source, options.split, options.skip_bad_rows, first, generate=generate)
     if shuffled:
         loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
         loaded.dataset = loaded.dataset.select(range(min(options.limit or len(loaded.dataset), len(loaded.dataset))))
@@ -196,7 +202,9 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     target, options = distiller.target, distiller.options
     digest = hashlib.sha256()
     for record in loaded.dataset:
-        digest.update(json.dumps([record["id"], record["messages"]], ensure_ascii=True).encode())
+        messages, extra = conversation_of(record)
+        content = [record["id"], messages, extra] if extra else [record["id"], messages]
+        digest.update(json.dumps(content, ensure_ascii=True).encode())
     settings = asdict(options)
     for name in ("labels", "split", "batch_size", "base_url", "model_name", "concurrency"):
         del settings[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import datasets
@@ -11,6 +11,7 @@ import torch
 
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.chat_text import ControlTokenError
+from draft_heads.data.conversations import conversation_of
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes, stored_as
 from draft_heads.data.labeller import Labeller, checked_ids
@@ -28,16 +29,19 @@ class Row:
     number: int
     place: str
     id: str
-    messages: list[dict[str, str]]
-    ids: list[int]
-    mask: list[bool]
-    pending: list[int]
+    conversation: str  # `Conversation.key`
+    messages: Messages
+    extra: dict[str, Any]
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
     text: str = ""  # rendering of the last prompt, when answers are generated
     answer: tuple[str, bool] = ("", True)  # text of the last answer, and whether that is all of it
     skipped: str | None = None
     trimmed: str | None = None  # why turns at its end were left out
     cut: bool = False
     finish: str = "end"
+    trained: bool = True  # whether the answer that is being written is to be trained on
 
 
 class Distiller:
@@ -86,7 +90,11 @@ class Distiller:
         rows = sorted(ended + rows, key=lambda row: row.number)
         for row in rows:
             if row.skipped is None and not any(row.mask):
-                row.skipped = f"its first answer begins beyond max_length {self.max_length}"
+                all_trained = all(turn.get("trained", True) for turn in row.messages)
+                first = "first answer" if all_trained else "first answer to train on"
+                beyond = f"begins beyond max_length {self.max_length}"
+                unfinished = bool(row.ids) and not row.cut  # an earlier answer, which is not to be trained on
+                row.skipped = f"its {first} {'follows an unfinished one' if unfinished else beyond}"
         return rows
 
     def label(self, rows: list[Row]) -> Iterator[dict[str, Any]]:
@@ -102,7 +110,8 @@ class Distiller:
             texts, layers = [rows[i].ids for i in batch], self.options.target_layers
             for i, (greedy, *states) in zip(batch, self.target.label(texts, dtype is not None, layers)):
                 row = rows[i]
-                record = dict(id=row.id, input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
+                record = dict(id=row.id, conversation=row.conversation)
+                record |= dict(input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
                 if dtype is not None:
                     columns = zip(STATE_COLUMNS[: 1 + bool(layers)], states)
                     kept = {name: stored_as(x, dtype, row.id) for name, x in columns if x is not None}
@@ -115,11 +124,11 @@ class Distiller:
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
         """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
+        rows = [self._new_row(i, record) for i, record in enumerate(conversations)]
         if self.options.labels == "argmax":
-            return sum(len(self._new_row(i, record).ids) for i, record in enumerate(conversations))
+            return sum(len(row.ids) for row in rows)
         total = 0
-        for i, record in enumerate(conversations):
-            row = self._new_row(i, record)
+        for row in rows:
             try:
                 total += sum(self._longest_rows(row))
             except ConversationError as error:
@@ -132,26 +141,30 @@ class Distiller:
         A row goes on while the next prompt begins with the prompt and the answer before it; short answers show that.
         """
         messages = [{**turn, "content": "a"} if turn["role"] == "assistant" else turn for turn in row.messages]
-        texts = [self.renderer.text(messages[: turn + 1], add_generation_prompt=True) for turn in row.pending]
-        for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
+        prompts = [messages[: turn + 1] for turn in row.pending]
+        texts = [self.renderer.text(asked, add_generation_prompt=True, extra=row.extra) for asked in prompts]
+        for answers, (asked, text, later) in enumerate(zip(prompts, texts, [*texts[1:], None]), start=1):
             goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
             if self.renderer.may_rewrite or not goes_on:
-                prompt = len(self.renderer.prompt(messages[: turn + 1]))
+                prompt = len(self.renderer.prompt(asked, row.extra))
                 yield min(self.max_length, prompt + answers * self.options.max_new_tokens)
 
     # ---- one conversation ----------------------------------------------------------------------------------
 
     def _new_row(self, number: int, record: dict[str, Any]) -> Row:
-        row = Row(number, record["place"], record["id"], record["messages"], [], [], [])
+        conversation = conversation_of(record)
+        messages, extra = conversation
+        row = Row(number, record["place"], record["id"], conversation.key, messages, extra)
         try:
             messages = self._sound_turns(row)
             if self.options.labels == "argmax":
-                row.ids, row.mask = self.renderer.conversation(messages)
+                row.ids, row.mask = self.renderer.conversation(messages, extra)
                 row.cut = len(row.ids) > self.max_length
                 row.ids, row.mask = row.ids[: self.max_length], row.mask[: self.max_length]
                 checked_ids(self.target, row.ids, "the conversation")
             else:
                 row.pending = [i for i, turn in enumerate(messages) if turn["role"] == "user"]
+                self.renderer.check_read([_without_recorded_answer(turn) for turn in messages], extra)
         except ConversationError as error:
             self._reject(row, error)
         return row
@@ -183,13 +196,14 @@ class Distiller:
         answering, prompts, ended = [], [], []
         for row in rows:
             turn = row.pending.pop(0)
+            row.trained = all(recorded.get("trained", True) for recorded in row.messages[turn + 1 : turn + 2])
             if row.ids:
                 row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0]}
             messages = row.messages[: turn + 1]
             try:
-                text = self.renderer.text(messages, add_generation_prompt=True)
+                text = self.renderer.text(messages, add_generation_prompt=True, extra=row.extra)
                 kept = self._kept_tokens(row, messages, text)
-                prompt = self.renderer.prompt(messages) if kept is None else kept
+                prompt = self.renderer.prompt(messages, row.extra) if kept is None else kept
                 checked_ids(self.target, prompt, "the conversation")
             except ConversationError as error:
                 self._reject(row, error)
@@ -198,7 +212,8 @@ class Distiller:
                 row.pending, row.cut = [], bool(row.ids)
                 continue
             if row.ids and kept is None:
-                ended.append(replace(row, pending=[]))
+                if any(row.mask):
+                    ended.append(replace(row, pending=[]))
                 row.ids, row.mask = [], []
             row.text = text
             answering.append(row)
@@ -206,7 +221,7 @@ class Distiller:
         limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
         answers = self._answerer(prompts, limits, self.advance)
         for row, prompt, answer in zip(answering, prompts, answers):
-            row.mask += [False] * (len(prompt) - len(row.ids)) + [True] * len(answer.tokens)
+            row.mask += [False] * (len(prompt) - len(row.ids)) + [row.trained] * len(answer.tokens)
             row.ids = prompt + answer.tokens
             row.answer = self.renderer.answer_text(answer.tokens, self.target.end_token_ids)
             row.finish = answer.finish
@@ -215,11 +230,16 @@ class Distiller:
                 row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
         return ended
 
-    def _kept_tokens(self, row: Row, messages: list[dict[str, str]], text: str) -> list[int] | None:
+    def _kept_tokens(self, row: Row, messages: Messages, text: str) -> list[int] | None:
         """The row's own tokens with the next prompt behind them; None where its `text` rewrites what was there."""
         answer, complete = row.answer
         behind = text[len(row.text) :].lstrip()
         if not row.ids or not complete or not text.startswith(row.text) or not behind.startswith(answer):
             return None
-        more = self.renderer.next_turn(messages)
+        more = self.renderer.next_turn(messages, row.extra)
         return row.ids + (more[1:] if more[:1] == row.ids[-1:] else more)  # one token ends a turn and begins the next
+
+
+def _without_recorded_answer(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn as it is read where the target answers anew: what was recorded beside an answer's text is not."""
+    return {"role": "assistant", "content": turn["content"]} if turn["role"] == "assistant" else turn

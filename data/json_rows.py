@@ -1,7 +1,7 @@
 """Rows of JSON arrays, JSONL files (both also as .gz) and datasets, each with its place for error messages.
 
-Rows count from 1. A row's place is `line 3` in a JSONL file, `row 3` in an array and `row 3 of split train` in a
-dataset.
+Rows of datasets are without the keys that are None. Rows count from 1. A row's place is `line 3` in a JSONL file,
+`row 3` in an array and `row 3 of split train` in a dataset.
 """
 
 from __future__ import annotations
@@ -128,6 +128,8 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
         loaded = datasets.load_from_disk(source)
     else:
         try:
+            if Path(source).is_dir() and config not in datasets.get_dataset_config_names(source):
+                config = None  # a hub dataset's; this folder has other parts, or none
             loaded = datasets.load_dataset(source, name=config)
         except (datasets.exceptions.DatasetsError, FileNotFoundError) as error:
             found = "folder" if Path(source).is_dir() else "hub id"
@@ -143,4 +145,11 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
     elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got --split {split}; leave it out")
     for row, record in enumerate(loaded, start=1):
-        yield f"row {row}" + (f" of split {split}" if split else ""), record
+        yield f"row {row}" + (f" of split {split}" if split else ""), _without_fillers(record)
+
+
+def _without_fillers(value: Any) -> Any:
+    """A value without the keys that are None: Arrow gives every object the keys that another row's has."""
+    if isinstance(value, dict):
+        return {key: _without_fillers(one) for key, one in value.items() if one is not None}
+    return [_without_fillers(one) for one in value] if isinstance(value, list) else value

@@ -119,6 +119,7 @@ class ChatRenderer(ChatText):
         """Token ids [L] of `messages` with the generation prompt."""
         text = self.text(messages, add_generation_prompt=True, extra=extra)
         self._check_shown(text, messages, extra, add_generation_prompt=True)
+        self.check_read(messages, extra)
         return self._encode(text)[0]
 
     def answer_text(self, answer: Sequence[int], end_token_ids: Collection[int]) -> tuple[str, bool]:
@@ -133,6 +134,7 @@ class ChatRenderer(ChatText):
             raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
         text = self.text(messages, extra=extra)
         self._check_shown(text, messages, extra, add_generation_prompt=False)
+        self.check_read(messages, extra)
         whole = _Rendering(messages, extra, text, *self._encode(text))
         marked = self._marked(whole) if self.has_generation_block else None
         mask = [False] * len(whole.ids)

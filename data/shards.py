@@ -1,6 +1,6 @@
 """A folder of labelled conversations: Arrow shards and a manifest. A run killed at any time loses no finished shard.
 
-    OUT/shard-00000.arrow …   columns id, input_ids, assistant_mask, greedy_ids [, hidden [, aux_hidden]]
+    OUT/shard-00000.arrow …   columns id, conversation, input_ids, assistant_mask, greedy_ids [, hidden …]
     OUT/manifest.json         the settings, one entry per finished shard, counts, whether it is complete
 
 A shard is written under a temporary name, flushed to disk and renamed; then an entry for it is written beside it. The
@@ -138,6 +138,7 @@ class ShardFolder:
         temporary = path.with_suffix(f".{uuid4().hex}.arrow.tmp")  # a process of an earlier run may still be writing
         columns: dict[str, Any] = {
             "id": datasets.Value("string"),
+            "conversation": datasets.Value("string"),
             "input_ids": datasets.List(datasets.Value("int32")),
             "assistant_mask": datasets.List(datasets.Value("bool")),
             "greedy_ids": datasets.List(datasets.Value("int32")),

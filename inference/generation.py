@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 from draft_heads.data.labeller import checked_ids
+from draft_heads.data.row_keys import prompt_messages
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import TypicalAcceptance
@@ -129,9 +130,9 @@ class Clock:
         return {part: share * spent for part, spent in parts.items()}
 
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
-"""A user's message or a conversation (`[{"role": "user", "content": …}, …]`), which the target's chat template renders;
-or token ids, which are taken as they are."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A user's message or a conversation (`[{"role": "user", "content": …}, …]`, see `data.row_keys`), which the target's
+chat template renders; or token ids, which are taken as they are."""
 
 
 def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
@@ -148,6 +149,7 @@ def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
         )
     if target.tokenizer is None:
         raise ValueError("a text needs the target's tokenizer; it has none; pass token ids or load one")
+    messages = prompt_messages(messages)
     target.renderer.check_texts(messages, answers=False)
     return checked_ids(target, target.renderer.prompt(messages))
 

@@ -32,7 +32,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.benchmarks import gsm8k_answer
 from draft_heads.data.bpe import train_tokenizer
-from draft_heads.data.conversations import SKIP_BAD_ROWS_HELP, load_conversations, parse_record
+from draft_heads.data.conversations import (
+    SKIP_BAD_ROWS_HELP,
+    Conversation,
+    conversation_of,
+    load_conversations,
+    parse_record,
+)
 from draft_heads.data.loops import loop_start
 from draft_heads.data.options import add_threads, use_threads
 from draft_heads.data.pretrained import check_folder_or_hub_id
@@ -92,24 +98,25 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 # ---- corpus and tokenizer --------------------------------------------------------------------------------
 
 
-def load_messages(options: argparse.Namespace) -> tuple[list[list[dict]], list[list[dict]]]:
-    """(training, unseen) conversations as messages; of a user's dataset every 50th row is kept unseen."""
+def load_corpus(options: argparse.Namespace) -> tuple[list[Conversation], list[Conversation]]:
+    """(training, unseen) conversations; of a user's dataset every 50th row is kept unseen."""
     if options.dataset:
-        rows = list(load_conversations(options.dataset, skip_bad_rows=options.skip_bad_rows)["messages"])
+        loaded = load_conversations(options.dataset, skip_bad_rows=options.skip_bad_rows)
+        rows = [conversation_of(row) for row in loaded]
         if len(rows) < 2:
             raise SystemExit(f"--dataset needs at least 2 conversations; {options.dataset} has {len(rows)}")
         every = min(50, len(rows))
         return [row for i, row in enumerate(rows) if i % every], rows[::every]
     train = conversations(options.conversations, options.seed, "train")
     unseen = conversations(options.questions, options.seed, "heldout")
-    return [parse_record(row)[1] for row in train], [parse_record(row)[1] for row in unseen]
+    return [parse_record(row) for row in train], [parse_record(row) for row in unseen]
 
 
-def render(tokenizer: PreTrainedTokenizerFast, messages: list[list[dict]], max_length: int) -> list[Row]:
+def render(tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], max_length: int) -> list[Row]:
     """Token ids and assistant marks of every conversation; what lies beyond `max_length` is cut."""
     renderer, rows = ChatRenderer(tokenizer), []
-    for row in messages:
-        ids, mask = renderer.conversation(row)
+    for messages, extra in conversations:
+        ids, mask = renderer.conversation(messages, extra)
         if any(mask[1:max_length]):
             rows.append((ids[:max_length], mask[:max_length]))
     if not rows:
@@ -225,7 +232,7 @@ def solved(target: Target, problems: list[dict]) -> tuple[float, list[list[int]]
 
 
 @torch.inference_mode()
-def measure(target: Target, unseen: list[list[dict]], options: argparse.Namespace) -> dict:
+def measure(target: Target, unseen: list[Conversation], options: argparse.Namespace) -> dict:
     """What the trained model does with unseen prompts; word problems only for the synthetic corpus."""
     rows = render(target.tokenizer, unseen, options.max_length)
     threads = torch.get_num_threads()
@@ -233,7 +240,8 @@ def measure(target: Target, unseen: list[list[dict]], options: argparse.Namespac
     losses = [loss_of(target.model, torch.tensor([ids]), torch.tensor([mask])).item() for ids, mask in rows]
     figures = {"unseen_loss": round(sum(losses) / len(losses), 4)}
     if options.dataset:
-        prompts = [row[: next(i for i, m in enumerate(row) if m["role"] == "assistant")] for row in unseen]
+        texts = [row.messages for row in unseen]
+        prompts = [row[: next(i for i, m in enumerate(row) if m["role"] == "assistant")] for row in texts]
         answers = greedy_answers(target, prompts[: options.questions])
     else:
         asked = questions(options.questions, options.seed, "heldout")
@@ -283,17 +291,19 @@ def make(argv: list[str] | None = None) -> dict:
     output = Path(options.output)
 
     with console.status("reading and tokenizing the corpus"):
-        messages, unseen = load_messages(options)
+        corpus, unseen = load_corpus(options)
         if options.tokenizer:
             check_folder_or_hub_id("--tokenizer", options.tokenizer)
             tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
         else:
-            tokenizer = train_tokenizer(messages[:8000], options.vocab_size, 2 * options.max_length)
-        rows = render(tokenizer, messages, options.max_length)
+            tokenizer = train_tokenizer(
+                [row.messages for row in corpus[:8000]], options.vocab_size, 2 * options.max_length
+            )
+        rows = render(tokenizer, corpus, options.max_length)
         bare = [] if options.dataset else drills(options.conversations // 2, options.seed, "train")
-        practice = render(tokenizer, [parse_record(row)[1] for row in bare], options.max_length) if bare else []
+        practice = render(tokenizer, [parse_record(row) for row in bare], options.max_length) if bare else []
 
     model = build_model(tokenizer, options).to("cuda" if torch.cuda.is_available() else "cpu")
     parameters, size = sum(p.numel() for p in model.parameters()), sum(len(ids) for ids, _ in rows)

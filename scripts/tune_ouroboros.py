@@ -19,7 +19,7 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status, parse_with_config
 
-from draft_heads.data.benchmarks import load_benchmark
+from draft_heads.data.benchmarks import Question, load_benchmark
 from draft_heads.data.progress import track
 from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
@@ -66,9 +66,12 @@ def search(
     return best, measured
 
 
-def fitting_prompts(questions: Sequence[str], target: Target) -> list[list[int]]:
-    """The questions as prompts; those that leave no room in the target's context are left out, and counted aloud."""
-    prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": text}]) for text in questions]
+def fitting_prompts(questions: Sequence[Question], target: Target) -> list[list[int]]:
+    """The first turns of questions as prompts; those that leave no room in the context are left out, counted aloud."""
+    prompts = [
+        render_prompt(target.tokenizer, [*one.opening, {"role": "user", "content": one.turns[0]}], one.extra)
+        for one in questions
+    ]
     kept = [prompt for prompt in prompts if len(prompt) < target.max_positions]
     if len(kept) < len(prompts):
         print(f"{len(prompts) - len(kept)} of {len(prompts)} questions do not fit the context and are left out")
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
     questions = [row for name, path in files.items() for row in load_benchmark(name, path)[-args.prompts :]]
     target = load_target(args)
     model = load_draft_model("ouroboros", args.draft_model, target)
-    prompts = fitting_prompts([row.turns[0] for row in questions], target)
+    prompts = fitting_prompts(questions, target)
     grids = {name: getattr(args, flag) for name, flag in FLAGS.items()}
     best, measured = search(target, model, prompts, grids, GenerationSettings(args.new_tokens))
     if all(cost["seconds"] > measured["p"][0]["seconds"] for value, cost in measured["p"].items() if value):

@@ -20,7 +20,7 @@ def load_data(
 ) -> tuple[Any, Any, list[DistilledDataset], DraftCollator]:
     """(rows to train on, held-out rows, the datasets they come from, their collator) for a head of these layers.
 
-    Rows are held out by their id, so a conversation that several datasets hold is on one side in all of them.
+    Rows are held out by what they ask, so a conversation that several datasets hold is on one side in all of them.
     rows_flag: what the script calls --held_out
     """
     parts = [_load_labelled(folder, run, target) for folder in run.dataset]

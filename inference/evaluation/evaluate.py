@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from draft_heads.data.benchmarks import Question
 from draft_heads.data.processes import ALONE, Processes
+from draft_heads.data.rendering import Extra, Messages
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.evaluation.lossless import Oracle, judge
 from draft_heads.inference.evaluation.parts import Group, Part, Parts, TurnRecord, merged, merged_findings, since
@@ -26,7 +27,6 @@ TRANSFORMERS = "transformers"  # the row of transformers' own `generate`
 WARM_UP_TOKENS = 64  # several steps of the deepest drafts
 
 Key = TypeVar("Key")
-Messages = list[dict[str, str]]
 Progress = Callable[[str, int, int], None]  # stage, done, of
 
 
@@ -45,7 +45,7 @@ class BatchedEngine(Protocol):
 
 
 AnyEngine = Engine | BatchedEngine
-Render = Callable[[Messages], list[int]]
+Render = Callable[[Messages, Extra], list[int]]
 
 
 @dataclass(frozen=True)
@@ -210,13 +210,13 @@ def answer_questions(
 
     The prompts of one turn of all questions go to the engine together.
     """
-    messages: dict[int, Messages] = {index: [] for index in indices}
+    messages: dict[int, Messages] = {index: benchmark.questions[index].opening for index in indices}
     answered: dict[int, list[TurnRecord]] = {index: [] for index in indices}
     for turn in range(max(len(benchmark.questions[index].turns) for index in indices)):
         unanswered = [i for i in indices if len(benchmark.questions[i].turns) > turn == len(answered[i])]
         for index in unanswered:
             messages[index].append({"role": "user", "content": benchmark.questions[index].turns[turn]})
-        prompts = [tuple(render(messages[index])) for index in unanswered]
+        prompts = [tuple(render(messages[index], benchmark.questions[index].extra)) for index in unanswered]
         for index, prompt, generation in zip(unanswered, prompts, _generate_or_none(engine, prompts, oracle.settings)):
             if generation is None:
                 continue
@@ -281,6 +281,7 @@ def warm_up(
     questions = [question for benchmark in benchmarks for question in benchmark.questions]
     for engine in engines:
         for question in questions:
-            prompt = tuple(render([{"role": "user", "content": " ".join(question.turns[0].split()[::-1])}]))
+            reversed_words = {"role": "user", "content": " ".join(question.turns[0].split()[::-1])}
+            prompt = tuple(render([*question.opening, reversed_words], question.extra))
             if _generate_or_none(engine, [prompt], short) != [None]:
                 break

@@ -16,7 +16,7 @@ from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.answers import Answer, QuestionKey, check_one_benchmark, some
-from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, described
+from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Render, described
 from draft_heads.inference.evaluation.parts import TurnRecord
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
@@ -89,7 +89,7 @@ def recorded_turns(
     answers: Mapping[QuestionKey, Answer],
     questions: Sequence[Question],
     tokenizer: Any,
-    render: Callable[[Messages], list[int]] | None,
+    render: Render | None,
 ) -> Iterator[RecordedTurn]:
     """The turns of `questions`, one for each of `answers`, in order.
 
@@ -100,12 +100,13 @@ def recorded_turns(
     if not marks and render is None:
         raise ValueError("replaying answers without --questions needs a tokenizer with BOS or EOS; it has neither")
     for index, (question, answer) in enumerate(zip(questions, answers.values())):
-        messages: Messages = []
+        messages: Messages = question.opening
         before = marks[:1]
         for turn, (text, recorded) in enumerate(zip(question.turns, answer.turns)):
             messages.append({"role": "user", "content": text})
             tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens)
-            yield RecordedTurn(index, turn, render(messages) if render else list(before), tokens, recorded.text)
+            prompt = render(messages, question.extra) if render else list(before)
+            yield RecordedTurn(index, turn, prompt, tokens, recorded.text)
             messages.append({"role": "assistant", "content": recorded.text})
             before += tokens
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from draft_heads.data.labeller import checked_ids
 from draft_heads.data.rendering import ConversationError, check_unicode
+from draft_heads.data.row_keys import present, prompt_messages
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
 from draft_heads.inference.serving.neutral import IGNORED, NEUTRAL, is_neutral
 from draft_heads.inference.target.target import Target
@@ -140,32 +141,27 @@ class DecodingRequest(BaseModel):
         """The token ids of each prompt; ValueError for what cannot be rendered."""
 
 
-class TextPart(BaseModel):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation, with further keys that chat templates read: those of `data.row_keys`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] = ""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, given: Any) -> Any:
-        return without_nulls(cls, given)
+        return present(given) if isinstance(given, dict) else given
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates read it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
+    @model_validator(mode="after")
+    def _refuse_what_would_be_ignored(self) -> Message:
+        self.plain()
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates read it; ValueError for a key that is unknown and for a part that is no text."""
+        return prompt_messages([self.model_dump(exclude_unset=True)])[0]
 
 
 class ChatRequest(DecodingRequest):

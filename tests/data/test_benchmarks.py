@@ -40,7 +40,7 @@ def test_user_turns_of_conversations_are_asked(tmp_path):
     file = write(tmp_path / "own.jsonl", sharegpt, messages, "{")
     assert load_benchmark("own", file, limit=2) == [
         Question("a", None, ["One?", "Two?"]),
-        Question("row-2", None, ["Hi"]),
+        Question("row-2", None, ["Hi"], system="Be brief."),
     ]
 
 

@@ -53,7 +53,8 @@ BAD = [
     ({"conversations": "Hi"}, "the turns are a list, received str"),
     ({"conversations": [{"from": "human"}, {"value": "x"}]}, r"a turn has no key 'value' \(turn 1\)"),
     ({"messages": [{"content": "x"}]}, r"a turn has no key 'role' \(turn 1\)"),
-    (turns("human", "tool"), r"the role 'tool' is none of system, human, .* \(turn 2\)"),
+    (turns("human", "critic"), r"the role 'critic' is none of system, .* \(turn 2\)"),
+    (turns("tool", "gpt"), r"a tool turn that follows no assistant turn \(turn 1\)"),
     (turns("human", "gpt", text=3), r"the text of a turn is a string, received int \(turn 1\)"),
     (turns("gpt", "human"), r"an assistant turn before the first user turn \(turn 1\)"),
     (turns("system", "gpt"), r"an assistant turn before the first user turn \(turn 2\)"),
@@ -96,7 +97,11 @@ PAIR = turns("human", "gpt")["conversations"]
         (turns("gpt", "gpt", "human", "gpt")["conversations"], 2, ["an assistant turn before the first user turn"]),
         ([*PAIR, {"from": "human", "value": "x"}, {"from": "gpt", "value": None}], 3, ["an empty answer"]),
         ([*PAIR, {"from": "human", "value": "x"}, {"from": "gpt", "value": ""}, *PAIR], 3, ["an empty answer"]),
-        ([*PAIR, {"from": "tool", "value": "x"}, {"from": "gpt", "value": "x"}], 2, ["the role 'tool' is none of "]),
+        (
+            [*PAIR, {"from": "critic", "value": "x"}, {"from": "gpt", "value": "x"}],
+            2,
+            ["the role 'critic' is none of "],
+        ),
         ([*PAIR, *turns("human", "human", "gpt")["conversations"]], 3, ["two user turns in a row"]),
         (turns("system", "gpt", "human", "gpt", "gpt")["conversations"], 3, ["an assistant turn before", "two assis"]),
     ],
@@ -122,7 +127,7 @@ def test_limit_reads_no_further_than_it_needs(tmp_path):
     repeated = {"id": "again", "messages": MESSAGES}
     file = write_lines(tmp_path / "rows.jsonl", [GOOD, repeated, turns("user", "gpt"), "{"])
     assert read_conversations(file, limit=3).dataset["id"] == ["a", "again", "row-3"]
-    loaded = read_conversations(file, limit=2, distinct=True)
+    loaded = read_conversations(file, limit=2, generate=True)
     assert (loaded.dataset["id"], loaded.repeated) == (["a", "row-3"], 1)
     with pytest.raises(ConversationError, match="line 4"):
         read_conversations(file, limit=4)

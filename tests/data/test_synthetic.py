@@ -105,7 +105,7 @@ def test_conversations_are_valid_sharegpt_of_one_to_three_turns():
     rows = conversations(1000, 0, "train")
     turns, systems = set(), 0
     for row in rows:
-        _, messages = parse_record(row)
+        messages = parse_record(row).messages
         systems += messages[0]["role"] == "system"
         turns.add(sum(message["role"] == "user" for message in messages))
         assert not re.search(r"[{}]\w+}", row["conversations"][-1]["value"]), "an unfilled slot"

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import torch
 
+from draft_heads.data.benchmarks import Question
 from draft_heads.inference.evaluation.evaluate import Benchmark
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 CONTEXT = 40  # a prompt is one token per character
 
 
-def render(messages):
+def render(messages, extra=None):
     """One token per character; each turn's text is followed by token 0."""
     return [token for message in messages for token in (*map(ord, message["content"]), 0)]
 
@@ -20,7 +21,7 @@ def decode(tokens, skip_special_tokens=True):
 
 
 def question(question_id, category, *turns, reference=None):
-    return SimpleNamespace(question_id=question_id, category=category, turns=list(turns), reference=reference)
+    return Question(question_id, category, list(turns), reference)
 
 
 class StubEngine:

@@ -101,7 +101,7 @@ def test_prompts_are_the_conversation_so_far():
     asked = match_questions(ANSWERS, QUESTIONS)
     assert [question.question_id for question in asked] == [7, 8]
 
-    def render(messages):
+    def render(messages, extra):
         return [ord(letter) for message in messages for letter in message["content"]]
 
     turns = list(recorded_turns(ANSWERS, asked, Letters(), render))

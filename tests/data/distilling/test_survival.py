@@ -177,7 +177,7 @@ def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path)
     shard, entry = (out / "shard-00000.arrow"), out / "shard-00000.json"
     before = shard.read_bytes()
     straggler = ShardFolder.joined(str(out))
-    row = {"id": "late", "input_ids": [1], "assistant_mask": [True], "greedy_ids": [1]}
+    row = {"id": "late", "conversation": "c", "input_ids": [1], "assistant_mask": [True], "greedy_ids": [1]}
     straggler.write([row], {"first_row": 0, "source_rows": 4}, {})
     assert shard.read_bytes() == before and not entry.exists() and not list(out.glob("*.tmp"))
     shard.unlink()

@@ -27,7 +27,7 @@ BAD = {
         "max_completion_tokens must be at most 64, the server's limit; got 65",
     ),
     "no prompt": (openai.BadRequestError, {"messages": []}, "messages: "),
-    "role": (openai.BadRequestError, {"messages": [{"role": "tool", "content": "4"}]}, "'system', 'developer'"),
+    "role": (openai.BadRequestError, {"messages": [{"role": "critic", "content": "4"}]}, "'system', 'developer'"),
     "type": (openai.BadRequestError, {"max_tokens": "many"}, "max_tokens: .*integer"),
     "temperature": (openai.BadRequestError, {"temperature": 3}, "temperature: .* less than or equal to 2"),
     "stop": (openai.BadRequestError, {"stop": [""]}, "none of them empty"),

@@ -1,0 +1,114 @@
+"""The number that an answer to a word problem ends with."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, DivisionByZero, InvalidOperation
+
+# A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals. A full stop
+# after it is not part of it.
+_NUMBER = re.compile(
+    r"(?:(?<![\w)%.])[-−](?![$€£][-−]))?[$€£]?(?:(?<=[$€£])[-−])?"
+    r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
+)
+_LEAD = re.compile(r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?)?(?:[\s*_`$\\]|boxed\{)*", re.IGNORECASE)
+_HEADING = re.compile(r"[.):][ \t]*[^\W\d]")  # after the number of `#### 2. Total`
+_OPERATORS = {"+": "+", "plus": "+", "-": "-", "−": "-", "–": "-", "minus": "-", "/": "/", "÷": "/", r"\div": "/"}
+_OPERATORS |= dict.fromkeys(("*", "×", "·", "x", "X", "times", r"\times", r"\cdot"), "*") | {"of": "of"}
+_TOKEN = re.compile(
+    rf"(?P<number>(?>{_NUMBER.pattern}))|(?P<equals>=>|->|→|[=≈]|(?:equals|is|gives|makes)\b)"
+    r"|(?P<operator>\\times|\\div|\\cdot|[+*×·/÷−–-]|[xX](?=[\s$€£\d])|(?:plus|minus|times|of)\b)|(?P<bracket>[()])"
+)
+_DECORATION = r"(?:[\s*_`$\\{}%€£]|boxed\{|\\text\{)*"
+_BEFORE_A_NUMBER = re.compile(rf"{_DECORATION}(?:(?:about|exactly|approximately) )?")
+_AFTER_A_NUMBER = re.compile(rf"{_DECORATION}(?:[^\W\d]+{_DECORATION}){{0,3}}")  # its unit: `3 red apples + 4`
+_NAME = re.compile(r"[^\W\d][\w \t]*")  # the `x` of `x = 7`
+
+
+def gsm8k_answer(text: str) -> Decimal | None:
+    """The last number that a `####` marks, else the last number of the text; None when there is none.
+
+    Of a marked equation it is the last side that is a number, of a sum without a result its value. Examples:
+    "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "#### 3 + 4 = 7" → 7; "#### 3 + 4" → 7; "She pays $-3." → -3.
+    """
+    text = text.replace("{,}", ",")  # LaTeX's thousands
+    marked = [number for part in text.split("####")[1:] if (number := _marked(part)) is not None]
+    if marked:
+        return marked[-1]
+    numbers = _NUMBER.findall(text)
+    return _decimal(numbers[-1]) if numbers else None
+
+
+def _marked(text: str) -> Decimal | None:
+    """The number that the text after a `####` begins with; None for words, and for a heading such as `2. Total`."""
+    lead = _LEAD.match(text)
+    line, *_ = text[lead.end() if lead else 0 :].split("\n", 1)
+    sides = _sides(line)
+    numbers = [side[0] for side in sides if len(side) == 1]
+    if len(sides) == 1 and numbers and (only := _NUMBER.match(line)) and _HEADING.match(line, only.end()):
+        return None
+    if numbers:
+        return _decimal(numbers[-1])
+    return _value(sides[-1]) if sides else None
+
+
+def _sides(line: str) -> list[list[str]]:
+    """The sides of the equation that a line begins with, each number, operator, number, …: `3 + 4 = 7` has two."""
+    sides: list[list[str]] = []
+    side: list[str] = []
+    end, brackets = 0, False
+    named = _NAME.match(line)
+    if named and (equals := _TOKEN.match(line, named.end())) and equals.group() == "=":
+        end = equals.end()
+    for token in _TOKEN.finditer(line, end):
+        gap, kind, found = line[end : token.start()], token.lastgroup, token.group()
+        wants_number = len(side) % 2 == 0
+        if not (_BEFORE_A_NUMBER if wants_number else _AFTER_A_NUMBER).fullmatch(gap):
+            break
+        if kind == "bracket":
+            if (found == "(") != wants_number:
+                break
+            brackets = True
+        elif kind == "number":
+            if not wants_number:
+                if found[0] not in "-−":  # two numbers in a row; `8 -3` is a difference
+                    break
+                side.append("-")
+                found = found[1:]
+            side.append(found)
+        elif wants_number:  # an operator or `=` without a number before it
+            break
+        elif kind == "operator":
+            spaced = line[token.start() - 1].isspace() or found != "-"  # 10-12 is a range
+            side.append(_OPERATORS[found] if spaced else "to")
+        else:
+            sides.append(side)
+            side = []
+        end = token.end()
+    if side and len(side) % 2 == 0:
+        side.pop()  # an operator that no number follows
+    if brackets and len(side) > 1:
+        side = []  # of a value that is not computed here
+    return [*sides, side] if side else sides
+
+
+def _value(side: list[str]) -> Decimal | None:
+    """The value of number, operator, number, …, products before sums; the first number if an operator is no such."""
+    terms = [_decimal(side[0])]
+    try:
+        for operator, number in zip(side[1::2], map(_decimal, side[2::2])):
+            if operator == "*":
+                terms[-1] *= number
+            elif operator == "/":
+                terms[-1] /= number
+            elif operator in "+-":
+                terms.append(number if operator == "+" else -number)
+            else:
+                return terms[0]
+    except (DivisionByZero, InvalidOperation):
+        return None
+    return sum(terms, Decimal(0))
+
+
+def _decimal(number: str) -> Decimal:
+    return Decimal(re.sub(r"[^\d.-]", "", number.replace("−", "-")))
