@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
+from numbers import Integral, Real
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
@@ -32,6 +33,20 @@ def check_options(options: Any) -> None:
             raise ValueError(f"--{f.name} must be one of {', '.join(choices)}; got {value!r}")
         if least is not None and value is not None and value < least:
             raise ValueError(f"--{f.name} must be at least {least}; got {value}")
+
+
+def check_whole(name: str, value: Any, least: int | None = None, remedy: str = "") -> None:
+    """ValueError unless a value is a whole number of at least `least`; 12.0, True and "12" are none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be a whole number; got {value!r}; {remedy or 'write for example 12'}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}{'; ' if remedy else ''}{remedy}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """ValueError unless a value is a number; nan and the infinities are."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number; got {value!r}; write for example 0.7")
 
 
 def option_names(options: type) -> list[str]:

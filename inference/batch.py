@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.base import Drafter, check_vocabulary
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.kv_cache import KVCache
@@ -39,12 +39,19 @@ class BatchEngine:
     """Decodes many prompts, up to `batch` at a time."""
 
     def __init__(self, target: Target, make_drafter: Callable[[], Drafter], batch: int) -> None:
-        """Raises ValueError for a batch below one."""
+        """Raises ValueError for a batch below one, and for drafters that are not new ones."""
         if batch < 1:
             raise ValueError(f"--batch_size must be at least 1; got {batch}")
         self.target = target
         self.drafters = [make_drafter() for _ in range(batch)]
         self.drafter = self.drafters[0]
+        check_vocabulary(self.drafter, target)
+        members = [id(member) for drafter in self.drafters for member in drafter.members()]
+        if len(set(members)) < len(members):
+            raise ValueError(
+                f"each of the {batch} texts of a batch needs a drafter of its own; make_drafter returned one twice; "
+                "make a new one in each call"
+            )
 
     def generate_or_none(
         self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None
@@ -82,7 +89,7 @@ class BatchEngine:
             if not any(slots):
                 break
             self._step(slots, settings, cache, end, clock)
-        tokens = sum(len(answer.tokens) for answer in answers)
+        tokens = max(1, sum(len(answer.tokens) for answer in answers))  # a stop rule may take back all
         for answer in answers:
             answer.seconds = clock.seconds(len(answer.tokens) / tokens)
         return answers

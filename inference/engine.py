@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.base import Drafter, check_vocabulary
 from draft_heads.inference.generation import (
     Clock,
     Generation,
@@ -29,6 +29,7 @@ from draft_heads.inference.generation import (
     prompt_ids,
     room,
 )
+from draft_heads.inference.readback import PendingReadback
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.compiled import no_host_sync, program
@@ -39,7 +40,7 @@ from draft_heads.inference.tree import DraftTree
 from draft_heads.inference.verify import Accept, TypicalAcceptance, accept_exact
 
 logger = logging.getLogger(__name__)
-ONE_TEXT = "make an engine for each of them, on the same target"
+ONE_TEXT = "make an engine with a drafter of its own for each of them, on the same target"
 
 
 class DecodingEngine:
@@ -60,6 +61,7 @@ class DecodingEngine:
         ahead     start a step before the tokens of the previous one are read; every tree is padded to one size
         captured  replay steps as CUDA graphs: whole ones that start ahead, else their verification
         """
+        check_vocabulary(drafter, target)
         self.target = target
         self.drafter = drafter
         on_gpu = target.device.type == "cuda" and drafter.on_device
@@ -104,7 +106,7 @@ class DecodingEngine:
             yield text
 
     def _run(self, prompt: Prompt, settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
-        """`_steps`; RuntimeError where another text or thread works in this engine's memory."""
+        """`_steps`; RuntimeError where another text or thread works in this engine's or its drafter's memory."""
         steps, text = self._steps(prompt, settings, result), None
         while True:
             if not self._busy.acquire(blocking=False):
@@ -112,6 +114,8 @@ class DecodingEngine:
             try:
                 if text is not None and self._text is not text and not result.finish_reason:
                     raise RuntimeError(f"another text was begun before this one had ended; {ONE_TEXT}")
+                if text is not None and any(one.drafts_for is not text for one in self.drafter.members()):
+                    raise RuntimeError(f"another engine began a text with this one's drafter; {ONE_TEXT}")
                 tokens = next(steps, None)
                 text = self._text
             finally:
@@ -133,6 +137,8 @@ class DecodingEngine:
             end = self._end.fill_(len(ids) + limit)
         clock = Clock()
         step = self._prefill(ids, cache, reserved, settings, clock)
+        for drafter in self.drafter.members():
+            drafter.drafts_for = self._text
         if self._captured is not None and self.target.fused is not None:
             assert self._captured.holds(self._circumstances(cache, settings)), "memory of graphs has moved"
         first = torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
@@ -344,30 +350,6 @@ class DecodingEngine:
         if self.drafter.reads_choices and step.choices is not None:
             read.append(step.choices)
         return step, torch.cat(read)
-
-
-class PendingReadback:
-    """An asynchronous copy of a step's tokens and their sources to the host, through pinned memory on a GPU.
-
-    packed: `[count, token, …, source, …, choice, …]`, of whose `rows` tokens and sources the first `count` are read
-    """
-
-    def __init__(self, packed: Tensor, rows: int) -> None:
-        self._rows = rows
-        self._copied: torch.cuda.Event | None = None
-        self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=packed.is_cuda)
-        self._host.copy_(packed, non_blocking=True)
-        if packed.is_cuda:
-            with current(packed.device):
-                self._copied = torch.cuda.Event()
-                self._copied.record()
-
-    def read(self) -> tuple[list[int], list[int], list[int]]:
-        """Wait for the copy; returns the tokens, their sources, and the target's choices where they were packed."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        count, *values = self._host.tolist()
-        return values[:count], values[self._rows : self._rows + count], values[2 * self._rows :]
 
 
 def padded_nodes(nodes: int) -> int:

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from draft_heads.data.labeller import checked_ids
+from draft_heads.data.options import check_number, check_whole
 from draft_heads.data.row_keys import prompt_messages
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
@@ -27,7 +28,8 @@ class GenerationSettings:
     max_new_tokens  exact upper bound; the target's context may end an answer earlier
     eos_token_ids   tokens that end an answer; None: the target's own
     stop_strings    texts that end an answer once the decoded answer contains one
-    stop            function of the new tokens so far: the length at which to cut them, or None
+    stop            function of the new tokens so far, asked after each: the length at which to cut them, or None. A
+                    larger length than theirs ends the answer later, a smaller one takes back what `stream` has given
     temperature     above 0: lossless sampling; 0: greedy
     top_k, top_p    sample among the most probable tokens only: so many (0: all), or of this total probability (1: all)
     seed            of sampling
@@ -45,11 +47,22 @@ class GenerationSettings:
     typical: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"--max_new_tokens must be at least 1; got {self.max_new_tokens}")
+        check_whole("--max_new_tokens", self.max_new_tokens, least=1)
         for name in ("eos_token_ids", "stop_strings"):
             if isinstance(one := getattr(self, name), (int, str)):
                 raise ValueError(f"{name} is a tuple; got {one!r}; write ({one!r},)")
+        for token in self.eos_token_ids or ():
+            check_whole("a token of eos_token_ids", token, least=0, remedy="write () for no end tokens")
+        if wrong := [text for text in self.stop_strings if not isinstance(text, str) or not text]:
+            raise ValueError(f"stop_strings are texts of at least one character; got {wrong[0]!r}; leave it out")
+        if self.stop is not None and not callable(self.stop):
+            raise ValueError(f"stop is a function of the new tokens; got {self.stop!r}; write lambda tokens: …")
+        check_number("--temperature", self.temperature)
+        check_whole("--top_k", self.top_k)
+        check_number("--top_p", self.top_p)
+        check_whole("seed", self.seed)
+        if self.typical is not None and not isinstance(self.typical, TypicalAcceptance):
+            raise ValueError(f"typical is a TypicalAcceptance or None; got {self.typical!r}; leave it out")
         if self.temperature < 0:
             raise ValueError(f"--temperature must be 0 (greedy) or more; got {self.temperature:g}")
         if self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0):
@@ -179,29 +192,54 @@ class Stopper:
         self.limit = limit
 
     def extend(self, answer: Generation, new: list[int], sources: list[int]) -> list[int]:
-        """Add one target step's tokens to the answer up to its end; returns the added ones."""
-        kept, answer.finish_reason = self.cut(answer.tokens, new)
-        answer.tokens.extend(kept)
-        answer.sources.extend(sources[: len(kept)])
+        """Add one target step's tokens to the answer up to its end; returns the added ones.
+
+        Tokens that a `stop` rule takes back leave the steps that gave them, the newest first.
+        """
+        before = len(answer.tokens)
+        length, answer.finish_reason = self._end(answer.tokens, new)
+        kept = new[: max(0, length - before)]
+        answer.tokens[:] = (answer.tokens + kept)[:length]
+        answer.sources[:] = (answer.sources + sources[: len(kept)])[:length]
         answer.accept_lengths.append(len(kept))
+        surplus = before + len(kept) - length
+        for step in reversed(range(len(answer.accept_lengths))):
+            taken = min(surplus, answer.accept_lengths[step])
+            answer.accept_lengths[step] -= taken
+            surplus -= taken
         return kept
 
-    def cut(self, before: list[int], new: list[int]) -> tuple[list[int], str]:
-        """The part of `new` that belongs to the answer, judged token by token, and why it ends ("" if it goes on)."""
+    def _end(self, before: list[int], new: list[int]) -> tuple[int, str]:
+        """The length of the answer with `new`, judged token by token, and why it ends there ("" if it goes on).
+
+        Where several rules hold at one token, the shortest answer counts; of equal ones EOS, then stops, then limits.
+        """
         settings = self.settings
         for count, token in enumerate(new, start=1):
             total = len(before) + count
+            cut = self._cut_by_rule(before + new[:count])
+            if cut < total:
+                return cut, "stop"
             if token in self.ends:
-                return new[:count], "eos"
-            if settings.stop_strings:
-                text = self.tokenizer.decode(before + new[:count], skip_special_tokens=False)
-                if any(stop in text for stop in settings.stop_strings):
-                    return new[:count], "stop"
-            if settings.stop is not None and settings.stop(before + new[:count]) is not None:
-                return new[:count], "stop"
+                return total, "eos"
+            if cut == total or self._has_stop_string(before + new[:count]):
+                return total, "stop"
             if total == self.limit:
-                return new[:count], "length" if self.limit == settings.max_new_tokens else "context"
-        return new, ""
+                return total, "length" if self.limit == settings.max_new_tokens else "context"
+        return len(before) + len(new), ""
+
+    def _cut_by_rule(self, tokens: list[int]) -> int:
+        """The length at which `stop` cuts the tokens; one more than theirs where it does not."""
+        cut = None if self.settings.stop is None else self.settings.stop(tokens)
+        if cut is None:
+            return len(tokens) + 1
+        check_whole("what stop returns", cut, least=0, remedy="return a length, as len(tokens), or None to go on")
+        return int(cut)
+
+    def _has_stop_string(self, tokens: list[int]) -> bool:
+        stops = self.settings.stop_strings
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False) if stops else ""
+        return any(stop in text for stop in stops)
 
 
 class TextPieces:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import check_number, check_whole
+
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as signed 64-bit integers, which wrap around
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
@@ -53,6 +55,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_number("--temperature", self.temperature)
+        check_whole("--top_k", self.top_k)
+        check_number("--top_p", self.top_p)
+        check_whole("seed", self.seed)
         if not 1e-99 < self.temperature < float("inf"):  # logits over less would be infinite
             raise ValueError(
                 f"--temperature must be above 1e-99 to sample; got {self.temperature:g}; leave it out for greedy "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import check_number
 from draft_heads.inference.tree import DraftTree
 
 
@@ -80,6 +81,8 @@ class TypicalAcceptance:
     delta: float = 0.3
 
     def __post_init__(self) -> None:
+        check_number("epsilon", self.epsilon)
+        check_number("delta", self.delta)
         if not 0 < self.epsilon < 1 or not 0 < self.delta <= 1:
             raise ValueError(
                 f"typical acceptance needs 0 < epsilon < 1 and 0 < delta <= 1; got {self.epsilon:g} and {self.delta:g}"

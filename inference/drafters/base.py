@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import check_whole
 from draft_heads.heads.base import DraftHead
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
@@ -55,8 +57,10 @@ class Drafter(ABC):
 
     An instance may override those that depend on its options. It also has
 
-    max_nodes  upper bound of a proposal's nodes
-    max_depth  upper bound of a proposal's depth
+    max_nodes   upper bound of a proposal's nodes
+    max_depth   upper bound of a proposal's depth
+    vocabulary  it proposes token ids below this one only; 0: none but those of the text and the target's choices
+    drafts_for  the text that it was begun with, which the engine that began it sets
     """
 
     kind: ClassVar[str] = ""
@@ -72,6 +76,8 @@ class Drafter(ABC):
     sources: tuple[str, ...] = ("draft",)
     max_nodes: int
     max_depth: int
+    vocabulary: int = 0
+    drafts_for: object = None
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -84,6 +90,10 @@ class Drafter(ABC):
         make: Any = cls
         drafter: Drafter = make(build.target.device, **options)
         return drafter
+
+    def members(self) -> Iterator[Drafter]:
+        """The drafter and those inside it, all of which keep the state of one text."""
+        yield self
 
     def memory(self) -> list[Tensor]:
         """The tensors that outlive a step, whose addresses CUDA graphs hold."""
@@ -126,6 +136,10 @@ class VanillaDrafter(Drafter):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._tree = DraftTree.empty(device)
 
+    def members(self) -> Iterator[Drafter]:
+        """None: it keeps no state, so engines may share it."""
+        yield from ()
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         """Nothing to forget."""
 
@@ -151,7 +165,16 @@ def refuse_path(kind: str, path: str) -> None:
 
 
 def check_max_nodes(max_nodes: int) -> int:
-    """The node budget; ValueError for one below 1."""
-    if max_nodes < 1:
-        raise ValueError(f"--max_nodes must be at least 1; got {max_nodes}")
+    """The node budget; ValueError for one that is no whole number above 0."""
+    check_whole("--max_nodes", max_nodes, least=1)
     return max_nodes
+
+
+def check_vocabulary(drafter: Drafter, target: Target) -> None:
+    """ValueError for a drafter that may propose token ids beyond the target's vocabulary."""
+    if drafter.vocabulary > target.vocab_size:
+        raise ValueError(
+            f"a drafter proposes tokens of the target's vocabulary, {target.vocab_size} for {target.name}; got one of "
+            f"kind {drafter.kind or type(drafter).__name__} with {drafter.vocabulary}; make it with `build_drafter`, "
+            "which leaves out those beyond, or use one that was made for this target"
+        )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from draft_heads.data.options import check_number, check_whole
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
@@ -245,6 +246,8 @@ def _tuned(part: DrafterPart, kind: type[Drafter]) -> dict[str, Any]:
         raise ValueError(f"a drafter of kind {part.kind} takes no tuned=FILE; got tuned={path}; {_TUNED_REMEDY}")
     try:
         tuned = json.loads(Path(path).read_text(encoding="utf-8"))
+        for name, to_type in values.items():
+            (check_whole if to_type is int else check_number)(name, tuned[name])
         return {name: to_type(tuned[name]) for name, to_type in values.items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(

@@ -29,6 +29,19 @@ class ModuleDecoder:
         lists = (child for child in self.decoder.children() if isinstance(child, nn.ModuleList))
         return next((found for found in lists if len(found) == self.config.num_hidden_layers), None)
 
+    def check_layers(self, target_layers: Sequence[int], name: str) -> None:
+        """ValueError unless the outputs of these layers, counted from 1, can be captured; not the last one's."""
+        count = self.config.num_hidden_layers
+        if target_layers and (
+            self.layers is None
+            or sorted(set(target_layers)) != list(target_layers)
+            or not 1 <= min(target_layers) <= max(target_layers) < count
+        ):
+            raise ValueError(
+                f"--target_layers are ascending numbers from 1 to {count - 1}, the layers of {name} before its "
+                f"last; got {' '.join(map(str, target_layers))}; pick others or leave it out"
+            )
+
     @contextmanager
     def _captured(self, target_layers: Sequence[int], device: torch.device) -> Iterator[list[Tensor]]:
         """Collects the outputs of layers on a device, in their order, while the decoder runs."""

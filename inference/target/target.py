@@ -99,6 +99,7 @@ class Target:
                 "smaller --dtype, or another --target"
             )
         self.compiled = False
+        self._drafted_below = 0  # 0: all rows of the LM head are chosen from
         if self.device.type == "cuda":  # for the whole process: sums are not to be rounded on the way
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -228,7 +229,11 @@ class Target:
     @property
     def vocab_size(self) -> int:
         """Rows of the LM head, which may be more than the tokenizer has entries."""
-        return int(self.config.vocab_size)
+        return self._drafted_below or int(self.config.vocab_size)
+
+    def draft_only_below(self, token: int) -> None:
+        """Choose tokens below this one only: those that the target has for which this model drafts."""
+        self._drafted_below = min(token, self.vocab_size)
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -299,16 +304,7 @@ class Target:
 
     def check_layers(self, target_layers: Sequence[int]) -> None:
         """ValueError unless heads can read these layers: layer k's output is `hidden_states[k]` in transformers."""
-        layers = self.config.num_hidden_layers
-        if target_layers and (
-            self.modules.layers is None
-            or sorted(set(target_layers)) != list(target_layers)
-            or not 1 <= min(target_layers) <= max(target_layers) < layers
-        ):
-            raise ValueError(
-                f"--target_layers are ascending numbers from 1 to {layers - 1}, the layers of {self.name} before its "
-                f"last; got {' '.join(map(str, target_layers))}; pick others or leave it out"
-            )
+        self.modules.check_layers(target_layers, self.name)
 
     def _forward(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int]
@@ -330,7 +326,7 @@ class Target:
         product = half_precision_product(self.lm_head, hidden)
         if product is None:
             product = self.fused.logits(hidden) if self.fused is not None else self.lm_head(hidden)
-        return self.rule(product)
+        return self.rule(product[..., : self._drafted_below] if self._drafted_below else product)
 
     def forward_tree(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()

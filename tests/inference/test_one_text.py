@@ -19,7 +19,7 @@ def test_a_second_text_in_an_engine_ends_the_first_and_a_second_thread_is_refuse
     first = engine.stream(PROMPT, GenerationSettings(60))
     next(first)
     assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
-    with pytest.raises(RuntimeError, match=r"another text was begun .*; make an engine for each"):
+    with pytest.raises(RuntimeError, match=r"another text was begun .*; make an engine with a drafter of its own"):
         next(first)
     first = engine.stream(PROMPT, GenerationSettings(60))
     next(first)
@@ -31,7 +31,7 @@ def test_a_second_text_in_an_engine_ends_the_first_and_a_second_thread_is_refuse
             engine.generate(PROMPT, GenerationSettings(1))
     assert ended.tokens == answer
     engine._busy.acquire()  # as a step of another thread does
-    with pytest.raises(RuntimeError, match="one thread at a time; make an engine for each"):
+    with pytest.raises(RuntimeError, match="one thread at a time; make an engine with a drafter of its own"):
         engine.generate(PROMPT, GenerationSettings(60))
     engine._busy.release()
     assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer

@@ -141,8 +141,9 @@ class HeadDrafter(Drafter):
     tuned_options: ClassVar[dict[str, type]] = {"max_nodes": int, "tree_temperature": float}
     tuned_by = "scripts/tune_tree.py"
 
-    def __new__(cls, head: Any, *args: Any, **options: Any) -> Self:
-        """ValueError for a head of another kind, before anything of it is read."""
+    def __new__(cls, head: Any, target: Any = None, max_nodes: int = 32, **options: Any) -> Self:
+        """ValueError for a head of another kind, before anything of it is read, and for what is no node budget."""
+        check_max_nodes(max_nodes)
         if head.config.kind != cls.kind:
             raise ValueError(
                 f"{cls.__name__} drafts with {cls.kind} heads; got a {head.config.kind} head; use the drafter of that "
@@ -167,6 +168,7 @@ class HeadDrafter(Drafter):
         self.head: Any = prepare_for_drafting(head)
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(levels, max_nodes)
+        self.vocabulary = head.config.vocab_size
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._caches, self._behind = caches, behind
         self._kept: list[BlockCache | RotationTable] = [*caches]

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import check_whole
 from draft_heads.heads.attention import Memory, TreeAttention
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
@@ -186,6 +187,7 @@ class ChimeraDrafter(HeadDrafter):
         self, head: ChimeraHead, target: Target, max_nodes: int = 32, kgram_cache: int = 0, tree: str = "best"
     ) -> None:
         """kgram_cache: k-grams whose encodings stay on the device, 0 encodes every one anew; tree: see `grow_tree`."""
+        check_whole("drafter option kgram_cache", kgram_cache, least=0, remedy="leave it out to encode every one anew")
         if kgram_cache and not isinstance(head.encoder, KGramEncoder):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"

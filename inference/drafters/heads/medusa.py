@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import check_whole
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.medusa import MedusaHead
 from draft_heads.inference.drafters.base import tempered
@@ -102,6 +103,7 @@ class MedusaDrafter(HeadDrafter):
         heads: of the K heads, use the first so many; 0: all. Beside n-grams, which lengthen paths, few may do."""
         if tree not in TREES:
             raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
+        check_whole("drafter option heads", heads, remedy="leave it out for all")
         if not 0 <= heads <= head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
         super().__init__(head, target, max_nodes, heads or head.config.heads)

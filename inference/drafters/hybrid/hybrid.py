@@ -7,13 +7,14 @@ in every step: a part that one text does not need may be the best one for the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import check_whole
 from draft_heads.inference.drafters.base import Drafter, check_max_nodes
 from draft_heads.inference.drafters.hybrid.calibration import Calibration
 from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, Source, TreeSource
@@ -94,6 +95,7 @@ class HybridDrafter(Drafter):
         tree's where n-grams lengthen it."""
         if len(parts) < 2:
             raise ValueError(f"a hybrid has at least 2 parts; got {len(parts)}; join them by +")
+        check_whole("a hybrid's depth", depth, remedy="leave it out for the parts' own")
         if depth < 0:
             raise ValueError(f"a hybrid's depth must not be negative; got {depth}; leave it out for the parts' own")
         self.target = target
@@ -109,6 +111,7 @@ class HybridDrafter(Drafter):
         self._deepest_node = min(depth or (max(deepest, trees + 4) if tables else deepest), self.budget)
         self.max_nodes = self.budget + sum(drafter.max_nodes for _, drafter in parts if drafter.reads_choices)
         self.max_depth = max(self._deepest_node, deepest)  # rows that ride along may be deeper than merged nodes
+        self.vocabulary = max(drafter.vocabulary for _, drafter in parts)
         self._calibration = Calibration()
         self._steps = 0
         self._step: VerifiedStep | None = None
@@ -117,6 +120,11 @@ class HybridDrafter(Drafter):
     @property
     def target_layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for part in self.parts for layer in part.drafter.target_layers}))
+
+    def members(self) -> Iterator[Drafter]:
+        yield self
+        for part in self.parts:
+            yield from part.drafter.members()
 
     def begin(self, prompt: Tensor, capacity: int) -> None:
         self._merged = self._step = None

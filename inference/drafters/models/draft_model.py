@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -28,6 +29,8 @@ class DraftModelDrafter(TextDrafter):
         check_positive(k=k, max_nodes=max_nodes)
         super().__init__(model.device, min(k, max_nodes), min(k, max_nodes))
         self.loop = DraftLoop(model, inner)
+        self.vocabulary = model.vocab_size
+        self._last_row = int(model.config.vocab_size) - 1
         self._text: list[int] = []
 
     @classmethod
@@ -38,6 +41,15 @@ class DraftModelDrafter(TextDrafter):
         model = build.draft_model(cls.kind, path)
         return cls(model, build.inner(via, model), max_nodes, **options)
 
+    def members(self) -> Iterator[Drafter]:
+        yield self
+        if self.loop.inner is not None:
+            yield from self.loop.inner.members()
+
+    def readable(self, tokens: list[int]) -> list[int]:
+        """The tokens as the draft model reads them: a target with more rows may write one that it has no row for."""
+        return tokens if max(tokens, default=0) <= self._last_row else [min(t, self._last_row) for t in tokens]
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
         super().begin(prompt, capacity)
         self.loop.begin(capacity)
@@ -46,7 +58,7 @@ class DraftModelDrafter(TextDrafter):
         self._text.clear()
 
     def read(self, tokens: list[int]) -> None:
-        self._text += tokens
+        self._text += self.readable(tokens)
 
     def propose(self) -> DraftTree:
         """See the class; fewer tokens, or none, at the end of the draft model's context."""
@@ -90,17 +102,20 @@ def load_draft_model(kind: str, path: str, target: Target) -> Target:
     load_config(path, f"the model of {kind}")  # a sentence, should there be none
     model = Target.from_pretrained(path, target.dtype, target.device)
     check_same_tokens(kind, model, target)
+    model.draft_only_below(target.vocab_size)
     if target.compiled and model.fused is not None:
         model.compile()
     return model
 
 
 def check_same_tokens(kind: str, model: Target, target: Target) -> None:
-    """ValueError unless both have the same token ids; without tokenizers, only vocabulary sizes are compared."""
+    """ValueError unless both have the same token ids: one tokenizer, whatever their vocabularies are padded to; where
+    one has no tokenizer, equal vocabulary sizes."""
     differs = ""
-    if model.config.vocab_size != target.config.vocab_size:
-        differs = f"has a vocabulary of {model.config.vocab_size} against the target's {target.config.vocab_size}"
-    elif model.tokenizer is not None and target.tokenizer is not None:
+    if model.tokenizer is None or target.tokenizer is None:
+        if model.vocab_size != target.vocab_size:
+            differs = f"has a vocabulary of {model.vocab_size} against the target's {target.vocab_size}"
+    else:
         hashes = tokenizer_hash(model.tokenizer), tokenizer_hash(target.tokenizer)
         if hashes[0] != hashes[1]:
             differs = f"has the tokenizer {hashes[0]} against the target's {hashes[1]}"

@@ -19,6 +19,7 @@ from __future__ import annotations
 from itertools import groupby, takewhile
 from typing import Any, ClassVar
 
+from draft_heads.data.options import check_whole
 from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.text.base import check_positive, target_choices
@@ -65,7 +66,9 @@ class OuroborosDrafter(DraftModelDrafter):
         The other options are 0 or 1, see above."""
         switches = (accelerate, lengthen, from_verification, reuse_history, from_text)
         check_positive(gamma=gamma, w=w, k=k)
-        if not {*switches} <= {0, 1} or min(beside, max_nodes) < 0:
+        for name, value in (("beside", beside), ("max_nodes", max_nodes)):
+            check_whole(f"drafter option {name}", value, remedy="leave it out for the default")
+        if not all(switch in (0, 1) for switch in switches) or min(beside, max_nodes) < 0:
             raise ValueError(
                 f"Ouroboros' switches ({', '.join(SWITCHES)}) are 0 or 1, beside and max_nodes are not negative; "
                 f"got {', '.join(map(str, switches))}, {beside} and {max_nodes}"
@@ -105,7 +108,7 @@ class OuroborosDrafter(DraftModelDrafter):
         super().observe(step)
         choices = target_choices(step, self._proposed) if self.from_verification else None
         if choices is not None:
-            self._learn(choices)
+            self._learn(self.readable(choices))
 
     def propose(self) -> DraftTree:
         """The trunk is the tree's first nodes."""

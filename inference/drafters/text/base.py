@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import check_whole
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
@@ -71,7 +72,6 @@ def target_choices(step: VerifiedStep, proposed: DraftTree | None) -> list[int] 
 
 
 def check_positive(**options: int) -> None:
-    """ValueError for an option below 1."""
+    """ValueError for an option that is no whole number above 0."""
     for name, value in options.items():
-        if value < 1:
-            raise ValueError(f"drafter option {name} must be at least 1; got {value}; leave it out for the default")
+        check_whole(f"drafter option {name}", value, least=1, remedy="leave it out for the default")

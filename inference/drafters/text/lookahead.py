@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from draft_heads.data.options import check_whole
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, committed, target_choices
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.step import VerifiedStep
@@ -46,9 +47,10 @@ class LookaheadDrafter(TextDrafter):
         """n: tokens of an N-gram; w: columns of the window; g: N-grams verified a step, 0: as many as columns;
         max_nodes: shrinks window and N-grams in proportion, 0: no limit; pool: a shared pool, which its owner clears;
         None: its own pool, cleared for each prompt."""
-        if n < 2:
-            raise ValueError(f"drafter option n must be at least 2; got {n}; 5 is usual")
+        check_whole("drafter option n", n, least=2, remedy="5 is usual")
         check_positive(w=w)
+        for name, value in (("g", g), ("max_nodes", max_nodes)):
+            check_whole(f"drafter option {name}", value, remedy="leave it out for the default")
         if g < 0 or max_nodes < 0:
             raise ValueError(f"drafter options g and max_nodes must not be negative; got {g} and {max_nodes}")
         self.width, self.phrases = fit_window(n, w, g or w, max_nodes)

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from draft_heads.data.options import check_whole
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
 from draft_heads.inference.tree import DraftTree
 
 LANE = 21  # vocabularies of up to two million tokens
+MOST_TOKENS = 1024  # of an n-gram: a mask of so many lanes is held for each length
 
 Followers = tuple[int, int, int, int, int]
 """What followed a context: the most frequent token (of equals the last), its count, the second (−1: none), its count,
@@ -30,8 +32,9 @@ class NgramTable:
 
     def __init__(self, n: int) -> None:
         """Raises ValueError for n below 2: a context of no tokens predicts nothing."""
-        if n < 2:
-            raise ValueError(f"n-grams have at least 2 tokens; got n={n}; choose 2 or more")
+        check_whole("drafter option n", n, remedy="leave it out for the default")
+        if not 2 <= n <= MOST_TOKENS:
+            raise ValueError(f"n-grams have at least 2 and at most {MOST_TOKENS} tokens; got n={n}; 5 is usual")
         self.n = n
         self.code: Context = 0  # of the text's last n − 1 tokens
         self._mask = (1 << LANE * (n - 1)) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from draft_heads.data.options import check_whole
 from draft_heads.inference.drafters.text.base import check_positive
 
 Phrase = tuple[int, ...]
@@ -17,6 +18,7 @@ class PhrasePool:
 
     def __init__(self, length: int, most: int) -> None:
         check_positive(most=most)
+        check_whole("the tokens of a phrase", length)
         if length < 2:
             raise ValueError(f"a phrase has at least 2 tokens; got {length}; 5 to 7 are usual")
         self.length, self.most = length, most

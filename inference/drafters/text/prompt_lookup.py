@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
-from draft_heads.inference.drafters.text.ngram import LANE
+from draft_heads.inference.drafters.text.ngram import LANE, MOST_TOKENS
 from draft_heads.inference.tree import DraftTree
 
 
@@ -21,6 +21,8 @@ class PromptLookupDrafter(TextDrafter):
     def __init__(self, device: torch.device | str = "cpu", max_nodes: int = 32, n: int = 3, k: int = 10) -> None:
         """n: tokens of the longest suffix that is looked up; k: tokens copied at most."""
         check_positive(n=n, k=k, max_nodes=max_nodes)
+        if n > MOST_TOKENS:
+            raise ValueError(f"a suffix that is looked up has at most {MOST_TOKENS} tokens; got n={n}; 3 is usual")
         super().__init__(device, min(k, max_nodes), min(k, max_nodes))
         self._text: list[int] = []
         self._code = 0  # of the last n tokens, packed as in `NgramTable`

@@ -44,9 +44,11 @@ class RESTDrafter(TextDrafter):
         least: int = 1,
         levels: int = 3,
         places: int = 300,
+        vocabulary: int | None = None,
     ) -> None:
         """n, least: tokens of the longest and the shortest suffix to look up; k: longest draft; levels: number of
-        suffixes to combine; places: matches, sampled evenly, whose continuations are counted."""
+        suffixes to combine; places: matches, sampled evenly, whose continuations are counted; vocabulary: continuations
+        end before tokens beyond it, None: all of the datastore's."""
         check_positive(n=n, k=k, least=least, levels=levels, places=places, max_nodes=max_nodes)
         if least > n:
             raise ValueError(
@@ -63,6 +65,7 @@ class RESTDrafter(TextDrafter):
         self.n, self.least, self.levels, self.places = n, least, levels, places
         self._tokens, self._suffixes = datastore.tokens.data, datastore.suffixes.data
         self._newest: list[int] = []
+        self.vocabulary = min(datastore.separator, vocabulary or datastore.separator)
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: int) -> RESTDrafter:
@@ -72,7 +75,7 @@ class RESTDrafter(TextDrafter):
         datastore = Datastore.open(Path(path))
         target = build.target
         datastore.check_tokenizer(target.tokenizer, target.vocab_size, path)
-        return cls(datastore, target.device, **options)
+        return cls(datastore, target.device, vocabulary=target.vocab_size, **options)
 
     def start(self) -> None:
         self._newest = []
@@ -82,7 +85,7 @@ class RESTDrafter(TextDrafter):
 
     def propose(self) -> DraftTree:
         known = [
-            (last - first, frequent(self._rows(size, first, last), self.datastore.separator, self.max_nodes))
+            (last - first, frequent(self._rows(size, first, last), self.vocabulary, self.max_nodes))
             for size, first, last in self._matches()
         ]
         if not known:
@@ -137,7 +140,7 @@ class RESTDrafter(TextDrafter):
 def frequent(rows: NDArray[np.int64], separator: int, most: int) -> Prefixes:
     """The `most` most frequent prefixes of ordered `rows [P, k]`, most frequent first.
 
-    Rows end at a separator. Ties: shorter prefixes first, then in order of rows. Example with
+    Rows end at a token from the separator on. Ties: shorter prefixes first, then in order of rows. Example with
     separator 9: the rows 1 2, 1 3, 1 3, 4 9 give the nodes 1 (¾ of the rows), 3 under it (½), 4 (¼), 2 under 1 (¼).
     """
     P, k = rows.shape
