@@ -28,6 +28,7 @@ class DraftModelDrafter(TextDrafter):
         check_positive(k=k, max_nodes=max_nodes)
         super().__init__(model.device, min(k, max_nodes), min(k, max_nodes))
         self.loop = DraftLoop(model, inner)
+        self.carries_over = inner is not None and inner.carries_over
         self._text: list[int] = []
 
     @classmethod
