@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from draft_heads.data.files import names_path, write_text
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows
@@ -87,17 +88,16 @@ def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
 
     names = PICTURES if report["target"] else REPLAY_PICTURES
     for name in names:
-        getattr(plots, Path(name).stem)(report).savefig(folder / name, dpi=150)
-    (folder / "report.md").write_text(markdown(report), encoding="utf-8")
+        with names_path(folder / name):
+            getattr(plots, Path(name).stem)(report).savefig(folder / name, dpi=150)
+    write_text(folder / "report.md", markdown(report))
     write_json(folder / "report.json", report)
     return [folder / name for name in names]
 
 
 def write_json(path: Path, content: Any) -> None:
     """Replace `path` atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def overall(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
