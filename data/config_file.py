@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -128,7 +129,7 @@ def exit_status(run: Callable[[], object]) -> int:
         status = int(run() is False)
         _leave_process_group()
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(_sentence(error).split())}", file=sys.stderr)
         status = 2
         _leave_process_group(failed=True)
     except KeyboardInterrupt as interrupt:
@@ -138,6 +139,14 @@ def exit_status(run: Callable[[], object]) -> int:
     for number, handler in before.items():
         signal.signal(number, handler)
     return status
+
+
+def _sentence(error: Exception) -> str:
+    """What an error says, with the remedy where a disk is full."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return str(error)
+    place = error.filename or "a file (below TMPDIR, if it is none of this command's own)"
+    return f"{place} cannot be written: {error.strerror}; free space there or write elsewhere, and repeat the command"
 
 
 def _leave_process_group(failed: bool = False) -> None:

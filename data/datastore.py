@@ -1,6 +1,6 @@
 """Datastores for REST: the tokens of a corpus and their suffix array, in a memory-mapped folder.
 
-    datastore.json  format_version, tokens, conversations, vocab_size, tokenizer_hash, depth, dataset
+    datastore.json  format_version, tokens, conversations, vocab_size, tokenizer_hash, depth, dataset, checksums (xxh3)
     tokens.npy      [N] the conversations one after another, a separator (the value vocab_size) after each
     suffixes.npy    [N] the positions in `tokens`, sorted by the `depth` tokens that begin there
     starts.npy      [vocab_size + 2] index in `suffixes` of the first suffix that begins with each token
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.conversations import conversation_of, read_conversations
-from draft_heads.data.files import write_text
+from draft_heads.data.files import checksum, write_text
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.rendering import ChatRenderer, ConversationError
 
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MANIFEST = "datastore.json"
+ARRAYS = ("tokens", "suffixes", "starts")
 DEPTH = 32  # tokens: the longest phrase looked up plus the continuation that is read after it
 _BATCH = 256  # conversations tokenised at once
 
@@ -57,17 +58,22 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: Path) -> Datastore:
-        """ValueError for a folder that is not a datastore, of another version, or with files that do not fit."""
+        """ValueError for a folder that is not a datastore, of another version, or with files that do not fit.
+
+        Reads the files once, to compare their checksums.
+        """
         if folder.name == MANIFEST:
             folder = folder.parent
         manifest = _read_manifest(folder)
         size, vocabulary = manifest["tokens"], manifest["vocab_size"]
-        return cls(
+        store = cls(
             _memory_map(folder / "tokens.npy", size, unsigned(vocabulary)),
             _memory_map(folder / "suffixes.npy", size, unsigned(size)),
             _memory_map(folder / "starts.npy", vocabulary + 2, np.dtype("<u8")),
             manifest,
         )
+        _check_contents(folder, manifest)
+        return store
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, path: str) -> None:
         """ValueError when it was built with another tokenizer than the target's.
@@ -111,9 +117,26 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
+_REMEDY = "copy the folder again, or build it with scripts/build_datastore.py"
+
+
+def _check_contents(folder: Path, manifest: dict[str, Any]) -> None:
+    """ValueError for a file that is not as it was written; one line where the folder is older than checksums."""
+    known = manifest.get("checksums")
+    if not isinstance(known, dict):
+        logger.warning("%s was built without checksums: damage in its files would not be noticed", folder)
+        return
+    for name in ARRAYS:
+        if (found := checksum(folder / f"{name}.npy")) != known.get(name):
+            path = folder / f"{name}.npy"
+            raise ValueError(
+                f"{path} is damaged: its checksum is {found}, {MANIFEST} says {known.get(name)}; {_REMEDY}"
+            )
+
+
 def _memory_map(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """A memory-mapped file of `size` numbers; ValueError when it is missing, truncated, or of another size or type."""
-    remedy = "copy the folder again, or build it with scripts/build_datastore.py"
+    remedy = _REMEDY
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -195,6 +218,7 @@ def build_datastore(
     (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
+    manifest["checksums"] = {name: checksum(folder / f"{name}.npy") for name in ARRAYS}
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     return manifest
 

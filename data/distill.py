@@ -30,11 +30,11 @@ from typing import Any
 from draft_heads.data.config_file import on_interrupt
 
 import datasets
-from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.answer_server import AnswerServer
+from draft_heads.data.console import plain_console
 from draft_heads.data.conversations import (
     BadRow,
     Conversations,
@@ -244,11 +244,11 @@ def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | Non
 def preview(target: Labeller, loaded: Conversations, count: int, options: DistillOptions) -> None:
     """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
     chosen = loaded.dataset.select(range(min(count, len(loaded.dataset))))
-    console = Console()
+    console = plain_console()
     for row in Distiller(target, options, server_answerer(target, options)).rows(chosen):
         console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")
         if row.skipped is not None:
-            console.print(f"skipped: {row.skipped}", markup=False)
+            console.print(f"skipped: {row.skipped}")
             continue
         console.print(marked(target.tokenizer, row.ids, row.mask), soft_wrap=True)
     console.print(Text.assemble(("⟦trained tokens⟧", _TRAINED)))

@@ -10,6 +10,8 @@ from typing import Protocol, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from draft_heads.data.console import plain_console
+
 T = TypeVar("T")
 SECONDS = 30.0  # from line to line
 FIRST = 10.0  # before the first line
@@ -83,14 +85,14 @@ def duration(seconds: float) -> str:
 @contextmanager
 def progress_bar(console: Console | None = None, first: str = "warming up", show: bool = True) -> Iterator[Update]:
     """A function that shows progress on `console` (stderr); `first` is the stage shown before the first call."""
-    console = console or Console(stderr=True)
+    console = console or plain_console(stderr=True)
     if not show:
         yield lambda stage, done, of, rate="": None
         return
     if not console.is_terminal:
-        yield ProgressLines(lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True), SECONDS)
+        yield ProgressLines(lambda line: console.print(line, soft_wrap=True), SECONDS)
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console) as bars:
         task = bars.add_task(first, total=None)
 

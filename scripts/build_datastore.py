@@ -15,9 +15,8 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status, parse_with_config
 
-from rich.console import Console
-
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.console import plain_console
 from draft_heads.data.conversations import SKIP_BAD_ROWS_HELP
 from draft_heads.data.datastore import MANIFEST, build_datastore
 from draft_heads.data.json_rows import check_source
@@ -43,13 +42,13 @@ def run(options: argparse.Namespace) -> None:
     check_output(options.output, options.overwrite, MANIFEST)
     check_source(options.dataset)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
-    console = Console()
+    console = plain_console()
     with progress_bar(console, "reading") as progress:
         manifest = build_datastore(
             options.dataset, tokenizer, options.output, options.limit, progress, options.skip_bad_rows
         )
     what = f"{options.output}: {manifest['tokens']:,} tokens of {manifest['conversations']:,} conversations"
-    console.print(what, highlight=False, soft_wrap=True)
+    console.print(what, soft_wrap=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from draft_heads.data.console import plain_console
 from draft_heads.data.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
@@ -184,12 +185,12 @@ def run() -> None:
     chat = Chat(load_target(options), options)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no UTF-8 get a sentence when they are rendered
-    console = Console(highlight=False)
+    console = plain_console()
     if console.is_terminal:
         console.print(f"{chat.target.name}; drafter {chat.drafter}; /help lists the commands", style="dim")
     while True:
         try:
-            line = console.input("[bold]> [/]") if console.is_terminal else input()
+            line = console.input(Text("> ", "bold")) if console.is_terminal else input()
         except (EOFError, KeyboardInterrupt):
             return
         try:

@@ -16,10 +16,10 @@ from typing import Any
 
 from draft_heads.data.config_file import OptionParser, exit_status, parse_with_config
 
-from rich.console import Console
 from rich.table import Table
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.console import plain_console
 from draft_heads.data.conversations import BadRow, count_by_reason
 from draft_heads.data.distill import distill, preview, select_conversations
 from draft_heads.data.distill_options import DistillOptions
@@ -99,7 +99,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     for outcome in ("trimmed", "dropped"):
         places = {bad.place for bad in bad_rows if bad.outcome == outcome}
         table.add_row(f"bad rows {outcome}", f"{len(places):,}")
-    console = Console()
+    console = plain_console()
     console.print(table)
     skipped = [row for shard in manifest["shards"] for row in shard["skipped"]]
     left_out = [f"left out: {row['place']} (id {row['id']}): {row['reason']}" for row in skipped]
@@ -107,7 +107,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     if len(left_out) > 10:
         lines.append(f"… and {len(left_out) - 10} more")
     for line in [*lines, f"every one of them: {output}/manifest.json"] if lines else []:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 if __name__ == "__main__":

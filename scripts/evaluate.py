@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,10 +26,12 @@ from draft_heads.data.config_file import exit_status, on_interrupt
 from rich.console import Console
 
 from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
+from draft_heads.data.console import plain_console
 from draft_heads.data.options import memory_explained
 from draft_heads.data.processes import Processes
 from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import render_prompt
+from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answers import write_answers
 from draft_heads.inference.evaluation.evaluate import (
     TRANSFORMERS,
@@ -118,7 +119,9 @@ def decode_and_judge(
 
 def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
     """What an evaluation measures: an interrupted one goes on only if all of it is the same."""
-    paths = {Path(word) for text in options.drafters for word in re.split("[=:+,]", text) if word}
+    specs = [DrafterSpec.parse(text) for text in options.drafters if text != TRANSFORMERS]
+    words = [word for spec in specs for part in spec.parts for word in (part.path, *part.options.values())]
+    paths = {Path(path) for word in words for path in (word, word.partition(":")[2]) if path}  # via=KIND:PATH
     loaded = [path for path in paths if (path / "config.json").is_file() or (path / "datastore.json").is_file()]
     inside = [file for path in loaded for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".npy")]
     files = sorted({*inside, *(path for path in paths if path.is_file())})
@@ -139,7 +142,7 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
 
 
 def run(options: argparse.Namespace) -> None:
-    console = Console()
+    console = plain_console()
     benchmarks = load_benchmarks(options)
     hf_generate = TRANSFORMERS in options.drafters
     if hf_generate and options.batch_size > 1:
@@ -157,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts)
     if evaluation is None:
         return
-    write_answers(options.output, list(engines), evaluation.records)
+    write_answers(options.output, list(engines), evaluation.records, evaluation.lossy)
     report = build_report(evaluation, **describe_run(options, target), seed=options.seed)
     show_report(console, options.output, report)
     parts.clear()

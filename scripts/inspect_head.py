@@ -12,10 +12,10 @@ from typing import Any
 
 from draft_heads.data.config_file import exit_status
 
-from rich.console import Console
 from rich.table import Table
 
 from draft_heads.data.chat_template import load_tokenizer
+from draft_heads.data.console import plain_console
 from draft_heads.data.fingerprint import FIELDS, target_fingerprint
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.base import DraftHead
@@ -94,7 +94,7 @@ def run() -> None:
         table.add_column(overflow="fold")
         for row in described(path, target):
             table.add_row(*row)
-        Console().print(table)
+        plain_console().print(table)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ from typing import Any
 
 from draft_heads.data.config_file import exit_status
 
-from rich.console import Console
 from rich.table import Table
 
+from draft_heads.data.console import plain_console
 from draft_heads.inference.evaluation.metrics import lossless_counts
+from draft_heads.inference.evaluation.names import shown_name
 from draft_heads.inference.evaluation.parts import PartFolder, TurnRecord
 from draft_heads.inference.evaluation.report import check_output, environment, write_json
 from draft_heads.inference.target.target import Target
@@ -32,7 +33,7 @@ CONTEXT_TOKENS = 20
 
 def run(options: argparse.Namespace) -> bool:
     """True when no difference is unexplained."""
-    console = Console()
+    console = plain_console()
     benchmarks = load_benchmarks(options)
     specs = drafter_specs(options.drafters)
     check_output(options.output, options.overwrite, "lossless.json")
@@ -46,7 +47,8 @@ def run(options: argparse.Namespace) -> bool:
     for name in evaluation.drafters:
         counts = lossless_counts([record for record in evaluation.records if record.drafter == name])
         figures = {"tokens": counts.tokens, "flips_per_1000_tokens": counts.flips_per_1000_tokens}
-        results.append({"drafter": name, **counts.as_dict(), **figures})
+        named = {"drafter": name, "kind": evaluation.kinds.get(name), "lossy": name in evaluation.lossy}
+        results.append({**named, **counts.as_dict(), **figures})
     differences = [describe_difference(record, target) for record in evaluation.records if record.difference]
     measured = {"noise": evaluation.noise, "results": results, "differences": differences}
     report = {**describe_run(options, target), **measured, "environment": environment(str(target.device))}
@@ -55,10 +57,10 @@ def run(options: argparse.Namespace) -> bool:
     console.print(table(results))
     unexplained = [difference for difference in differences if not difference["near_tie"]]
     for difference in unexplained[:SHOWN]:
-        console.print(sentence(difference), highlight=False, markup=False)
+        console.print(sentence(difference))
     if len(unexplained) > SHOWN:
         console.print(f"… and {len(unexplained) - SHOWN} more")
-    console.print(f"  {options.output / 'lossless.json'}", highlight=False, soft_wrap=True)
+    console.print(f"  {options.output / 'lossless.json'}", soft_wrap=True)
     return not unexplained
 
 
@@ -95,8 +97,8 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     """Counts per drafter."""
     shown = Table("drafter", "turns", "identical", "near ties", "unexplained", "tokens", "flips per 1,000")
     for row in rows:
-        keys = ("drafter", "turns", "identical_turns", "near_ties", "unexplained", "tokens")
-        cells = [*(str(row[key]) for key in keys), f"{row['flips_per_1000_tokens']:.2f}"]
+        keys = ("turns", "identical_turns", "near_ties", "unexplained", "tokens")
+        cells = [shown_name(row), *(str(row[key]) for key in keys), f"{row['flips_per_1000_tokens']:.2f}"]
         shown.add_row(*cells, style="red" if row["unexplained"] else None)
     return shown
 

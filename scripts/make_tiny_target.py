@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from draft_heads.data.answers import answer_prompts
 from draft_heads.data.benchmarks import gsm8k_answer
 from draft_heads.data.bpe import train_tokenizer
+from draft_heads.data.console import plain_console
 from draft_heads.data.conversations import (
     SKIP_BAD_ROWS_HELP,
     Conversation,
@@ -285,7 +286,7 @@ Made by
 
 
 def make(argv: list[str] | None = None) -> dict:
-    options, console = parse_options(argv), Console(stderr=True)
+    options, console = parse_options(argv), plain_console(stderr=True)
     use_threads(options.threads)
     torch.manual_seed(options.seed)
     output = Path(options.output)

@@ -22,6 +22,7 @@ from draft_heads.data.config_file import exit_status
 from rich.console import Console
 from rich.rule import Rule
 
+from draft_heads.data.console import plain_console
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.scripts.decoding_options import script_parser
@@ -40,12 +41,12 @@ INPUTS = ("conversations", "dialogues", "word_problems")
 def run(console: Console, title: str, *command: str) -> None:
     """Run one step as its own command; a failing step ends the quickstart with that step's message."""
     console.print(Rule(title))
-    console.print(f"$ python {shlex.join(command)}", highlight=False, soft_wrap=True)
+    console.print(f"$ python {shlex.join(command)}", soft_wrap=True)
     start = time.monotonic()
     done = subprocess.run([sys.executable, *command], cwd=ROOT, check=False)
     if done.returncode:
         sys.exit(f"quickstart: the step '{title}' failed (status {done.returncode}); its message is above")
-    console.print(f"[dim]{title}: {time.monotonic() - start:.0f} s[/dim]")
+    console.print(f"{title}: {time.monotonic() - start:.0f} s", style="dim")
 
 
 def main() -> None:
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=32, help="word problems to be measured on")
     args = parser.parse_args()
     output = args.output.resolve()
-    console = Console()
+    console = plain_console()
     if output.exists():  # it is deleted
         check_earlier(output)
         console.print(f"replacing the earlier quickstart in {args.output}")
@@ -106,10 +107,10 @@ def main() -> None:
     console.print(
         f"{(time.monotonic() - start) / 60:.1f} minutes. The pictures are in {report}; the trained heads in "
         f"{output}/*/head. On your own model (NAME is a folder or a hub id):\n",
-        highlight=False, soft_wrap=True,
+        soft_wrap=True,
     )  # fmt: skip
     for command in next_commands():
-        console.print(f"  {command}", highlight=False, soft_wrap=True)
+        console.print(f"  {command}", soft_wrap=True)
 
 
 def check_earlier(output: Path) -> None:

@@ -21,10 +21,9 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status, parse_with_config
 
-from rich.console import Console
-
 from draft_heads.data.benchmarks import load_benchmark
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.console import plain_console
 from draft_heads.data.options import add_threads, use_threads
 from draft_heads.data.progress import progress_bar
 from draft_heads.data.rendering import render_prompt
@@ -51,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    console = Console()
+    console = plain_console()
     check_positive(options, "limit", "max_nodes")
     use_threads(options.threads)
     specs = distinct_specs(options.drafters)

@@ -8,18 +8,27 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from draft_heads.inference.evaluation.report import cells, columns_of, few_turns_note, overall, write_report
+from draft_heads.inference.evaluation.carried_over import notes
+from draft_heads.inference.evaluation.report import (
+    cells,
+    columns_of,
+    few_turns_note,
+    overall,
+    skipped_note,
+    write_report,
+)
 
 
 def show_report(console: Console, folder: Path, report: dict[str, Any]) -> None:
     """Write the report to `folder`, print its table and the files' paths."""
     pictures = write_report(folder, report)
     console.print(summary_table(report))
-    for note in few_turns_note(report):
-        console.print(note, highlight=False)
+    for note in [*skipped_note(report), *few_turns_note(report), *notes(report["carried_over"])]:
+        console.print(note)
     for path in [*pictures, folder / "report.md", folder / "report.json"]:
-        console.print(f"  {path}", highlight=False, soft_wrap=True)
+        console.print(f"  {path}", soft_wrap=True)
 
 
 def summary_table(report: dict[str, Any]) -> Table:
@@ -35,7 +44,9 @@ def summary_table(report: dict[str, Any]) -> Table:
     )
     plain = settings.get("plain_loop")
     caption = f"γ: times faster than {plain}; β: new tokens per forward of the target" if plain else None
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(
+        title=Text(title, "table.title"), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
     for index, name in enumerate(columns):
         wraps = name in ("drafter", "lossless")
         justify = "left" if index < 2 else "right"
@@ -46,5 +57,5 @@ def summary_table(report: dict[str, Any]) -> Table:
             table.add_section()
         previous = row["benchmark"]
         bad = row["lossless"] is not None and row["lossless"]["unexplained"]
-        table.add_row(*cells(row, columns), style="red" if bad else None)
+        table.add_row(*map(Text, cells(row, columns)), style="red" if bad else None)
     return table

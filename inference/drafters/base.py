@@ -52,6 +52,7 @@ class Drafter(ABC):
     reads_choices  `observe` reads the target's choices at nodes off the accepted path
     extends_paths  it can continue any path: it has `table`, n-grams of the text, and `read(tokens)`
     proposes_levels  it has `propose_levels()`, one distribution per depth, from which a hybrid builds its tree
+    carries_over   what it keeps of earlier texts changes its drafts or its time for the next: β and γ depend on those
     sources        names of the draft sources, indexed by `DraftTree.source`
     target_layers  layers of the target whose outputs it reads beside the hidden states (`VerifiedStep.aux_hidden`)
 
@@ -73,6 +74,7 @@ class Drafter(ABC):
     reads_choices: bool = False
     extends_paths: bool = False
     proposes_levels: bool = False
+    carries_over: bool = False
     sources: tuple[str, ...] = ("draft",)
     max_nodes: int
     max_depth: int

@@ -2,13 +2,15 @@
 
 `ctc=RUN/head`, `ctc_raw=RUN/head,tree=raw`, `draft_model=DIR`, `ngram`, `ngram,k=9`, `long=ngram,k=12`: a name,
 then the path to load and the options. A kind that is left out is read from the checkpoint for heads; otherwise it is
-the name if that is a kind, else `draft_model`. A name alone is a drafter that loads nothing.
+the name if that is a kind, else `draft_model`. A name alone is a drafter that loads nothing. A path that exists may
+have `,`, `+` and `:` in it: of several readings the one with the longest existing path counts.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -86,25 +88,27 @@ class DrafterSpec:
             )
         if name == "tuned":
             raise ValueError(f"tuned=FILE is no drafter but an option of one; got {text!r}; {_TUNED_REMEDY}")
-        parts = tuple(cls._part(part, name, text) for part in (rest or name).split("+"))
+        parts = tuple(cls._part(fields, name, text) for fields in _fields(rest or name))
         spec = cls(name, parts)
         for part in _options_apart(spec)[1]:
             _options_of(part)  # checked before anything is loaded
         return spec
 
     @staticmethod
-    def _part(text: str, name: str, whole: str) -> DrafterPart:
-        location, *pairs = text.split(",")
+    def _part(fields: list[str], name: str, whole: str) -> DrafterPart:
+        location, *pairs = fields
         options = {}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not equals or not key:
-                raise ValueError(f"a drafter's options are key=value; got {pair!r} in {whole!r}")
+                raise ValueError(
+                    f"a drafter's options are key=value; got {pair!r} in {whole!r}; a path with , or + in it must exist"
+                )
             if key in options:
                 raise ValueError(f"a drafter's options have one value each; got {key} twice in {whole!r}; drop one")
             options[key] = value
         kind, colon, path = location.partition(":")
-        if colon:
+        if colon and (kind in DRAFTERS or not _loadable(location)):
             return DrafterPart(kind, path, options)
         if location in DRAFTERS:
             return DrafterPart(location, "", options)
@@ -116,6 +120,32 @@ class DrafterSpec:
             f"a drafter is one of {', '.join(sorted(DRAFTERS))} or the folder of a head checkpoint or draft model; got "
             f"{location!r} in {whole!r}"
         )
+
+
+_BEFORE_PATH = re.compile(r"(?:\w+=)?(?:\w+:)?")  # of a field: `tuned=` or `via=`, `KIND:`
+
+
+def _fields(text: str) -> list[list[str]]:
+    """`ctc:RUN/head,tree=raw+ngram` as [["ctc:RUN/head", "tree=raw"], ["ngram"]]: not split within an existing path."""
+    parts: list[list[str]] = [[]]
+    while True:
+        first, *later = [*(mark.start() for mark in re.finditer("[,+]", text)), len(text)]
+        before = _BEFORE_PATH.match(text)
+        starts = {0, before.end() if before else 0}
+        end = next((end for end in later[::-1] if any(_loadable(text[start:end]) for start in starts)), first)
+        parts[-1].append(text[:end])
+        if end == len(text):
+            return parts
+        if text[end] == "+":
+            parts.append([])
+        text = text[end + 1 :]
+
+
+def _loadable(path: str) -> bool:
+    """Whether there is a head, a model, a datastore or a file at the path."""
+    with suppress(OSError):  # a name that is too long, a folder that may not be read
+        return any(Path(one).is_file() for one in (path, f"{path}/config.json", f"{path}/datastore.json"))
+    return False
 
 
 def _kind_at(path: str) -> str:

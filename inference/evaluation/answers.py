@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draft_heads.data.files import write_text
 from draft_heads.data.json_rows import MalformedJson, read_rows
+from draft_heads.inference.evaluation.names import shown_name
 from draft_heads.inference.evaluation.parts import TurnRecord
 
 QuestionId = int | str
@@ -108,10 +109,12 @@ def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = No
     return values
 
 
-def write_answers(output: Path, drafters: Sequence[str], records: Sequence[TurnRecord]) -> None:
+def write_answers(
+    output: Path, drafters: Sequence[str], records: Sequence[TurnRecord], lossy: Collection[str] = ()
+) -> None:
     """`answers/NAME.jsonl` of every drafter in FastChat form, a line a question; those of an earlier run are deleted.
 
-    A question without an answered turn gets no line.
+    A question without an answered turn gets no line; lossy: drafters whose `model_id` says so.
     """
     folder = output / "answers"
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,11 +124,14 @@ def write_answers(output: Path, drafters: Sequence[str], records: Sequence[TurnR
     for record in records:
         turns[record.drafter].setdefault((record.benchmark, record.question), []).append(record)
     for name, questions in turns.items():
-        rows = [json.dumps(answer_row(answered), ensure_ascii=False) + "\n" for answered in questions.values()]
+        rows = [
+            json.dumps(answer_row(answered, name in lossy), ensure_ascii=False) + "\n"
+            for answered in questions.values()
+        ]
         write_text(folder / f"{name}.jsonl", "".join(rows))
 
 
-def answer_row(turns: Sequence[TurnRecord]) -> dict[str, Any]:
+def answer_row(turns: Sequence[TurnRecord], lossy: bool = False) -> dict[str, Any]:
     """One question in FastChat form, with the counts that Spec-Bench's `speed.py` reads."""
     first, generations = turns[0], [turn.generation for turn in turns]
     choice = {
@@ -142,7 +148,7 @@ def answer_row(turns: Sequence[TurnRecord]) -> dict[str, Any]:
         "category": first.category or first.benchmark,
         "benchmark": first.benchmark,
         "answer_id": f"{first.drafter}-{first.benchmark}-{first.question_id}",
-        "model_id": first.drafter,
+        "model_id": shown_name({"drafter": first.drafter, "lossy": lossy}),
         "choices": [choice],
         "tstamp": time.time(),
     }

@@ -18,6 +18,7 @@ from draft_heads.data.benchmarks import Question
 from draft_heads.data.processes import ALONE, Processes
 from draft_heads.data.rendering import Extra, Messages
 from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.evaluation.carried_over import carried_over
 from draft_heads.inference.evaluation.lossless import Oracle, judge
 from draft_heads.inference.evaluation.parts import Group, Part, Parts, TurnRecord, merged, merged_findings, since
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
@@ -64,6 +65,8 @@ class Evaluation:
     sources   drafter → the names of its draft sources, which `Generation.sources` indexes
     findings  drafter → its own statistics (`Drafter.findings`), where it has any
     kinds     drafter → its kind, whatever its name; those of its parts, joined by +, for a hybrid
+    carried_over  see `evaluation.carried_over`
+    lossy     the drafters whose drafts were accepted by a rule that is not lossless
     """
 
     benchmarks: Sequence[Benchmark]
@@ -73,6 +76,8 @@ class Evaluation:
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    carried_over: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lossy: frozenset[str] = frozenset()
 
 
 def groups_of(benchmarks: Sequence[Benchmark], group_size: int = 1) -> list[Group]:
@@ -151,8 +156,12 @@ def judged(
         found.append(part)
     records = [record for part in found for record in part.records]
     turns = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
-    drafters = {name: first for name, (first, *_) in drafters_of(engines).items()}
-    descriptions = {**described(drafters), "findings": merged_findings(found)}
+    drafters = drafters_of(engines)
+    carried = carried_over(drafters, records, runs=len({part.run for part in found}))
+    first = {name: alike[0] for name, alike in drafters.items()}
+    typical = oracle.settings.typical is not None
+    lossy = frozenset(name for name, drafter in first.items() if typical and drafter.max_nodes)
+    descriptions = {**described(first), "findings": merged_findings(found), "carried_over": carried, "lossy": lossy}
     return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **descriptions)
 
 

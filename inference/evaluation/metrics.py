@@ -34,7 +34,7 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
             baselines = by_drafter.get(plain, []), by_drafter.get(TRANSFORMERS, [])
             for drafter, records in by_drafter.items():
                 row: dict[str, Any] = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
-                row["kind"] = evaluation.kinds.get(drafter)
+                row |= {"kind": evaluation.kinds.get(drafter), "lossy": drafter in evaluation.lossy}
                 row |= result_row(records, *baselines, questions, seed)
                 rows.append(row | {"accepted_by_source": accepted_by_source(records, evaluation.sources.get(drafter))})
     return rows

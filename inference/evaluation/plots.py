@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from draft_heads.inference.evaluation.names import shown_names
+
 Row = dict[str, Any]
 Report = dict[str, Any]
 
@@ -30,10 +32,9 @@ PARTS = {"draft": "drafting", "verify": "target's forward", "accept": "accepting
 def speedup(report: Report) -> Figure:
     """Gamma and beta of every drafter, gamma with its interval; a line at the plain loop's 1."""
     rows, benchmarks, drafters = _overall(report["results"])
-    styles = _styles(drafters)
-    figure, panels = _panels(
-        "Speedup over decoding without drafts", 4.2, 1.9 + 0.34 * len(drafters), benchmarks, drafters
-    )
+    styles, names = _styles(drafters), _labels(report)
+    bars = [names[drafter] for drafter in drafters]
+    figure, panels = _panels("Speedup over decoding without drafts", 4.2, 1.9 + 0.34 * len(drafters), benchmarks, bars)
     for axes, benchmark in zip(panels, benchmarks):
         for place, drafter in enumerate(drafters):
             row, (colour, hatch, _) = rows[benchmark, drafter], styles[drafter]
@@ -66,13 +67,13 @@ def accepted_length(report: Report) -> Figure:
     rows, benchmarks, drafters = _overall(report["results"])
     accepted = {key: _at_least(row["accept_length_histogram"]) for key, row in rows.items()}
     drafting = [name for name in drafters if any(accepted[benchmark, name] for benchmark in benchmarks)]
-    styles = _styles(drafters)
+    styles, names = _styles(drafters), _labels(report)
     figure, panels = _panels("How many drafted tokens a forward of the target accepts", 4.2, 4.4, benchmarks)
     for axes, benchmark in zip(panels, benchmarks):
         for drafter in drafting:
             shares, (colour, _, line) = accepted[benchmark, drafter], styles[drafter]
             look: Any = {"marker": "o", "markersize": 4, "color": colour, "linestyle": line}
-            axes.plot(range(1, len(shares) + 1), shares, label=drafter, **look)
+            axes.plot(range(1, len(shares) + 1), shares, label=names[drafter], **look)
         axes.set_xlabel("accepted tokens, at least")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(0, 1)
@@ -93,7 +94,8 @@ def _at_least(histogram: Sequence[int]) -> list[float]:
 def time_share(report: Report) -> Figure:
     """Shares of each drafter's decoding time, one stacked bar per drafter."""
     rows, benchmarks, drafters = _overall(report["results"])
-    figure, panels = _panels("Where the time of an answer goes", 4.2, 1.9 + 0.34 * len(drafters), benchmarks, drafters)
+    names = [_labels(report)[drafter] for drafter in drafters]
+    figure, panels = _panels("Where the time of an answer goes", 4.2, 1.9 + 0.34 * len(drafters), benchmarks, names)
     for axes, benchmark in zip(panels, benchmarks):
         left = [0.0] * len(drafters)
         for key, colour in TIME_COLOURS.items():
@@ -119,7 +121,7 @@ def _panels(
     figure.suptitle(title)
     panels = figure.subplots(1, len(benchmarks), squeeze=False, sharey=True)[0]
     for axes, benchmark in zip(panels, benchmarks):
-        axes.set_title(benchmark, fontsize=10)
+        axes.set_title(_literal(benchmark), fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
     if drafters:
@@ -133,6 +135,17 @@ def _overall(results: Sequence[Row]) -> tuple[dict[tuple[str, str], Row], list[s
     rows = {(row["benchmark"], row["drafter"]): row for row in results if row["category"] is None}
     benchmarks = list(dict.fromkeys(benchmark for benchmark, _ in rows))
     return rows, benchmarks, list(dict.fromkeys(drafter for _, drafter in rows))
+
+
+def _labels(report: Report) -> dict[str, str]:
+    """Drafter → how pictures name it."""
+    return {drafter: _literal(name) for drafter, name in shown_names(report["results"]).items()}
+
+
+def _literal(name: str) -> str:
+    """A name that matplotlib shows as it is: `$` begins no formula, and a leading `_` hides it from no legend."""
+    escaped = name.replace("$", r"\$")
+    return f"\N{ZERO WIDTH SPACE}{escaped}" if name.startswith("_") else escaped
 
 
 def _styles(drafters: Sequence[str]) -> dict[str, tuple[str, str, str]]:

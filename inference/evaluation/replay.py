@@ -16,6 +16,7 @@ from draft_heads.data.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.answers import Answer, QuestionKey, check_one_benchmark, some
+from draft_heads.inference.evaluation.carried_over import carried_over
 from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Render, described
 from draft_heads.inference.evaluation.parts import TurnRecord
 from draft_heads.inference.generation import Generation
@@ -157,9 +158,12 @@ def replay_all(
             progress(f"{name}: {drafter_name}", index * len(turns) + number, len(drafters) * len(turns))
             generation = replay(drafter, turn.prompt, turn.answer)
             question = turn.question, questions[turn.question].question_id, questions[turn.question].category
-            records.append(TurnRecord(name, *question, turn.turn, drafter_name, (), turn.text, generation))
+            prompt = tuple(turn.prompt)
+            records.append(TurnRecord(name, *question, turn.turn, drafter_name, prompt, turn.text, generation))
     progress("replayed", len(drafters) * len(turns), len(drafters) * len(turns))
-    return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **described(drafters))
+    carried = carried_over({drafter_name: [drafter] for drafter_name, drafter in drafters.items()}, records)
+    descriptions = {**described(drafters), "carried_over": carried}
+    return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **descriptions)
 
 
 def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) -> dict[str, Drafter]:

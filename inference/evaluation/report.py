@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draft_heads.data.files import names_path, write_text
+from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows
+from draft_heads.inference.evaluation.names import shown_name, shown_names
 
 PICTURES = ("speedup.png", "accepted_length.png", "time_share.png")
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
@@ -47,6 +51,7 @@ def build_report(
         "settings": settings if target is None else {**settings, "plain_loop": plain_loop(evaluation)},
         "results": results,
         "findings": evaluation.findings,
+        "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
         "environment": environment((target or {}).get("device", "cpu")),
     }
@@ -83,17 +88,16 @@ def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
 
     names = PICTURES if report["target"] else REPLAY_PICTURES
     for name in names:
-        getattr(plots, Path(name).stem)(report).savefig(folder / name, dpi=150)
-    (folder / "report.md").write_text(markdown(report), encoding="utf-8")
+        with names_path(folder / name):
+            getattr(plots, Path(name).stem)(report).savefig(folder / name, dpi=150)
+    write_text(folder / "report.md", markdown(report))
     write_json(folder / "report.json", report)
     return [folder / name for name in names]
 
 
 def write_json(path: Path, content: Any) -> None:
     """Replace `path` atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def overall(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -110,18 +114,12 @@ def columns_of(report: dict[str, Any]) -> tuple[str, ...]:
     return HEADER if report["target"] else REPLAY_HEADER
 
 
-def name_and_kind(row: dict[str, Any]) -> str:
-    """`medusa (ctc)` for a CTC head under that name; the name alone where it holds the kind: `ctc_raw`."""
-    name, kind = row["drafter"], row.get("kind") or ""
-    return name if all(part in name for part in kind.split("+")) else f"{name} ({kind})"
-
-
 def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     """A row's figures in the order of `columns`."""
     interval = row["gamma_ci95"]
     figures = {
         "benchmark": row["benchmark"],
-        "drafter": name_and_kind(row),
+        "drafter": shown_name(row),
         "β": number(row["beta"]),
         "γ": f"{number(row['gamma'])}×",
         "95 %": "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}",
@@ -148,9 +146,13 @@ def lossless_cell(counts: dict[str, int] | None) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> str:
-    """A Markdown table whose first `text_columns` columns are left-aligned, the others right-aligned."""
+    """A Markdown table whose first `text_columns` columns are left-aligned, the others right-aligned.
+
+    A cell may hold anything, also what would end it: `|` and line breaks.
+    """
     rule = ["---" if index < text_columns else "--:" for index in range(len(header))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows])
+    first, *others = ([re.sub(r"[\\|]", r"\\\g<0>", " ".join(cell.split())) for cell in row] for row in [header, *rows])
+    return "\n".join(f"| {' | '.join(row)} |" for row in [first, rule, *others])
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -162,28 +164,35 @@ def markdown(report: dict[str, Any]) -> str:
     accepted = "![accepted drafts per step](accepted_length.png)"
     if report["target"] is None:
         given = ", ".join(f"{key} {value}" for key, value in report["settings"].items() if value is not None)
-        parts = ["# Replayed answers", f"{given}.", table, EXPLANATION_REPLAY, accepted]
+        parts = ["# Replayed answers", f"{given}.", table, EXPLANATION_REPLAY, *notes(report["carried_over"]), accepted]
     else:
         times = []
         for row in whole:
             shares = ["–" if row["time_share"] is None else f"{row['time_share'][key]:.1%}" for key in TIME_KEYS]
-            times.append([row["benchmark"], name_and_kind(row), *shares, number(row["wall_seconds"], ".1f")])
-        skipped = ", ".join(f"{row['benchmark']} {row['drafter']} {row['skipped']}" for row in whole if row["skipped"])
+            times.append([row["benchmark"], shown_name(row), *shares, number(row["wall_seconds"], ".1f")])
         interval = INTERVAL if any(row["gamma_ci95"] for row in whole) else NO_INTERVAL
         parts = [
             *("# Evaluation", setting_sentence(report), table),
-            *([f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []),
+            *skipped_note(report),
             EXPLANATION.format_map(report["settings"] | {"interval": interval}),
             *few_turns_note(report),
+            *notes(report["carried_over"]),
             *([EXPLANATION_TRANSFORMERS] if both else []),
             *("![speedup](speedup.png)", accepted),
             "## Decoding time by part of a step",
             markdown_table((*HEADER[:2], *TIME_KEYS, "seconds"), times, 2),
             "![time shares](time_share.png)",
             *source_table(whole),
-            *findings_note(report["findings"]),
+            *findings_note(report["findings"], shown_names(report["results"])),
         ]
     return "\n\n".join([*parts, *category_tables(report["results"]), ""])
+
+
+def skipped_note(report: dict[str, Any]) -> list[str]:
+    """A sentence if a turn was skipped."""
+    rows = [row for row in overall(report["results"]) if row["skipped"]]
+    skipped = ", ".join(f"{row['benchmark']} {shown_name(row)} {row['skipped']}" for row in rows)
+    return [f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []
 
 
 def few_turns_note(report: dict[str, Any]) -> list[str]:
@@ -213,16 +222,17 @@ def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         if len(counts := row.get("accepted_by_source") or {}) > 1:
             parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-            lines.append([row["benchmark"], row["drafter"], parts, f"{row['new_tokens']:,}"])
+            lines.append([row["benchmark"], shown_name(row), parts, f"{row['new_tokens']:,}"])
     table = markdown_table((*HEADER[:2], "by source", "new tokens"), lines, 3)
     return ["## Accepted tokens by source", table] if lines else []
 
 
-def findings_note(findings: dict[str, dict[str, Any]]) -> list[str]:
+def findings_note(findings: dict[str, dict[str, Any]], names: Mapping[str, str] | None = None) -> list[str]:
     """A sentence for every part of a hybrid that could have been left out: needed in fewer than 1 % of the steps."""
+    names = names or {}
     return [
-        f"{drafter}: in {found['steps']:,} target steps, {part['needed']:,} tokens were accepted thanks to {name} "
-        "alone; without it drafting takes less time."
+        f"{names.get(drafter, drafter)}: in {found['steps']:,} target steps, {part['needed']:,} tokens were accepted "
+        f"thanks to {name} alone; without it drafting takes less time."
         for drafter, found in findings.items()
         for name, part in found.get("parts", {}).items()
         if part["needed"] < found["steps"] / 100
@@ -239,7 +249,7 @@ def category_tables(results: Sequence[dict[str, Any]]) -> list[str]:
             figure = number(row["beta"]) + (f" ({number(row['gamma'])}×)" if timed else "")
             figures.setdefault(row["category"], [row["category"]]).append(figure)
         if len(figures) > 1:
-            columns = ("category", *dict.fromkeys(row["drafter"] for row in rows))
+            columns = ("category", *dict.fromkeys(map(shown_name, rows)))
             title = f"## {benchmark}: β{' (γ)' if timed else ''} by category"
             parts += [title, markdown_table(columns, list(figures.values()), 1)]
     return parts

@@ -26,10 +26,10 @@ from typing import Any
 from draft_heads.data.config_file import exit_status, parse_with_config
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_heads.data.console import plain_console
 from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.heads.checkpoint import head_classes
@@ -254,7 +254,7 @@ def run(options: argparse.Namespace) -> None:
             result[name] = found | {"eta_bound": eta_bound(target, drafter.head)}
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result |= bench_verification(target, filler, 10 * options.repeats)
-    Console().print(table(result))
+    plain_console().print(table(result))
     settings = {"threads": torch.get_num_threads(), "compile": options.compile, "device": str(target.device)}
     medians = {
         **{name: value["median"] for name, value in result.items() if name.startswith("vanilla_")},

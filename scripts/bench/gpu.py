@@ -35,9 +35,9 @@ from draft_heads.data.config_file import exit_status
 
 import torch
 import yaml
-from rich.console import Console
 from transformers.generation.streamers import BaseStreamer
 
+from draft_heads.data.console import plain_console
 from draft_heads.data.options import add_threads
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
@@ -339,7 +339,8 @@ def run() -> bool:
             found[name] = parts.run(f"{shape}: {name}", work) or {}
         listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
         rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
-        Console().print(table({f"{shape}, over the plain step:": {name: row for name, row in rows.items() if row}}))
+        timed = {name: row for name, row in rows.items() if row}
+        plain_console().print(table({f"{shape}, over the plain step:": timed}))
         print(found["plain step"], found["ctc scripted"])
         del steps, work
         print(parts.run(f"{shape}: training", partial(training, made[0], args)))

@@ -136,6 +136,30 @@ def test_files_that_are_missing_or_cut_short_are_refused(store, name):
         Datastore.open(store)
 
 
+@pytest.mark.parametrize("name", ["tokens", "suffixes", "starts"])
+def test_damaged_contents_of_the_right_size_are_refused(store, name, caplog):
+    path = store / f"{name}.npy"
+    before = path.read_bytes()
+    try:
+        for place in (len(before) // 2, len(before) - 1):
+            damaged = bytearray(before)
+            damaged[place] ^= 1
+            path.write_bytes(bytes(damaged))
+            with pytest.raises(ValueError, match=f"{name}.npy is damaged: its checksum is .*copy the folder again"):
+                Datastore.open(store)
+    finally:
+        path.write_bytes(before)
+    manifest = json.loads((store / MANIFEST).read_text())
+    older = {key: value for key, value in manifest.items() if key != "checksums"}
+    try:
+        (store / MANIFEST).write_text(json.dumps(older))
+        assert Datastore.open(store).manifest == older
+        assert "built without checksums" in caplog.text
+    finally:
+        (store / MANIFEST).write_text(json.dumps(manifest))
+    assert Datastore.open(store)
+
+
 def test_objects_are_never_unpickled(store):
     np.save(store / "tokens.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match=r"tokens.npy is damaged"):

@@ -1,13 +1,20 @@
 """Drafters from the words of a command line, and a target with an adapter laid on it."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterBuilder, DrafterSpec, build_drafter
+from draft_heads.inference.drafters.registry import (
+    HEAD_DRAFTERS,
+    DrafterBuilder,
+    DrafterPart,
+    DrafterSpec,
+    build_drafter,
+)
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head
 
@@ -127,3 +134,36 @@ def test_a_tuned_temperature_is_its_own_drafters(target, tmp_path):
     words = [f"a=medusa:{tmp_path / 'head'}", f"b=medusa:{tmp_path / 'head'},tuned={tmp_path / 'tuned.json'}"]
     plain, tuned = (builder.build(DrafterSpec.parse(one)) for one in words)
     assert [drafter.head.config.tree_temperature for drafter in (plain, tuned)] == [1.0, 2.5]
+
+
+ODD_FOLDERS = ("a,b", "a+b", "a:b", "a=b", "a,k=3", "ngram+c", "a+ngram", "x,y+z:w=1", "tree=raw,head")
+
+
+@pytest.mark.parametrize("odd", ODD_FOLDERS)
+def test_paths_that_exist_are_never_split(target, tmp_path, checkpoint, odd):
+    """With and without a kind, options, and other parts; the same words mean the same where there is no such path."""
+    head = tmp_path / odd
+    shutil.copytree(checkpoint, head)
+    tuned = tmp_path / f"{odd}.json"
+    tuned.write_text('{"max_nodes": 7, "tree_temperature": 2.0}')
+    for words, options in (("", {}), (",max_nodes=9", {"max_nodes": "9"}), (f",tuned={tuned}", {"tuned": str(tuned)})):
+        for kind in ("", "ctc:"):
+            spec = DrafterSpec.parse(f"mine={kind}{head}{words}")
+            assert spec.parts == (DrafterPart("ctc", str(head), options),)
+            several = DrafterSpec.parse(f"mine=ngram,k=3+{kind}{head}{words}+prompt_lookup")
+            assert [part.kind for part in several.parts] == ["ngram", "ctc", "prompt_lookup"]
+            assert several.parts[1] == spec.parts[0] and several.parts[0].options == {"k": "3"}
+    assert build_drafter(DrafterSpec.parse(f"mine={head},max_nodes=9"), target).max_nodes == 9
+
+
+def test_an_output_folder_named_like_a_drafter_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("ngram,keep=1", "ngram+prompt_lookup", "h=ngram"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text("{}")
+    assert DrafterSpec.parse("ngram,keep=1").parts == (DrafterPart("ngram", "", {"keep": "1"}),)
+    assert [part.kind for part in DrafterSpec.parse("h=ngram+prompt_lookup").parts] == ["ngram", "prompt_lookup"]
+    with pytest.raises(ValueError, match=r"got 'b' in 'mine=runs/a,b'; a path with , or \+ in it must exist"):
+        DrafterSpec.parse("mine=runs/a,b")
+    with pytest.raises(ValueError):
+        DrafterSpec.parse("mine=" + "a/" * 5000 + ",b")

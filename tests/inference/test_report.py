@@ -9,6 +9,7 @@ from rich.console import Console
 from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.answers import read_answers, write_answers
 from draft_heads.inference.evaluation.evaluate import evaluate
+from draft_heads.inference.evaluation.names import shown_name
 from draft_heads.inference.evaluation.report import (
     build_report,
     check_output,
@@ -16,7 +17,6 @@ from draft_heads.inference.evaluation.report import (
     findings_note,
     lossless_cell,
     markdown,
-    name_and_kind,
     write_json,
     write_report,
 )
@@ -27,7 +27,18 @@ from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, quest
 TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu"}
 SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32}
 ROW_KEYS = {
-    *("benchmark", "category", "drafter", "kind", "questions", "turns", "skipped", "new_tokens", "target_steps"),
+    *(
+        "benchmark",
+        "category",
+        "drafter",
+        "kind",
+        "lossy",
+        "questions",
+        "turns",
+        "skipped",
+        "new_tokens",
+        "target_steps",
+    ),
     *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "over_transformers", "accepted_by_source"),
 }
@@ -150,7 +161,7 @@ def test_the_kind_is_shown_where_the_name_does_not_hold_it(report):
             row["kind"] = kind if row["drafter"] == name else row["kind"]
     for shown in (markdown(report), closing_table(report)):
         assert "fast (ctc)" in shown and "broken (ctc+ngram)" in shown and "(vanilla)" not in shown
-    assert name_and_kind({"drafter": "ctc_raw", "kind": "ctc"}) == "ctc_raw"
+    assert shown_name({"drafter": "ctc_raw", "kind": "ctc"}) == "ctc_raw"
 
 
 def test_the_closing_table_has_one_row_per_benchmark_and_drafter(report):

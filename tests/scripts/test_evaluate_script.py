@@ -1,5 +1,6 @@
 """`scripts/evaluate.py` and `scripts/lossless.py` from their command lines, on a random-weight target."""
 
+import errno
 import json
 import os
 import signal
@@ -122,6 +123,29 @@ def test_running_out_of_memory_names_the_options_that_lower_it(command, capsys, 
     monkeypatch.setattr(evaluate, "decode", full)
     assert evaluate.main(command) == 2
     assert "decoding ran out of memory; lower --batch_size or --max_nodes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("after", [0, 5, 8, 9, 10, "picture"])
+def test_a_full_disk_is_told_with_its_path_and_the_same_command_goes_on(after, command, tmp_path, capsys, monkeypatch):
+    """Whichever file cannot be written: run.json, a group's answers, an answer file, a picture, the report."""
+    written = []
+
+    def full(*arguments, **options):
+        written.append(arguments)
+        if after == "picture" or len(written) > after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if after == "picture":
+            patch.setattr("matplotlib.figure.Figure.savefig", full)
+        else:
+            patch.setattr("draft_heads.data.files.os.fsync", full)
+        assert evaluate.main([*command, "--limit", "1"]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"error: {tmp_path}/out/"), told
+    remedy = "free space there or write elsewhere, and repeat the command"
+    assert told.endswith(f"cannot be written: No space left on device; {remedy}")
+    assert evaluate.main([*command, "--limit", "1"]) == 0
 
 
 def test_limit_takes_the_first_questions_of_each_benchmark(command, tmp_path):

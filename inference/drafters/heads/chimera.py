@@ -201,6 +201,7 @@ class ChimeraDrafter(HeadDrafter):
         self.view = target.drafting_view(head)
         self.cache = KGramCache(kgram_cache) if kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
+        self.carries_over = self.cache is not None
         self._recent = torch.full((head.config.order - 1,), -1, device=target.device)
         self._context: ChimeraContext
         self._base: Tensor

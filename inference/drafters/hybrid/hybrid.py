@@ -86,6 +86,7 @@ class HybridDrafter(Drafter):
 
     kind = "hybrid"
     on_device = False  # trees are merged on the host
+    carries_over = True  # the calibration
     options: ClassVar[dict[str, Any]] = {"depth": 0}
 
     def __init__(

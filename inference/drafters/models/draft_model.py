@@ -31,6 +31,7 @@ class DraftModelDrafter(TextDrafter):
         self.loop = DraftLoop(model, inner)
         self.vocabulary = model.vocab_size
         self._last_row = int(model.config.vocab_size) - 1
+        self.carries_over = inner is not None and inner.carries_over
         self._text: list[int] = []
 
     @classmethod

@@ -83,6 +83,7 @@ class OuroborosDrafter(DraftModelDrafter):
         self.gamma, self.longest = min(gamma, nodes), min(trunk, nodes)
         self.k, self.beside = (k, beside) if lengthen else (0, 0)
         self.from_verification, self.reuse_history, self.from_text = map(bool, switches[2:])
+        self.carries_over = self.reuse_history
         self._trunk: list[int] = []
         self._branches: list[tuple[Phrase, list[int]]] = []  # each with the nodes of its tokens but the first
         self._proposed: DraftTree | None = None

@@ -142,6 +142,7 @@ class NgramDrafter(TextDrafter):
             raise ValueError(f"drafter option keep must be 0 or 1; got {keep}; leave it out for the default")
         super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
         self.branches, self.keep = branches, bool(keep)
+        self.carries_over = self.keep
         self.table = NgramTable(n)
 
     def start(self) -> None:

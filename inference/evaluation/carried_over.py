@@ -1,0 +1,55 @@
+"""What a report must say of drafters that carry something from question to question (`Drafter.carries_over`).
+
+Their β depends on how the questions were split, by kills, processes and sequences decoded together, as each drafter
+begins with nothing, and on questions that were asked before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.evaluation.parts import TurnRecord
+
+
+def carried_over(
+    drafters: Mapping[str, Sequence[Drafter]], records: Sequence[TurnRecord], runs: int = 1
+) -> dict[str, dict[str, Any]]:
+    """For each of these drafters among `drafters`, name → how often it began with nothing, and what came twice.
+
+    drafters         name → the drafters alike that answered in each run
+    runs             of the program that the answers come from: one for each process, and for each resume of it
+    returns          {"runs", "drafters_per_run", "repeated_turns": {benchmark: turns whose prompt and answer had come
+                     before}}
+    """
+    found = {}
+    for name, alike in drafters.items():
+        if not alike[0].carries_over:
+            continue
+        repeated: dict[str, int] = {}
+        seen = set()
+        for record in records:
+            if record.drafter == name:
+                text = record.prompt, tuple(record.generation.tokens)
+                repeated[record.benchmark] = repeated.get(record.benchmark, 0) + (text in seen)
+                seen.add(text)
+        found[name] = {"runs": runs, "drafters_per_run": len(alike), "repeated_turns": repeated}
+    return found
+
+
+def notes(carried: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A sentence or two for each drafter in `carried_over`."""
+    told = []
+    for name, facts in carried.items():
+        runs, alike = facts["runs"], facts["drafters_per_run"]
+        split = f"{runs} runs or processes, {alike} sequences at a time"
+        begun = f"{runs * alike} copies of it shared the questions, each beginning with nothing ({split})"
+        if runs * alike == 1:
+            begun = "one drafter answered all questions in order"
+        note = f"{name} learns from question to question, so its β depends on those before: here {begun}."
+        if again := {benchmark: count for benchmark, count in facts["repeated_turns"].items() if count}:
+            counts = ", ".join(f"{benchmark} {count}" for benchmark, count in again.items())
+            note += f" Turns that had been asked and answered before, whose β is that of a known text: {counts}."
+        told.append(note)
+    return told

@@ -1,0 +1,185 @@
+"""What a report calls a drafter: its kind and LOSSY everywhere, names of any characters; what drafters carry over."""
+
+import io
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from draft_heads.data.console import plain_console
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation import plots
+from draft_heads.inference.evaluation.answers import write_answers
+from draft_heads.inference.evaluation.carried_over import carried_over, notes
+from draft_heads.inference.evaluation.evaluate import evaluate
+from draft_heads.inference.evaluation.names import shown_name
+from draft_heads.inference.evaluation.parts import PartFolder
+from draft_heads.inference.evaluation.report import build_report, markdown, write_report
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.verify import TypicalAcceptance
+from draft_heads.scripts import terminal
+from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
+
+TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu"}
+SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32}
+ODD = ("[bold]", "[/x]", "a|b", "$x$ and $y$", "_hidden", ":smile:", "a`b", "new\nline", "\\|", "[red]a[/]")
+
+
+class Drafting(StubEngine):
+    """A stub engine with a drafter of a kind."""
+
+    def __init__(self, kind, max_nodes=4, carries_over=False):
+        super().__init__(2)
+        facts = {"kind": kind, "sources": (kind,), "max_nodes": max_nodes, "carries_over": carries_over}
+        self.drafter = SimpleNamespace(**facts, findings=dict)
+
+
+def report_of(drafters, questions=QUESTIONS, **settings):
+    oracle = StubOracle(GenerationSettings(64, eos_token_ids=(0,), **settings))
+    found = evaluate({"vanilla": Drafting("vanilla", 0), **drafters}, oracle, [benchmark(questions)], render)
+    return found, build_report(found, TARGET, SETTINGS, 0)
+
+
+def printed(report, tmp_path):
+    file = io.StringIO()
+    console = plain_console()
+    console.file, console.width = file, 200
+    terminal.show_report(console, tmp_path, report)
+    return file.getvalue()
+
+
+def drawn(report):
+    """All texts of the three pictures."""
+    texts = []
+    for draw in (plots.speedup, plots.accepted_length, plots.time_share):
+        figure = draw(report)
+        figure.draw_without_rendering()
+        texts += [text.get_text() for axes in figure.axes for text in axes.get_yticklabels()]
+        texts += [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    return texts
+
+
+@pytest.mark.parametrize("typical", [False, True])
+def test_kind_and_lossiness_stand_in_every_table_picture_and_answer(tmp_path, typical):
+    settings = {"typical": TypicalAcceptance()} if typical else {}
+    found, report = report_of(
+        {"medusa": Drafting("ctc"), "h": Drafting("ctc+ngram"), "ngram": Drafting("ngram")}, **settings
+    )
+    names = (
+        ["medusa (ctc, LOSSY)", "h (ctc+ngram, LOSSY)", "ngram (LOSSY)"]
+        if typical
+        else ["medusa (ctc)", "h (ctc+ngram)", "ngram"]
+    )
+    assert [shown_name(row) for row in report["results"][:4]] == ["vanilla", *names]
+    text = markdown(report)
+    assert f"| category | vanilla | {' | '.join(names)} |" in text
+    for name in names:
+        assert text.count(f"| bench | {name} |") == 2  # figures and times
+        assert drawn(report).count(name) == 3 and name in printed(report, tmp_path)
+    write_answers(tmp_path, found.drafters, found.records, found.lossy)
+    for drafter in found.drafters:
+        rows = [json.loads(line) for line in (tmp_path / "answers" / f"{drafter}.jsonl").read_text().splitlines()]
+        assert {row["model_id"] for row in rows} == {
+            f"{drafter} (LOSSY)" if typical and drafter != "vanilla" else drafter
+        }
+    assert {row["drafter"] for row in report["results"] if row["lossy"]} == (
+        {"medusa", "h", "ngram"} if typical else set()
+    )
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_any_name_is_shown_as_it_is(tmp_path, odd):
+    """As a drafter's name, a benchmark's, a category's, and a folder's: no traceback, no lost text, no broken table."""
+    questions = [question(1, odd, "abcd"), question(2, "math", "hi")]
+    oracle = StubOracle()
+    engines = {"vanilla": Drafting("vanilla", 0), odd: Drafting("ctc")}
+    found = evaluate(engines, oracle, [benchmark(questions, name=odd)], render)
+    report = build_report(found, {**TARGET, "path": f"models/{odd}"}, SETTINGS, 0)
+    folder = tmp_path / odd
+    folder.mkdir(parents=True)
+    assert odd.split()[0] in printed(report, folder)
+    shown = odd.replace("$", r"\$").replace("_hidden", "\u200b_hidden")
+    assert drawn(report).count(f"{shown} (ctc)") == 3
+    tables = [line for line in markdown(report).splitlines() if line.startswith("|")]
+    columns = [line.replace("\\\\", "").replace("\\|", "").count("|") for line in tables]
+    assert sorted(set(columns)) == [4, 8, 9]  # categories, times, figures
+    assert write_report(folder, report)
+
+
+def test_skipped_questions_are_told_on_the_terminal_too(tmp_path):
+    _, report = report_of({"fast": StubEngine(2)}, [question(1, None, "word"), question(2, None, "y" * 99)])
+    told = "Turns skipped because a prompt did not fit the context: bench vanilla 1, bench fast 1."
+    assert told in printed(report, tmp_path) and told in markdown(report)
+
+
+# --- what drafters carry from question to question -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.from_pretrained("tests/tiny_target", device="cpu")
+
+
+CARRIES = {
+    "ngram": False,
+    "ngram,keep=1": True,
+    "prompt_lookup": False,
+    "lookahead": False,
+    "hybrid=ngram+prompt_lookup": True,
+    "draft_model=tests/tiny_target": False,
+    "cascade=tests/tiny_target": False,
+    "ouroboros=tests/tiny_target": True,
+    "ouroboros=tests/tiny_target,reuse_history=0": False,
+}
+
+
+@pytest.mark.parametrize("words", CARRIES)
+def test_a_drafter_says_whether_it_carries_something_over(target, words):
+    """Declared where it is true: the second time a prompt comes, only those drafters may take other steps."""
+    drafter = build_drafter(DrafterSpec.parse(words), target)
+    assert drafter.carries_over == CARRIES[words]
+    engine = DecodingEngine(target, drafter)
+    first, again = (engine.generate("Tell me a story about a cat.", GenerationSettings(40)) for _ in range(2))
+    assert first.tokens == again.tokens
+    if not drafter.carries_over:
+        assert first.accept_lengths == again.accept_lengths
+    if words == "ngram,keep=1":
+        assert again.target_steps < first.target_steps
+
+
+def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
+    asked = [question(1, None, "abcd"), question(2, None, "efgh"), question(3, None, "abcd")]
+    learner, plain = SimpleNamespace(carries_over=True), SimpleNamespace(carries_over=False)
+    engines = {"vanilla": StubEngine(), "learns": Drafting("ngram", carries_over=True)}
+    both = [benchmark(asked, name="one"), benchmark([question(1, None, "efgh", "new")], name="two")]
+    found = evaluate(engines, StubOracle(), both, render)
+    facts = {"runs": 1, "drafters_per_run": 1, "repeated_turns": {"one": 1, "two": 1}}
+    assert found.carried_over == {"learns": facts}
+    (note,) = notes(found.carried_over)
+    assert "one drafter answered all questions in order" in note and note.endswith("a known text: one 1, two 1.")
+    several = carried_over({"learns": [learner] * 4, "plain": [plain]}, found.records, runs=2)
+    assert several["learns"] == {**facts, "runs": 2, "drafters_per_run": 4} and "plain" not in several
+    assert (
+        "8 copies of it shared the questions, each beginning with nothing (2 runs or processes, 4 s"
+        in notes(several)[0]
+    )
+    report = build_report(found, TARGET, SETTINGS, 0)
+    assert report["carried_over"] == found.carried_over
+    assert note in markdown(report) and note in " ".join(printed(report, tmp_path).split())
+
+
+def test_a_resumed_run_is_counted(tmp_path):
+    engines = {"vanilla": StubEngine(), "learns": Drafting("ngram", carries_over=True)}
+    parts = PartFolder(tmp_path)
+    parts.begin({}, False)
+    whole = evaluate(engines, StubOracle(), [benchmark()], render, parts=parts)
+    (tmp_path / "parts" / "bench-00002.json").unlink()
+    parts._lock.close()
+    again = PartFolder(tmp_path)
+    again.begin({}, False)
+    resumed = evaluate(engines, StubOracle(), [benchmark()], render, parts=again)
+    runs = [one.carried_over["learns"]["runs"] for one in (whole, resumed)]
+    assert runs == [1, 2] and not replace(resumed, carried_over={}).carried_over
