@@ -28,7 +28,7 @@ from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
-from draft_heads.train.batches import EpochSampler, TokenBatches
+from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches
 from draft_heads.train.optimizer import MuonWithAdamW
 from draft_heads.train.run_folder import kept
 from draft_heads.train.simulate import simulate_row
@@ -171,29 +171,30 @@ class DraftHeadTrainer(Trainer):
         return self.accelerator.reduce(count)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches of `per_device_train_batch_size` rows, or of rows of similar length with `tokens_per_batch`."""
-        if not self.args.tokens_per_batch:
-            return super().get_train_dataloader()
-        rows = self._rows
-        lengths = [min(length, self._longest) for length in row_lengths(rows)]
-        batches = TokenBatches(lengths, self.args.tokens_per_batch, self._data_seed, self.args.world_size)
+        """Batches of `per_device_train_batch_size` rows, or of rows of similar length with `tokens_per_batch`.
+
+        Shared out here, as accelerate would fill an epoch's last step up with rows of its first.
+        """
+        args, rows = self.args, self._rows
+        seed = args.seed if args.data_seed is None else args.data_seed
+        batches: RowBatches | TokenBatches
+        if args.tokens_per_batch:
+            lengths = [min(length, self._longest) for length in row_lengths(rows)]
+            batches = TokenBatches(lengths, args.tokens_per_batch, seed, args.world_size)
+        else:
+            size, drop_last = args.per_device_train_batch_size, args.dataloader_drop_last
+            batches = RowBatches(len(rows), size, seed, args.world_size, drop_last)
         self._order = batches.sampler
         loader = DataLoader(
             rows,
             batch_sampler=batches,
             collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
         )
         return self.accelerator.prepare(loader)
-
-    @property
-    def _data_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        self._order = EpochSampler(len(self._rows if train_dataset is None else train_dataset), self._data_seed)
-        return self._order
 
     # --- optimisation -----------------------------------------------------------------------------------------------
 
