@@ -65,6 +65,7 @@ class DraftHeadTrainer(Trainer):
         self.propose_from = propose_from
         self._since_log = SinceLog()
         self.final_metrics: dict[str, float] = {}
+        self._measured: dict[int, dict[str, float]] = {}  # step → metrics of the held-out rows
         self._order: EpochSampler | None = None  # of the training rows
         super().__init__(
             model=head,
@@ -323,9 +324,20 @@ class DraftHeadTrainer(Trainer):
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         named[f"{metric_key_prefix}_seconds"] = round(seconds := time.monotonic() - start, 2)
         self._since_log.leave_out(seconds)
+        if eval_dataset is None and metric_key_prefix == "eval":
+            self._measured[self.state.global_step] = named
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
+
+    @property
+    def steps(self) -> int:
+        """Steps of the head as it is after training: of the best checkpoint, where that was asked for."""
+        return (self.args.load_best_model_at_end and self.state.best_global_step) or self.state.global_step
+
+    def final_evaluation(self) -> dict[str, float]:
+        """`evaluate` after training, unless this step's head was evaluated while it trained."""
+        return self._measured.get(self.steps) or self.evaluate()
 
     def _batches(self, dataset: Any, size: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """This process's share of held-out rows in batches, and whether a batch counts.
@@ -343,18 +355,23 @@ class DraftHeadTrainer(Trainer):
     def _loss_metrics(self, head: DraftHead, dataset: Any) -> dict[str, float]:
         offsets = head.config.offsets
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        hits = torch.zeros(offsets, TOP + 1, dtype=torch.float64, device=self.args.device)  # top-1 … top-5, counted
+        hits = torch.zeros(offsets, TOP + 2, dtype=torch.float64, device=self.args.device)  # …, counted, scored
         for batch, counts in self._batches(dataset, self.args.per_device_eval_batch_size):
             with self.compute_loss_context_manager():
                 loss = self.head_loss(head, batch)
             if not counts:
                 continue
             total += torch.stack([loss.total.double(), loss.windows.double()])
-            if loss.correct is not None and loss.counted is not None:
-                hits += torch.cat([loss.correct, loss.counted[:, None]], dim=1).double()
+            if loss.correct is not None and loss.counted is not None and loss.scored is not None:
+                hits += torch.column_stack([loss.correct, loss.counted, loss.scored]).double()
         summed, windows = self.accelerator.reduce(total).tolist()
-        metrics = {"loss": summed / windows if windows else math.nan, "windows": windows}
-        for offset, (top_1, *_, counted) in enumerate(self.accelerator.reduce(hits).tolist(), start=1):
+        every = self.accelerator.reduce(hits).tolist()
+        labels, scored = (sum(row[column] for row in every) for column in (TOP, TOP + 1))
+        # labels outside the draft vocabulary have no loss: each counts as the mean of those that have one
+        metrics = {"loss": summed / windows * labels / scored if scored else math.nan, "windows": windows}
+        if head.config.draft_vocab_size and labels:
+            metrics["outside_vocabulary"] = 1 - scored / labels
+        for offset, (top_1, *_, counted, _) in enumerate(every, start=1):
             metrics[f"accuracy_{offset}"] = top_1 / counted if counted else math.nan
         return metrics
 
