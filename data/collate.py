@@ -41,6 +41,9 @@ class DraftCollator:
     With `packing`, each conversation goes into the first row that has room (first fit), so B may shrink. Example,
     max_length 8, lengths 5, 4, 3: rows [1 1 1 1 1 2 2 2] and [1 1 1 1 0 0 0 0]. Conversations longer than
     `max_length` are cut, which is logged once; L is rounded up to a multiple of 8, at most to `max_length`.
+
+    No rows at all give one row of padding, for a process that has none left while others have; `state_sizes` are the H
+    and k·H of its states.
     """
 
     pad_id: int
@@ -48,6 +51,7 @@ class DraftCollator:
     packing: bool = False
     hidden_dtype: torch.dtype | None = None
     aux_hidden: bool = False
+    state_sizes: tuple[int, ...] = ()
     _warned: bool = field(default=False, init=False, repr=False)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -61,8 +65,8 @@ class DraftCollator:
                 room.append(self.max_length)
             bins[slot].append(row)
             room[slot] -= length
-        longest = max(self.max_length - free for free in room)
-        return self._fill(bins, min(-(-longest // 8) * 8, self.max_length))
+        longest = max((self.max_length - free for free in room), default=1)
+        return self._fill(bins or [[]], min(-(-longest // 8) * 8, self.max_length))
 
     def _length(self, row: Mapping[str, Any]) -> int:
         length = len(row["input_ids"])
@@ -84,6 +88,9 @@ class DraftCollator:
             "segment_ids": torch.zeros(shape, dtype=torch.long),
             "position_ids": torch.zeros(shape, dtype=torch.long),
         }
+        states = STATE_COLUMNS[: (self.hidden_dtype is not None) * (1 + self.aux_hidden)]
+        if not any(bins):
+            batch |= {n: torch.zeros(*shape, w, dtype=self.hidden_dtype) for n, w in zip(states, self.state_sizes)}
         for b, segments in enumerate(bins):
             start = 0
             for number, row in enumerate(segments, start=1):
@@ -95,7 +102,7 @@ class DraftCollator:
                 batch["mask"][b, span] = torch.as_tensor(row["assistant_mask"][:n]).bool()
                 batch["segment_ids"][b, span] = number
                 batch["position_ids"][b, span] = torch.arange(n)
-                for name in STATE_COLUMNS[: (self.hidden_dtype is not None) * (1 + self.aux_hidden)]:
+                for name in states:
                     assert self.hidden_dtype is not None
                     states_LH = hidden_from_bytes(row[name], len(row["input_ids"]), self.hidden_dtype)[:n]
                     if name not in batch:

@@ -95,13 +95,14 @@ class TargetView:
 
 @dataclass
 class HeadLoss:
-    """One training forward: what to minimise and what to report; the last two fields in evaluation only."""
+    """One training forward: what to minimise and what to report; the last three fields in evaluation only."""
 
     total: Tensor  # [] sum of the loss over windows; the trainer divides by the windows of the global batch
     windows: Tensor  # [] int64, how many windows (anchors with at least one label) entered `total`
     parts: dict[str, Tensor] = field(default_factory=dict)  # [] each, detached: sums, or counts (named `…_count`)
     correct: Tensor | None = None  # [U, 5] float, windows whose label is among the 1, 2, … 5 best drafts
     counted: Tensor | None = None  # [U] float, windows that have a label at each offset
+    scored: Tensor | None = None  # [U] float, those of them whose label has a loss: the head can draft it
 
     @classmethod
     def zero(cls, windows: int, device: torch.device) -> HeadLoss:
@@ -113,11 +114,13 @@ class HeadLoss:
         self.total = self.total + weight * value
         self.parts[name] = value.detach()
 
-    def score(self, hits: list[Tensor], lengths: Tensor) -> None:
-        """Store the hits `[5]` of every offset, for windows of `lengths [N]`; the list is empty in training."""
+    def score(self, hits: list[Tensor], lengths: Tensor, scored: Tensor) -> None:
+        """Store the hits `[5]` of every offset, for windows of `lengths [N]`, and which of their labels have a loss,
+        `scored [N, U]` bool; the list is empty in training."""
         if hits:
             self.correct = torch.stack(hits)
             self.counted = torch.stack([(lengths > offset).sum() for offset in range(len(hits))]).float()
+            self.scored = scored.sum(0).float()
 
 
 @dataclass(frozen=True)

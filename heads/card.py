@@ -12,7 +12,10 @@ from draft_heads.heads.config import HeadConfig
 
 LIBRARY = "draft-heads"
 ABSOLUTE = re.compile(r"(?<![^\s=:'\"])/(?:[^\s/,'\"]+/)*([^\s/,'\"]+)/?")
-MEASURED = {"simulated_beta": "simulated β", "loss": "loss", "windows": "windows measured"}
+MEASURED = {
+    **{"simulated_beta": "simulated β", "loss": "loss", "windows": "windows measured"},
+    "outside_vocabulary": "share of labels outside the draft vocabulary",
+}
 USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
     from draft_heads.inference.engine import DecodingEngine
     from draft_heads.inference.target.target import Target

@@ -30,7 +30,7 @@ from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, Rotation, scaled_rotation
-from draft_heads.heads.draft_vocab import OUTSIDE
+from draft_heads.heads.draft_vocab import in_vocabulary
 from draft_heads.heads.losses import linear_cross_entropy, total
 from draft_heads.heads.medusa import OffsetConfig
 from draft_heads.heads.windows import Windows, at
@@ -210,9 +210,9 @@ class ChimeraHead(DraftHead):
         last = windows.gather(self.row_states(rows))
         labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
         loss = HeadLoss.zero(len(last), last.device)
-        hits = []
+        scored, hits = in_vocabulary(labels, lengths), []
         for k in range(config.heads):
-            drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
+            drafted = scored[:, k]
             f, h, y = fused[drafted, k], last[drafted], labels[drafted, k]
             states, vocabulary, bias = self.read_out(k, h, f, target)
             hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}
@@ -220,5 +220,5 @@ class ChimeraHead(DraftHead):
             loss.add(f"mse_{k}", total(F.mse_loss(f, hidden, reduction="none").mean(-1)), config.mse_weight)
             if not self.training:
                 hits.append(offset_hits(functools.partial(F.linear, weight=vocabulary, bias=bias), states, y))
-        loss.score(hits, lengths)
+        loss.score(hits, lengths, scored)
         return loss

@@ -31,7 +31,7 @@ from draft_heads.heads.attention import anchor_attention, before_anchor, causal_
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
 from draft_heads.heads.config import HeadConfig, check_decay
-from draft_heads.heads.draft_vocab import cut_before_outside
+from draft_heads.heads.draft_vocab import cut_before_outside, in_vocabulary
 from draft_heads.heads.label_context import ctc_loss_with_context
 from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy, total
 from draft_heads.heads.prefix_scores import teacher_forced_hits
@@ -331,5 +331,6 @@ class CTCHead(DraftHead):
         if not self.training:
             drafted = self.drafted_frames(rows, windows.anchors, target)[windows.valid] if config.chained else kept
             hits = teacher_forced_hits(drafted, before, labels, lengths, partial(self.emissions, target=target))
-            loss.score(list(hits), counted)  # what lies behind a token that cannot be drafted is missed
+            # what lies behind a token that cannot be drafted is missed
+            loss.score(list(hits), counted, in_vocabulary(labels, lengths))
         return loss

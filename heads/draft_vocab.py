@@ -50,6 +50,14 @@ def classes_of(tokens: Tensor, vocabulary: Tensor) -> Tensor:
     return torch.where(vocabulary[found] == tokens, found, OUTSIDE)
 
 
+def in_vocabulary(classes: Tensor, lengths: Tensor) -> Tensor:
+    """[N, U] bool, which labels of windows `[N, U]` of `lengths [N]` the head can draft: those not `OUTSIDE`.
+
+    Worked example: classes 1 −1 2 0 of length 3 give yes, no, yes, no.
+    """
+    return (torch.arange(classes.shape[1], device=classes.device) < lengths[:, None]) & (classes != OUTSIDE)
+
+
 def cut_before_outside(classes: Tensor, lengths: Tensor, closed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Windows `[N, U]` of classes that end before the first `OUTSIDE`: classes (0 beyond), lengths and closed [N].
 

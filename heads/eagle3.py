@@ -30,7 +30,7 @@ from draft_heads.heads.attention import before_anchor, chain_attention
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.config import HeadConfig, check_decay
-from draft_heads.heads.draft_vocab import OUTSIDE
+from draft_heads.heads.draft_vocab import in_vocabulary
 from draft_heads.heads.losses import soft_cross_entropies
 from draft_heads.heads.windows import Windows, at
 
@@ -133,7 +133,7 @@ class Eagle3Head(DraftHead):
         states = self.norm(self.train_states(rows, windows.anchors, target)[windows.valid])  # [N, S, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         offset = torch.arange(self.config.passes, device=states.device)
-        drafted = (lengths[:, None] > offset) & (labels != OUTSIDE)  # [N, S]
+        drafted = in_vocabulary(labels, lengths)  # [N, S]
         hidden = torch.stack([windows.gather(rows.hidden, ahead=k + 1) for k in range(len(offset))], dim=1)
         # h_{n+1+k} predicts x_{n+2+k}; the LM head is read once for all passes
         passes = offset.expand_as(drafted)[drafted]
@@ -149,5 +149,5 @@ class Eagle3Head(DraftHead):
                 offset_hits(self.lm_head, states[which, k], labels[which, k])
                 for k, which in enumerate(drafted.unbind(1))
             ]
-            loss.score(hits, lengths)
+            loss.score(hits, lengths, drafted)
         return loss

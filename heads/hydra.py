@@ -24,7 +24,7 @@ from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import causal_attention
 from draft_heads.heads.base import HeadLoss, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
-from draft_heads.heads.draft_vocab import OUTSIDE
+from draft_heads.heads.draft_vocab import in_vocabulary
 from draft_heads.heads.losses import linear_cross_entropy, soft_cross_entropy
 from draft_heads.heads.medusa import MedusaConfig, OffsetHead, OffsetHeads
 from draft_heads.heads.windows import Windows
@@ -107,9 +107,9 @@ class HydraHead(OffsetHeads):
         tokens = torch.cat([windows.gather(rows.input_ids[..., None], k + 1) for k in range(self.config.heads)], dim=-1)
         token_states = self.token_states(tokens, target)  # [N, K, H] of n+1 … n+K
         loss = HeadLoss.zero(len(states), states.device)
-        hits = []
+        scored, hits = in_vocabulary(labels, lengths), []
         for k, head in enumerate(self.offset_heads):
-            drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
+            drafted = scored[:, k]
             x, y = self.head_states(k, states[drafted], token_states[drafted, : k + 1]), labels[drafted, k]
             weight = head.vocabulary.weight
             if self.config.labels_from == "tokens":
@@ -119,5 +119,5 @@ class HydraHead(OffsetHeads):
                 loss.add(f"soft_{k}", soft_cross_entropy(x, weight, hidden, target), self.config.decay**k)
             if not self.training:
                 hits.append(offset_hits(head.vocabulary, x, y))
-        loss.score(hits, lengths)
+        loss.score(hits, lengths, scored)
         return loss

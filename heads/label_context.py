@@ -87,7 +87,9 @@ class _ContextCTC(torch.autograd.Function):
                 )
                 possible = ~(value <= IMPOSSIBLE / 2)
                 loss = torch.where(possible, -value, torch.zeros_like(value))
-                taken = torch.autograd.grad(loss.sum(), leaves) if need_grad else None  # −(occupancy)
+                taken = None
+                if need_grad:  # −(occupancy); of one frame no label stays
+                    taken = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
             losses[rows] = loss.detach()
             infeasible[rows] = ~possible
             if taken is None:

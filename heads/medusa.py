@@ -21,7 +21,7 @@ from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView
 from draft_heads.heads.block import ResidualLayer
 from draft_heads.heads.config import HeadConfig, check_decay
-from draft_heads.heads.draft_vocab import OUTSIDE
+from draft_heads.heads.draft_vocab import in_vocabulary
 from draft_heads.heads.losses import linear_cross_entropy
 from draft_heads.heads.windows import Windows
 
@@ -100,12 +100,12 @@ class MedusaHead(OffsetHeads):
         states = windows.gather(self.row_states(rows))  # [N, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(states), states.device)
-        hits = []
+        scored, hits = in_vocabulary(labels, lengths), []
         for k, head in enumerate(self.offset_heads):
-            drafted = (lengths > k) & (labels[:, k] != OUTSIDE)
+            drafted = scored[:, k]
             x, y = head.layers(states[drafted]), labels[drafted, k]
             loss.add(f"ce_{k}", linear_cross_entropy(x, head.vocabulary.weight, y), self.config.decay**k)
             if not self.training:
                 hits.append(offset_hits(head.vocabulary, x, y))
-        loss.score(hits, lengths)
+        loss.score(hits, lengths, scored)
         return loss

@@ -91,16 +91,23 @@ def label_windows(
     return labels, lengths, closed, lengths > 0
 
 
-def anchor_scores(input_ids: Tensor, seed: int) -> Tensor:
-    """[B, L] int64 pseudo-random scores that depend on the row's own tokens and `seed` only.
+def position_in_segment(segment_ids: Tensor) -> Tensor:
+    """[B, L] int64, how many places before each one belong to its run of equal ids: 1 1 1 2 2 0 → 0 1 2 0 1 0."""
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
+    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
+    return index - torch.where(begins, index, 0).cummax(-1).values
 
-    The same row gets the same anchors however rows are spread over processes and batches, and other anchors with
-    another seed; nothing is drawn from a random generator whose state would have to be saved.
+
+def anchor_scores(input_ids: Tensor, segment_ids: Tensor, seed: int) -> Tensor:
+    """[B, L] int64 pseudo-random scores that depend on the conversation's own tokens and `seed` only.
+
+    The same conversation gets the same anchors however rows are packed, padded, and spread over processes and batches,
+    and other anchors with another seed; nothing is drawn from a random generator whose state would have to be saved.
     """
-    length = input_ids.shape[1]
-    position = torch.arange(length, device=input_ids.device)
-    row = ((input_ids + 1) * (2 * position + 1)).sum(-1, keepdim=True)
-    value = row * 0x9E3779B1 + position * 0x85EBCA77 + (seed + 1) * 0xC2B2AE3D
+    position = position_in_segment(segment_ids)
+    terms = (input_ids + 1) * (2 * position + 1)
+    sums = torch.zeros_like(F.pad(terms, (0, 1))).scatter_add_(1, segment_ids, terms)
+    value = sums.gather(1, segment_ids) * 0x9E3779B1 + position * 0x85EBCA77 + (seed + 1) * 0xC2B2AE3D
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (16, 0x165667B1)):
         value = ((value ^ (value >> shift)) * factor) & 0x7FFFFFFF
     return value
@@ -112,11 +119,7 @@ def rank_in_segment(score: Tensor, segment_ids: Tensor) -> Tensor:
     Worked example: segments 1 1 1 2 2 with scores 5 9 7 3 4 have the ranks 2 0 1 1 0.
     """
     order = (segment_ids * 2**32 - score).argsort(dim=-1, stable=True)
-    sorted_segments = segment_ids.gather(1, order)
-    index = torch.arange(score.shape[1], device=score.device).expand_as(order)
-    begins = F.pad(sorted_segments[:, 1:] != sorted_segments[:, :-1], (1, 0), value=True)
-    first = torch.where(begins, index, 0).cummax(-1).values
-    return torch.zeros_like(order).scatter_(1, order, index - first)
+    return torch.zeros_like(order).scatter_(1, order, position_in_segment(segment_ids.gather(1, order)))
 
 
 def select_windows(
@@ -135,8 +138,7 @@ def select_windows(
     labels, lengths, closed, valid = label_windows(
         input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree, tokens_after
     )
-    real = torch.where(segment_ids > 0, input_ids, -1)  # padding must not change a row's anchors
-    score = torch.where(valid, anchor_scores(real, seed) + 1, 0)
+    score = torch.where(valid, anchor_scores(input_ids, segment_ids, seed) + 1, 0)
     sampled = valid if anchors_each == 0 else valid & (rank_in_segment(score, segment_ids) < anchors_each)
     take = max(1, int(sampled.sum(-1).max()))  # with one that is not valid a batch without any has the same graph
     chosen = (score * sampled).topk(take, dim=-1).indices

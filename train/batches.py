@@ -1,4 +1,9 @@
-"""Which rows form a batch: rows of similar length, so that little of a batch is padding."""
+"""Which rows form a batch, and which batches the processes of a step get: every epoch has every row once.
+
+Batches come in steps of one for each process, as accelerate hands them out. Where too few rows are left for a step,
+some of its batches are empty (`DraftCollator` makes padding of them); accelerate would fill them with rows that the
+epoch has had already.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +36,45 @@ class EpochSampler(Sampler[int]):
         yield from torch.randperm(self.rows, generator=self.generator()).tolist()
 
 
+class RowBatches(BatchSampler):
+    """Batches of `size` rows in the epoch's order; the rows of its last step are shared out evenly.
+
+    The rows of a step are those that one process would have in a batch of `size * processes`. Worked example: 7 rows in
+    the order a … g, size 2 and two processes give [a b] [c d], then [e] [f g]; of 5 rows the last step is [] [e].
+    """
+
+    def __init__(self, rows: int, size: int, seed: int, processes: int = 1, drop_last: bool = False) -> None:
+        """drop_last: leave out a last step that is not full."""
+        self.sampler = EpochSampler(rows, seed)
+        self.processes, self.drop_last = processes, False  # accelerate would drop more than that step
+        self.rows_per_step = size * processes
+        self.steps = rows // self.rows_per_step if drop_last else -(-rows // self.rows_per_step)
+
+    def __len__(self) -> int:
+        return self.steps * self.processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        for step in range(self.steps):
+            rows = order[step * self.rows_per_step : (step + 1) * self.rows_per_step]
+            for rank in range(self.processes):
+                yield rows[len(rows) * rank // self.processes : len(rows) * (rank + 1) // self.processes]
+
+
 class TokenBatches(BatchSampler):
-    """Batches of at most `tokens` tokens, padding included; every epoch has every row once.
+    """Batches of at most `tokens` tokens, padding included.
 
     Rows are sorted by a slightly disturbed length and cut into batches whose sizes are fixed once, so that every epoch
     has the same number of batches; their order is random. Example: lengths 8, 8, 16, 16, 16 with 36 tokens give the
     batches [16, 16], [16, 8], [8]. The number of batches is a multiple of `processes`; the ranks of a step get batches
-    of about as many tokens, so that none waits for another. Where batches of one row each do not come out even, the
-    shortest rows stand in an epoch twice.
+    of about as many tokens, so that none waits for another. Where batches of one row each do not come out even, some
+    are empty.
     """
 
     sampler: EpochSampler  # accelerate calls its set_epoch
 
     def __init__(self, lengths: Sequence[int], tokens: int, seed: int, processes: int = 1) -> None:
-        """Raises ValueError if the longest row alone has more than `tokens` tokens, or rows are too few to share."""
+        """Raises ValueError if the longest row alone has more than `tokens` tokens."""
         self.lengths = torch.as_tensor(lengths)
         self.sampler = EpochSampler(len(self.lengths), seed)
         self.processes, self.drop_last = processes, False
@@ -56,8 +86,6 @@ class TokenBatches(BatchSampler):
                 f"--tokens_per_batch must hold the longest row, {longest} tokens; got {tokens}; raise it or lower "
                 "--max_length"
             )
-        if len(padded) < processes:
-            raise ValueError(f"every process needs a row to train on; {len(padded)} rows for {processes} processes")
         self.sizes: list[int] = []
         start = 0
         while start < len(padded):
@@ -68,8 +96,7 @@ class TokenBatches(BatchSampler):
             largest = self.sizes.index(max(self.sizes))
             whole = self.sizes.pop(largest)
             self.sizes[largest:largest] = [whole - whole // 2, whole // 2]
-        self.repeated = -len(self.sizes) % processes
-        self.sizes += [1] * self.repeated
+        self.sizes += [0] * (-len(self.sizes) % processes)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -78,7 +105,7 @@ class TokenBatches(BatchSampler):
         generator = self.sampler.generator()
         disturbed = self.lengths * (1 + torch.rand(len(self.lengths), generator=generator).double() / _JITTER)
         ranked = disturbed.argsort(descending=True)
-        batches = list(torch.cat([ranked, ranked[len(ranked) - self.repeated :]]).split(self.sizes))
+        batches = list(ranked.split(self.sizes))
         batches.sort(key=lambda rows: int(self.lengths[rows].sum()))
         for step in torch.randperm(len(batches) // self.processes, generator=generator).tolist():
             for rows in batches[step * self.processes : (step + 1) * self.processes]:

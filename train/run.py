@@ -98,7 +98,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             if args.process_index == 0:
                 print(f"stopped by SIGTERM after step {trainer.state.global_step}; {left()}", flush=True)
             return
-        trainer.final_metrics = trainer.evaluate()
+        trainer.final_metrics = trainer.final_evaluation()
         if args.process_index == 0:
             save_loss_plot(trainer.state.log_history, folder / "loss.png")
         exported = export(trainer, run, settings, data)
@@ -153,6 +153,8 @@ def measured(metrics: dict[str, float]) -> str:
     accuracies = [f"{value:.3f}" for name, value in metrics.items() if name.startswith("eval_accuracy_")]
     beta = f"{metrics['eval_simulated_beta']:.2f}" if "eval_simulated_beta" in metrics else "not measured"
     figures = f"loss {metrics['eval_loss']:.3f}, simulated β {beta}, top-1 accuracy by offset {' '.join(accuracies)}"
+    if (outside := metrics.get("eval_outside_vocabulary")) is not None:
+        figures += f"; {outside:.1%} of the labels are outside the draft vocabulary and count in the accuracy alone"
     return f"held-out rows: {figures}"
 
 
@@ -194,7 +196,7 @@ def export(trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any],
             }
             for part in data
         ],
-        "steps": (trainer.args.load_best_model_at_end and trainer.state.best_global_step) or trainer.state.global_step,
+        "steps": trainer.steps,
         "minutes": round(trainer.clock.elapsed, 2),
         "metrics": metrics,
         "target_licence": target_licence(run.target),

@@ -28,7 +28,7 @@ from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
-from draft_heads.train.batches import EpochSampler, TokenBatches
+from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches
 from draft_heads.train.optimizer import MuonWithAdamW
 from draft_heads.train.run_folder import kept
 from draft_heads.train.simulate import simulate_row
@@ -65,6 +65,7 @@ class DraftHeadTrainer(Trainer):
         self.propose_from = propose_from
         self._since_log = SinceLog()
         self.final_metrics: dict[str, float] = {}
+        self._measured: dict[int, dict[str, float]] = {}  # step → metrics of the held-out rows
         self._order: EpochSampler | None = None  # of the training rows
         super().__init__(
             model=head,
@@ -173,29 +174,30 @@ class DraftHeadTrainer(Trainer):
         return self.accelerator.reduce(count)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Batches of `per_device_train_batch_size` rows, or of rows of similar length with `tokens_per_batch`."""
-        if not self.args.tokens_per_batch:
-            return super().get_train_dataloader()
-        rows = self._rows
-        lengths = [min(length, self._longest) for length in row_lengths(rows)]
-        batches = TokenBatches(lengths, self.args.tokens_per_batch, self._data_seed, self.args.world_size)
+        """Batches of `per_device_train_batch_size` rows, or of rows of similar length with `tokens_per_batch`.
+
+        Shared out here, as accelerate would fill an epoch's last step up with rows of its first.
+        """
+        args, rows = self.args, self._rows
+        seed = args.seed if args.data_seed is None else args.data_seed
+        batches: RowBatches | TokenBatches
+        if args.tokens_per_batch:
+            lengths = [min(length, self._longest) for length in row_lengths(rows)]
+            batches = TokenBatches(lengths, args.tokens_per_batch, seed, args.world_size)
+        else:
+            size, drop_last = args.per_device_train_batch_size, args.dataloader_drop_last
+            batches = RowBatches(len(rows), size, seed, args.world_size, drop_last)
         self._order = batches.sampler
         loader = DataLoader(
             rows,
             batch_sampler=batches,
             collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
         )
         return self.accelerator.prepare(loader)
-
-    @property
-    def _data_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> EpochSampler:
-        self._order = EpochSampler(len(self._rows if train_dataset is None else train_dataset), self._data_seed)
-        return self._order
 
     # --- optimisation -----------------------------------------------------------------------------------------------
 
@@ -324,9 +326,20 @@ class DraftHeadTrainer(Trainer):
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         named[f"{metric_key_prefix}_seconds"] = round(seconds := time.monotonic() - start, 2)
         self._since_log.leave_out(seconds)
+        if eval_dataset is None and metric_key_prefix == "eval":
+            self._measured[self.state.global_step] = named
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
+
+    @property
+    def steps(self) -> int:
+        """Steps of the head as it is after training: of the best checkpoint, where that was asked for."""
+        return (self.args.load_best_model_at_end and self.state.best_global_step) or self.state.global_step
+
+    def final_evaluation(self) -> dict[str, float]:
+        """`evaluate` after training, unless this step's head was evaluated while it trained."""
+        return self._measured.get(self.steps) or self.evaluate()
 
     def _batches(self, dataset: Any, size: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """This process's share of held-out rows in batches, and whether a batch counts.
@@ -344,18 +357,23 @@ class DraftHeadTrainer(Trainer):
     def _loss_metrics(self, head: DraftHead, dataset: Any) -> dict[str, float]:
         offsets = head.config.offsets
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        hits = torch.zeros(offsets, TOP + 1, dtype=torch.float64, device=self.args.device)  # top-1 … top-5, counted
+        hits = torch.zeros(offsets, TOP + 2, dtype=torch.float64, device=self.args.device)  # …, counted, scored
         for batch, counts in self._batches(dataset, self.args.per_device_eval_batch_size):
             with self.compute_loss_context_manager():
                 loss = self.head_loss(head, batch)
             if not counts:
                 continue
             total += torch.stack([loss.total.double(), loss.windows.double()])
-            if loss.correct is not None and loss.counted is not None:
-                hits += torch.cat([loss.correct, loss.counted[:, None]], dim=1).double()
+            if loss.correct is not None and loss.counted is not None and loss.scored is not None:
+                hits += torch.column_stack([loss.correct, loss.counted, loss.scored]).double()
         summed, windows = self.accelerator.reduce(total).tolist()
-        metrics = {"loss": summed / windows if windows else math.nan, "windows": windows}
-        for offset, (top_1, *_, counted) in enumerate(self.accelerator.reduce(hits).tolist(), start=1):
+        every = self.accelerator.reduce(hits).tolist()
+        labels, scored = (sum(row[column] for row in every) for column in (TOP, TOP + 1))
+        # labels outside the draft vocabulary have no loss: each counts as the mean of those that have one
+        metrics = {"loss": summed / windows * labels / scored if scored else math.nan, "windows": windows}
+        if head.config.draft_vocab_size and labels:
+            metrics["outside_vocabulary"] = 1 - scored / labels
+        for offset, (top_1, *_, counted, _) in enumerate(every, start=1):
             metrics[f"accuracy_{offset}"] = top_1 / counted if counted else math.nan
         return metrics
 

@@ -136,19 +136,10 @@ class TrainingLines(PrinterCallback):
     def __init__(self, clock: WallClock, show: Update) -> None:
         super().__init__()
         self.clock, self.show = clock, show
-        self._measured: tuple[int, float] | None = None  # step and loss of the evaluation that was printed last
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.monotonic(), state.global_step
         self.on_step_end(args, state, control)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if logs and "eval_loss" in logs:
-            measured = state.global_step, logs["eval_loss"]
-            if measured == self._measured:  # the run ends with the evaluation of its last step again
-                return
-            self._measured = measured
-        super().on_log(args, state, control, logs, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:

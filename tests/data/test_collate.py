@@ -31,6 +31,16 @@ def test_padding_is_on_the_right_and_carries_no_label():
     }
 
 
+def test_no_rows_are_a_row_of_padding_with_states_of_the_same_sizes():
+    batch = DraftCollator(9, 64, hidden_dtype=torch.float16, aux_hidden=True, state_sizes=(3, 6))([])
+    assert batch["input_ids"].tolist() == [[9] * 8] and not batch["mask"].any() and not batch["segment_ids"].any()
+    assert {name: x.shape[-1] for name, x in batch.items() if x.dtype == torch.float16} == {
+        "hidden": 3,
+        "aux_hidden": 6,
+    }
+    assert set(DraftCollator(9, 64)([])) == {"input_ids", "greedy_ids", "mask", "segment_ids", "position_ids"}
+
+
 def test_packing_fills_the_first_row_with_room_and_restarts_positions():
     last = row(300, 3) | {"greedy_ids": [55, 301, 302]}  # a label at its start would be read as row 100's next token
     batch = DraftCollator(pad_id=0, max_length=8, packing=True)([row(100, 5), row(200, 4), last])

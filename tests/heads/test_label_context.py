@@ -82,6 +82,17 @@ def test_loss_and_gradients_equal_those_of_dense_log_probabilities(seed, windows
         assert torch.allclose(got, want, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("decay", [1.0, 0.7])
+def test_of_one_frame_the_loss_and_its_gradients_are_those_of_dense_log_probabilities(decay):
+    values = with_contexts(frames=1)
+    values |= {name: values[name][:, :most] for name, most in (("labels", 1), ("contexts", 2))}
+    values["lengths"] = values["lengths"].clamp(max=1)
+    loss, _, grads = loss_and_gradients(ctc_loss_with_context, values, decay=decay)
+    expected, _, expected_grads = loss_and_gradients(dense, values, decay=decay)
+    assert torch.allclose(loss, expected, rtol=1e-12) and float(loss) > 0
+    assert all(torch.allclose(got, want, rtol=1e-9, atol=1e-12) for got, want in zip(grads, expected_grads))
+
+
 def test_gradients_of_a_half_precision_head_do_not_depend_on_the_chunks():
     values = {name: x.bfloat16() if x.is_floating_point() else x for name, x in with_contexts().items()}
     _, _, whole = loss_and_gradients(ctc_loss_with_context, values)

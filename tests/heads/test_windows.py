@@ -2,7 +2,7 @@
 
 import torch
 
-from draft_heads.heads.windows import IGNORED, label_windows, rank_in_segment, select_windows
+from draft_heads.heads.windows import IGNORED, label_windows, position_in_segment, rank_in_segment, select_windows
 
 P, A, B, C, D, Q, E = 9, 1, 2, 3, 4, 5, 0  # E ends a turn
 
@@ -78,6 +78,14 @@ def test_sampled_anchors_are_the_same_however_rows_are_batched():
     assert together.anchors.tolist() == together.anchors.sort(-1).values.tolist()
 
 
+def test_a_packed_conversation_has_the_anchors_of_a_row_of_its_own():
+    text, greedy, mask, segments = batch(rows=3, length=20)
+    apart = select_windows(text, greedy, mask, segments, 3, [E], anchors_each=6, seed=5)
+    row, ids = text.reshape(1, 60), torch.arange(1, 4).repeat_interleave(20)[None]
+    packed = select_windows(row, row, torch.ones_like(row).bool(), ids, 3, [E], anchors_each=6, seed=5)
+    assert packed.anchors.reshape(3, 6).tolist() == (apart.anchors + 20 * torch.arange(3)[:, None]).tolist()
+
+
 def test_another_seed_samples_other_anchors():
     text, greedy, mask, segments = batch()
     picks = {
@@ -106,3 +114,4 @@ def test_each_packed_conversation_has_its_own_number_of_anchors():
 def test_ranks_of_the_docstring():
     scores, segments = torch.tensor([[5, 9, 7, 3, 4]]), torch.tensor([[1, 1, 1, 2, 2]])
     assert rank_in_segment(scores, segments).tolist() == [[2, 0, 1, 1, 0]]
+    assert position_in_segment(torch.tensor([[1, 1, 1, 2, 2, 0]])).tolist() == [[0, 1, 2, 0, 1, 0]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draft_heads.train.batches import TokenBatches
+from draft_heads.train.batches import RowBatches, TokenBatches
 
 
 def lengths_of_conversations(rows=2000):
@@ -36,17 +36,27 @@ def test_every_epoch_has_every_row_once_in_batches_that_are_full():
     assert list(batches) == epochs[1]
 
 
-def test_batches_of_one_row_each_are_filled_up_with_the_shortest_rows():
+def test_processes_without_a_row_left_get_an_empty_batch():
     rows = list(TokenBatches([40, 80, 80, 80, 40], 96, seed=0, processes=4))
     assert sorted(map(len, rows)) == [1, 1, 1, 2]
     rows = list(TokenBatches([88, 40, 80, 80, 80], 88, seed=0, processes=4))
-    assert [len(batch) for batch in rows] == [1] * 8
-    chosen = [row for batch in rows for row in batch]
-    assert sorted(set(chosen)) == [0, 1, 2, 3, 4] and chosen.count(0) == 1 and chosen.count(1) == 2
+    assert sorted(map(len, rows)) == [0] * 3 + [1] * 5
+    assert sorted(row for batch in rows for row in batch) == [0, 1, 2, 3, 4]
+    assert sorted(map(len, TokenBatches([10, 10], 90, seed=0, processes=4))) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 7, 8, 53])
+def test_a_step_of_two_processes_has_the_rows_of_a_batch_of_one(rows):
+    one, two = RowBatches(rows, 4, seed=3), RowBatches(rows, 2, seed=3, processes=2)
+    batches = list(two)
+    assert len(batches) == len(two) == 2 * len(one)
+    for whole, first, second in zip(one, batches[::2], batches[1::2], strict=True):
+        assert first + second == whole and 0 <= len(second) - len(first) <= 1
+    assert sorted(row for batch in batches for row in batch) == list(range(rows))
+    whole_steps = RowBatches(rows, 2, seed=3, processes=2, drop_last=True)
+    assert list(whole_steps) == batches[: 2 * (rows // 4)] and len(whole_steps) == 2 * (rows // 4)
 
 
 def test_a_batch_must_hold_the_longest_row():
     with pytest.raises(ValueError, match="--tokens_per_batch must hold the longest row, 100 tokens; got 90"):
         TokenBatches([10, 100], 90, seed=0)
-    with pytest.raises(ValueError, match="every process needs a row"):
-        TokenBatches([10, 10], 90, seed=0, processes=4)

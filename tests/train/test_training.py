@@ -171,6 +171,35 @@ def test_a_draft_vocabulary_is_counted_saved_and_resumed_with(dataset, tmp_path)
     assert status != 0 and "to 1024, the end tokens among them; got 1025" in told
 
 
+def test_the_held_out_loss_is_a_mean_over_labels_in_the_draft_vocabulary_and_is_measured_once(dataset, tmp_path):
+    often = ("--eval_strategy", "steps", "--eval_steps", "3")
+    status, told = run(dataset, tmp_path / "run", "--draft_vocab_size", "64", *often, kind="medusa")
+    assert status == 0, told
+    (events,) = (tmp_path / "run").rglob("events.out.tfevents*")
+    assert [point.step for point in EventAccumulator(str(events)).Reload().Scalars("eval/loss")] == [3, 6]
+    metrics = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["metrics"]
+    target, head = Target.from_pretrained(TARGET), load_head(tmp_path / "run" / "head")
+    _, held_out, _, collator = load_data(RunOptions(TARGET, [dataset], held_out=8), target)
+    batch = collator(list(held_out))
+    windows = head.windows(*(batch[name] for name in ("input_ids", "greedy_ids", "mask", "segment_ids")))
+    log_probs = head.draft_log_probs(windows.gather(target.states_of(batch)["hidden"])).detach()
+    class_of = {token: number for number, token in enumerate(head.draft_vocab.tolist())}
+    loss, inside, every = 0.0, 0, 0
+    labelled = zip(windows.labels[windows.valid].tolist(), windows.lengths[windows.valid].tolist())
+    for window, (labels, length) in enumerate(labelled):
+        for k, label in enumerate(labels[:length]):
+            every += 1
+            if label in class_of:
+                inside += 1
+                loss -= 0.8**k * float(log_probs[window, k, class_of[label]])
+    assert 0.1 < inside / every < 0.9
+    assert metrics["eval_loss"] == pytest.approx(loss / len(log_probs) * every / inside, rel=1e-4)
+    assert metrics["eval_outside_vocabulary"] == pytest.approx(1 - inside / every, abs=1e-4)
+    assert (
+        f"; {1 - inside / every:.1%} of the labels are outside the draft vocabulary and count in the accuracy" in told
+    )
+
+
 def test_rows_without_an_answer_in_their_part_are_not_trained_on(dataset, tmp_path):
     status, told = run(dataset, tmp_path / "run", "--max_length", "8")
     assert status != 0 and "an answer of two tokens or more within --max_length 8; none of 40 has one; raise it" in told

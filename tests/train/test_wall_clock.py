@@ -115,16 +115,6 @@ def test_processes_ask_each_other_after_every_step_that_is_slow_on_one_of_them(m
     assert asked == [1, 9, 10, 11, 19, 20, 28] and control.should_training_stop and control.should_save
 
 
-def test_the_last_evaluation_is_printed_once_though_it_is_made_twice(capsys):
-    lines = TrainingLines(WallClock(0), ProgressLines(print))
-    state = SimpleNamespace(is_local_process_zero=True, global_step=4)
-    for loss, seconds in ((2.0, 1.0), (2.0, 1.5), (1.5, 1.0)):  # the last is of the best checkpoint
-        lines.on_log(None, state, None, {"eval_loss": loss, "eval_seconds": seconds})
-    state.global_step = 5
-    lines.on_log(None, state, None, {"eval_loss": 1.5, "eval_seconds": 1.0})
-    assert capsys.readouterr().out.count("eval_loss") == 3
-
-
 def rates(warmup, name="cosine", **options):
     """Learning rates at 0, 1 … 10 steps of a schedule of ten minutes, a minute each."""
     optimizer, clock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), WallClock(10)
