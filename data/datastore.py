@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from draft_heads.data.conversations import conversation_of, read_conversations
 from draft_heads.data.files import write_text
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.rendering import ConversationError, check_read, rendered_text
+from draft_heads.data.rendering import ChatRenderer, ConversationError
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ def build_datastore(
     vocabulary = 1 + max(tokenizer.get_vocab().values())
     digest = hashlib.sha256()
     parts: list[NDArray[Any]] = []
+    renderer = ChatRenderer(tokenizer)
     kept = 0
     for first in range(0, len(rows), _BATCH):
         progress("conversations", first, len(rows))
@@ -156,11 +157,12 @@ def build_datastore(
         conversations = [conversation_of(row) for row in batch]
         digest.update(json.dumps([messages for messages, _ in conversations]).encode())
         digest.update(json.dumps([extra for _, extra in conversations if extra]).removeprefix("[]").encode())
-        texts = []
+        texts: list[str] = []
         for place, (messages, extra) in zip([row["place"] for row in batch], conversations):
             try:
-                check_read(tokenizer, messages, extra)
-                texts.append(rendered_text(tokenizer, messages, extra=extra))
+                renderer.check_texts(messages)
+                renderer.check_read(messages, extra)
+                texts.append(renderer.text(messages, extra=extra))
             except ConversationError as error:
                 if not skip_bad_rows:
                     raise ConversationError(

@@ -13,14 +13,15 @@ and trained on.
 
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
 fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, shards [{file, rows, first_row,
-source_rows, skipped [{row, place, id, reason}], cut, …}], counts {rows, tokens, trained_tokens, agreeing_tokens,
-agreement, skipped, cut, unfinished, loops}, complete.
+source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts {rows, tokens,
+trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops}, complete.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,13 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.answer_server import AnswerServer
-from draft_heads.data.conversations import Conversations, conversation_of, read_conversations
+from draft_heads.data.conversations import (
+    BadRow,
+    Conversations,
+    conversation_of,
+    count_by_reason,
+    read_conversations,
+)
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
@@ -43,6 +50,8 @@ from draft_heads.data.options import dtype_name, memory_explained
 from draft_heads.data.processes import Processes
 from draft_heads.data.progress import progress_bar
 from draft_heads.data.shards import ShardFolder
+
+logger = logging.getLogger(__name__)
 
 _TRAINED = "black on green"
 
@@ -113,7 +122,11 @@ def distill(
 
 
 def _check_rows(folder: ShardFolder, max_length: int) -> None:
-    """ValueError where every conversation was left out."""
+    """Count what was left out by reason; ValueError where every conversation was."""
+    listed = [row for shard in folder.manifest["shards"] for row in [*shard["skipped"], *shard.get("trimmed", ())]]
+    reasons = [(row, *row["reason"].partition(": ")[::2]) for row in listed]
+    for line in count_by_reason([BadRow(row["place"], *why, row.get("kept_turns", 0)) for row, *why in reasons]):
+        logger.warning("%s: %s", folder.manifest["data"]["source"], line)
     left_out = [row for shard in folder.manifest["shards"] for row in shard["skipped"]]
     if left_out and not folder.manifest["counts"]["rows"]:
         raise ValueError(
@@ -173,6 +186,10 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
             {"row": row.number, "place": row.place, "id": row.id, "reason": row.skipped}
             for row in rows
             if row.skipped is not None
+        ],
+        "trimmed": [
+            {"row": number, "place": row.place, "id": row.id, "reason": row.trimmed, "kept_turns": len(row.messages)}
+            for number, row in {row.number: row for row in kept if row.trimmed is not None}.items()
         ],
         "cut": [row.id for row in kept if row.cut],
     }

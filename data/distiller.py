@@ -10,12 +10,13 @@ import datasets
 import torch
 
 from draft_heads.data.answers import Answer, answer_prompts
+from draft_heads.data.chat_text import ControlTokenError
 from draft_heads.data.conversations import conversation_of
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes, stored_as
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.options import DTYPES
-from draft_heads.data.rendering import ChatRenderer, ConversationError, Messages, check_read
+from draft_heads.data.rendering import ChatRenderer, ConversationError, Messages
 
 # (prompts, most new tokens of each, progress) → an answer each
 Answerer = Callable[[list[list[int]], list[int], Callable[[int], None]], list[Answer]]
@@ -37,6 +38,7 @@ class Row:
     text: str = ""  # rendering of the last prompt, when answers are generated
     answer: tuple[str, bool] = ("", True)  # text of the last answer, and whether that is all of it
     skipped: str | None = None
+    trimmed: str | None = None  # why turns at its end were left out
     cut: bool = False
     finish: str = "end"
     trained: bool = True  # whether the answer that is being written is to be trained on
@@ -58,7 +60,7 @@ class Distiller:
             )
         self.target = target
         self.options = options
-        self.renderer = ChatRenderer(target.tokenizer)
+        self.renderer = ChatRenderer(target.tokenizer, target.end_token_ids)
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
@@ -121,27 +123,30 @@ class Distiller:
             yield labelled[i]
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
-        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be.
-
-        Where the template may drop thoughts, every turn counts as a row of its own.
-        """
-        rows = [self._new_row(i, record) for i, record in enumerate(conversations)]
+        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
         if self.options.labels == "argmax":
-            return sum(len(row.ids) for row in rows)
+            return sum(len(self._new_row(i, record).ids) for i, record in enumerate(conversations))
         total = 0
-        for row in rows:
-            if not row.pending:
-                continue
-            asked = [turn | {"content": "-"} if turn["role"] == "assistant" else turn for turn in row.messages]
+        for i, record in enumerate(conversations):
+            row = self._new_row(i, record)
             try:
-                tokens = len(self.renderer.prompt(asked[: row.pending[-1] + 1], row.extra))
+                total += sum(self._longest_rows(row))
             except ConversationError as error:
                 self._reject(row, error)
-                continue
-            turns, answer = len(row.pending), self.options.max_new_tokens
-            parts = range(1, turns + 1) if self.renderer.may_rewrite else (turns,)
-            total += sum(min(self.max_length, tokens + answers * answer) for answers in parts)
         return total
+
+    def _longest_rows(self, row: Row) -> Iterator[int]:
+        """The most tokens of every row that the generated answers of a conversation may be in.
+
+        A row goes on while the next prompt begins with the prompt and the answer before it; short answers show that.
+        """
+        messages = _with_answer(row.messages, "a")
+        texts = [self.renderer.text(messages[: turn + 1], True, row.extra) for turn in row.pending]
+        for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
+            goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
+            if self.renderer.may_rewrite or not goes_on:
+                prompt = len(self.renderer.prompt(messages[: turn + 1], row.extra))
+                yield min(self.max_length, prompt + answers * self.options.max_new_tokens)
 
     # ---- one conversation ----------------------------------------------------------------------------------
 
@@ -150,16 +155,29 @@ class Distiller:
         messages, extra = conversation
         row = Row(number, record["place"], record["id"], conversation.key, messages, extra)
         try:
+            messages = self._sound_turns(row)
             if self.options.labels == "argmax":
                 row.ids, row.mask = self.renderer.conversation(messages, extra)
                 row.cut = len(row.ids) > self.max_length
                 row.ids, row.mask = row.ids[: self.max_length], row.mask[: self.max_length]
             else:
                 row.pending = [i for i, turn in enumerate(messages) if turn["role"] == "user"]
-                check_read(self.target.tokenizer, [_without_recorded_answer(turn) for turn in messages], extra)
+                self.renderer.check_read(_with_answer(messages, "a"), extra)
         except ConversationError as error:
             self._reject(row, error)
         return row
+
+    def _sound_turns(self, row: Row) -> Messages:
+        """The row's messages; with --skip_bad_rows those before one that holds a control token, if they are enough."""
+        try:
+            self.renderer.check_texts(row.messages)
+        except ControlTokenError as error:
+            sound = row.messages[: error.turn]
+            needed = "assistant" if self.options.labels == "argmax" else "user"
+            if not self.options.skip_bad_rows or all(turn["role"] != needed for turn in sound):
+                raise
+            row.messages, row.trimmed = sound, str(error)
+        return row.messages
 
     def _reject(self, row: Row, error: ConversationError) -> None:
         if not self.options.skip_bad_rows:
@@ -219,6 +237,6 @@ class Distiller:
         return row.ids + (more[1:] if more[:1] == row.ids[-1:] else more)  # one token ends a turn and begins the next
 
 
-def _without_recorded_answer(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn as it is read where the target answers anew: what was recorded beside an answer's text is not."""
-    return {"role": "assistant", "content": turn["content"]} if turn["role"] == "assistant" else turn
+def _with_answer(messages: Messages, text: str) -> Messages:
+    """The messages with the same answer to all questions, which stands for those that the target will write."""
+    return [{"role": "assistant", "content": text} if turn["role"] == "assistant" else turn for turn in messages]

@@ -6,9 +6,13 @@ end-of-turn token included and nothing after it. Example, ChatML:
     <|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n Hello . <|im_end|> \\n
     0            0    0  0  0          0  0            0         0  1     1 1          0
 
-A template that marks them with `{% generation %}` gives the mask. Otherwise every assistant turn is located by
-rendering the conversation again with a placeholder in its place: the text before and after the placeholder is the
-template's, and the rest of the real rendering is the turn. No separator is ever guessed.
+Every assistant turn is located by rendering the conversation again with a placeholder in its place: the text before and
+after the placeholder is the template's, and the rest of the real rendering is the turn. It starts where the generation
+prompt ends, or behind what the template puts there before each answer (`<|channel|>final<|message|>`). It ends with the
+first token that follows it and ends an answer: an end token of the target, or the special token with which the template
+closes answers. A token that ends no answer, as the next role's, is not trained, and neither is anything between. A
+`{% generation %}` block chooses among the turns, and leaves out a part of one where it encloses less; what else it
+encloses is not trained.
 
 Templates that drop parts of earlier turns (thoughts, an analysis channel) or that end the last turn with another token
 are rendered as they are: an earlier answer is what the template leaves of it, the last one is everything the target
@@ -18,41 +22,28 @@ would write after the generation prompt.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.template_reads import unread_key
+from draft_heads.data.chat_text import PLACEHOLDER, ChatText, ConversationError, Extra, check_unicode
+from draft_heads.data.template_probe import Messages
 
-Messages = list[dict[str, Any]]
-"""Messages as chat templates read them: `role`, `content`, and what else a template knows (`reasoning_content`,
-`tool_calls`, `name`, …). An assistant message with `"trained": False` is rendered and its tokens are not trained; the
-template does not see that key."""
-Extra = Mapping[str, Any] | None
-"""What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
+__all__ = ["ConversationError", "Extra", "Messages", "check_unicode"]
 
 logger = logging.getLogger(__name__)
 
-_GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
-_PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
 
+class _Rendering(NamedTuple):
+    """A conversation, its text and its tokens."""
 
-class ConversationError(ValueError):
-    """A conversation that cannot be used; the message says why and what to do."""
-
-
-def check_unicode(text: str) -> None:
-    """ConversationError for a text with a lone surrogate, which tokenizers refuse; JSON escapes can make one."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConversationError(
-            f"a text must be valid Unicode; got {text[error.start]!r}, half a character or stray byte; send it as UTF-8"
-        ) from None
+    messages: Messages
+    extra: Extra
+    text: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]
 
 
 class _Turn(NamedTuple):
@@ -61,8 +52,6 @@ class _Turn(NamedTuple):
     start: int  # where the target would start to write
     aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
     content: int  # end of the content
-    end: int  # end of what the template adds for this turn (end-of-turn token, line break …)
-    trained: bool  # whether the turn is to be trained on
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None) -> list[int]:
@@ -97,119 +86,76 @@ def end_token_ids(
     return tuple(sorted(end for end in ends if end is not None))
 
 
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that mark turns and channels and are no text, EOS included."""
-    special = set(tokenizer.all_special_ids)
-    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frozenset(special - ({tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}))
+def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffold: Sequence[int]) -> list[int]:
+    """The tokens of an answer that later turns have: without end tokens at the end, and from behind the scaffold.
 
-
-def said(answer: list[int], end_token_ids: Sequence[int], special: Collection[int]) -> tuple[list[int], bool]:
-    """(the tokens of an answer behind its last special token, whether that is all of it); end tokens are cut.
-
-    Of an answer in several channels (gpt-oss) this is the last one, which a chat template shows in later turns.
+    scaffold: what the template puts before an answer (`TemplateProbe.scaffold`). An answer that begins as it does is in
+    several channels (gpt-oss); what it says follows the scaffold. Example, scaffold 7 8 and end 2: 7 5 4 7 8 6 2 → 6;
+    3 7 8 6 2 → 3 7 8 6.
     """
-    while answer and answer[-1] in end_token_ids:
-        answer = answer[:-1]
-    start = max((i + 1 for i, token in enumerate(answer) if token in special), default=0)
-    return answer[start:], start == 0
+    stop = len(answer)
+    while stop and answer[stop - 1] in end_token_ids:
+        stop -= 1
+    kept, size, before = list(answer[:stop]), len(scaffold), list(scaffold)
+    if size and kept[:1] == before[:1]:
+        found = (i + size for i in range(len(kept) - size + 1) if kept[i : i + size] == before)
+        kept = kept[next(found, 0) :]
+    return kept
 
 
 def rendered_text(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None
 ) -> str:
     """The messages as text; ConversationError where the chat template refuses them."""
-    try:
-        text: Any = tokenizer.apply_chat_template(
-            _for_template(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **extra or {}
-        )
-        return text
-    except (jinja2.TemplateError, TypeError) as error:  # TypeError: `+` of a text and an object
-        raise ConversationError(
-            f"the chat template of {tokenizer.name_or_path!r} refuses the conversation "
-            f"(roles {[m['role'] for m in messages]}): {error}"
-        ) from None
+    return ChatRenderer(tokenizer).text(messages, add_generation_prompt, extra)
 
 
-def check_read(tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None) -> None:
-    """ConversationError for a key of a message or of `extra` that the chat template does not read."""
-    template = tokenizer.get_chat_template(tools=(extra or {}).get("tools"))
-    if key := unread_key(template, partial(rendered_text, tokenizer), messages, extra):
-        raise ConversationError(
-            f"the chat template of {tokenizer.name_or_path!r} does not read {key!r}, which the conversation has; take "
-            "it out, or pass --chat_template with a template that reads it"
-        )
-
-
-class ChatRenderer:
-    """Renders with one tokenizer's chat template; ValueError without a template or token offsets."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if not tokenizer.chat_template:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template with "
-                "the one the target was trained on: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
-            )
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"the assistant mask needs token offsets and {type(tokenizer).__name__} has none; load the fast "
-                "tokenizer (a folder with tokenizer.json)"
-            )
-        self.tokenizer = tokenizer
-        self.has_generation_block = bool(_GENERATION_BLOCK.search(tokenizer.get_chat_template()))
-        self._special = special_token_ids(tokenizer)
-
-    @property
-    def may_rewrite(self) -> bool:
-        """Whether the template speaks of thoughts or channels, which it may leave out of earlier turns."""
-        return any(word in self.tokenizer.get_chat_template() for word in ("think", "reasoning", "channel"))
+class ChatRenderer(ChatText):
+    """Messages to tokens and the assistant's mask, with one tokenizer's chat template."""
 
     # ---- rendering ------------------------------------------------------------------------------
 
     def prompt(self, messages: Messages, extra: Extra = None) -> list[int]:
         """Token ids [L] of `messages` with the generation prompt."""
         text = self.text(messages, add_generation_prompt=True, extra=extra)
-        check_read(self.tokenizer, messages, extra)
+        self._check_shown(text, messages, extra, add_generation_prompt=True)
+        self.check_read(messages, extra)
         return self._encode(text)[0]
 
-    def answer_text(self, answer: list[int], end_token_ids: Sequence[int]) -> tuple[str, bool]:
-        """The text of `said`, and whether that is all of the answer."""
-        rest, whole = said(answer, end_token_ids, self._special)
-        text = self.tokenizer.decode(rest, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text).strip(), whole
+    def answer_text(self, answer: Sequence[int], end_token_ids: Collection[int]) -> tuple[str, bool]:
+        """The text of `answer_tokens`, stripped, and whether that is all of the answer."""
+        kept = answer_tokens(answer, end_token_ids, self.probe.scaffold)
+        text = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text).strip(), kept == answer_tokens(answer, end_token_ids, ())
 
     def conversation(self, messages: Messages, extra: Extra = None) -> tuple[list[int], list[bool]]:
         """(input_ids [L], assistant_mask [L]); see the module's docstring."""
         if all(message.get("trained") is False for message in messages if message["role"] == "assistant"):
             raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
         text = self.text(messages, extra=extra)
-        check_read(self.tokenizer, messages, extra)
-        ids, offsets = self._encode(text)
-        turns = self._locate_turns(text, messages, extra)
-        if self.has_generation_block:
-            mask = self._mask_from_generation_blocks(messages, ids, offsets, turns, extra)
-        else:
-            mask = [False] * len(ids)
-            for turn in turns:
-                first, last = self._token_span(turn, ids, offsets)
+        self._check_shown(text, messages, extra, add_generation_prompt=False)
+        self.check_read(messages, extra)
+        whole = _Rendering(messages, extra, text, *self._encode(text))
+        marked = self._marked(whole) if self.has_generation_block else None
+        mask = [False] * len(whole.ids)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and message.get("trained") is not False:
+                first, last = self._token_span(whole, number, marked)
                 mask[first:last] = [True] * (last - first)
-        for turn in turns:
-            if not turn.trained:
-                first, last = self._token_span(turn, ids, offsets)
-                mask[first:last] = [False] * (last - first)
-        if all(mask) or not any(mask):
+        enclosed = mask if marked is None else [trained or mark for trained, mark in zip(mask, marked)]
+        if all(enclosed) or not any(mask):
             found = "no token" if not any(mask) else "every token"
             raise ConversationError(
                 f"{found} of the conversation is the assistant's (starts {text[:60]!r}); check that its assistant "
                 "turns are not empty and that the chat template renders both roles, and that a "
                 "{% generation %} block, where it has one, encloses what the assistant writes and nothing else"
             )
-        return ids, mask
+        return whole.ids, mask
 
     def next_turn(self, messages: Messages, extra: Extra = None) -> list[int]:
         """Token ids from after the last answer's end-of-turn token to the end of the next generation prompt.
 
-        `messages` ends with assistant, user. Example, ChatML: `\\n <|im_start|> user \\n … <|im_start|> assistant \\n`.
+        `messages` ends with assistant, user. Example, ChatML: `\n <|im_start|> user \n … <|im_start|> assistant \n`.
         The answer's own tokens are kept as generated: only what follows them is rendered, after a placeholder.
         """
         *_, answer, question = messages
@@ -220,110 +166,151 @@ class ChatRenderer:
         text = self.text(before + [question], add_generation_prompt=True, extra=extra)
         end = _end_of_placeholder(text, placeholder)
         ids, offsets = self._encode(text)
-        tail = _common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2])
-        first = next(i for i, (start, _) in enumerate(offsets) if start >= end)
-        stop = self._end_of_turn_after(first, end + len(tail), ids, offsets)
+        own = end + len(_common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2]))
+        first = _first_token(offsets, end)
+        stop = _end_between(first, own, ids, offsets, self.closing)
         return ids[stop if stop is not None else first :]
 
     def end_of_turn(self) -> int | None:
-        """The special token the template closes an answer with, None when it has none."""
-        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PLACEHOLDER}]
+        """The added token the template closes an answer with, None when it has none."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}]
         text = self.text(messages)
         ids, offsets = self._encode(text)
-        end = _end_of_placeholder(text, _PLACEHOLDER)
-        return next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._special), None)
+        end = _end_of_placeholder(text, PLACEHOLDER)
+        return next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._marks), None)
 
-    # ---- text ----------------------------------------------------------------------------------------------
+    # ---- turns ---------------------------------------------------------------------------------------------
 
-    def text(self, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None) -> str:
-        """See `rendered_text`."""
-        return rendered_text(self.tokenizer, messages, add_generation_prompt, extra)
-
-    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        check_unicode(text)
-        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
-
-    def _placeholder(self, messages: Messages) -> str:
-        placeholder = _PLACEHOLDER
-        while any(placeholder in str(message.get("content")) for message in messages):
-            placeholder += "X"
-        return placeholder
-
-    def _locate_turns(self, text: str, messages: Messages, extra: Extra) -> list[_Turn]:
-        """Character positions of the assistant's turns in `text`, the rendering of `messages`."""
-        placeholder = self._placeholder(messages)
-        turns = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            replaced = messages[:number] + [{**message, "content": placeholder}]
-            whole = self.text(replaced + messages[number + 1 :], extra=extra)
-            before, found, after = whole.partition(placeholder)
-            prompt = self.text(messages[:number], add_generation_prompt=True, extra=extra)
-            if not text.startswith(before) and before.startswith(prompt) and text.startswith(prompt):
-                before = prompt  # the template moves thoughts out of the content; the target writes them too
-            start, content = len(before), len(text) - len(after)
-            located = found and placeholder not in after and text.startswith(before) and text.endswith(after)
-            if not located or start > content:
-                if self.has_generation_block:
-                    continue
-                raise ConversationError(
-                    f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
-                    "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
-                )
-            own = _common_prefix(after, self.text(replaced, extra=extra).rpartition(placeholder)[2])
-            # The target writes the whitespace between the generation prompt and the content: "ASSISTANT:" is the
-            # prompt, " Hello." the answer.
-            aligned = before.startswith(prompt) and not before[len(prompt) :].strip()
-            trained = message.get("trained") is not False
-            turns.append(_Turn(len(prompt) if aligned else start, aligned, content, content + len(own), trained))
-        return turns
-
-    # ---- tokens --------------------------------------------------------------------------------------------
-
-    def _token_span(self, turn: _Turn, ids: list[int], offsets: list[tuple[int, int]]) -> tuple[int, int]:
-        """[first, last) token of a turn, its end-of-turn token included."""
+    def _token_span(self, whole: _Rendering, number: int, marked: list[bool] | None) -> tuple[int, int]:
+        """[first, last) token to train of the assistant's turn `number`."""
+        text, ids, offsets = whole.text, whole.ids, whole.offsets
+        turn = self._located(whole, number) or self._marked_turn(whole, number, marked)
         begins = (end > turn.start and (start >= turn.start or not turn.aligned) for start, end in offsets)
         first = next((i for i, found in enumerate(begins) if found), len(ids))
         last = first
         while last < len(ids) and offsets[last][0] < turn.content:
+            if ids[last] in self.ends and offsets[last][1] > turn.content:
+                break  # an end token that takes whitespace before it along
             last += 1
-        stop = self._end_of_turn_after(last, turn.end, ids, offsets)
-        return first, stop if stop is not None else last
+        after = last
+        while after < len(ids) and ids[after] not in self.ends and not text[slice(*offsets[after])].strip():
+            after += 1
+        if after < len(ids) and ids[after] in self.ends:
+            stop: int | None = after + 1
+        else:
+            stop = _end_between(last, self._own_end(whole, number, turn), ids, offsets, self.ends)
+        if marked is None:
+            return first, stop or last
+        return _marked_part(turn, first, stop or last, text, offsets, marked)
 
-    def _end_of_turn_after(self, first: int, end: int, ids: list[int], offsets: list[tuple[int, int]]) -> int | None:
-        """Index after the first special token at or after token `first` that begins before character `end`."""
-        return next((i + 1 for i in range(first, len(ids)) if ids[i] in self._special and offsets[i][0] < end), None)
+    def _located(self, whole: _Rendering, number: int) -> _Turn | None:
+        """Characters of the assistant's turn `number`; None where the rendering does not show where it is."""
+        messages, extra, text = whole.messages, whole.extra, whole.text
+        message, history, rest = messages[number], messages[:number], messages[number + 1 :]
+        placeholder = self._placeholder(messages)
+        prompt = self.text(history, add_generation_prompt=True, extra=extra)
+        filled, bare = {**message, "content": placeholder}, {"role": "assistant", "content": placeholder}
+        before, found, after = self.text([*history, filled, *rest], extra=extra).partition(placeholder)
+        template = before  # what stands before an answer that is nothing but its text
+        if message.keys() - {"role", "content", "trained"}:
+            with suppress(ConversationError):  # a template that needs the further keys
+                template = self.text([*history, bare, *rest], extra=extra).partition(placeholder)[0]
+        content = len(text) - len(after)
+        if not found or placeholder in after or not text.endswith(after):
+            if str(message.get("content") or "").strip() or not text.startswith(prompt):
+                return None
+            return _Turn(len(prompt), True, len(prompt))  # nothing but tool calls
+        if text.startswith(template) and before == template:
+            start, aligned = len(before), False
+            if text.startswith(prompt) and len(prompt) > start:  # the prompt begins the answer (a thought)
+                start, aligned = len(prompt), True
+            elif before.startswith(prompt) and not before[len(prompt) :].strip():
+                # The target writes the whitespace between the generation prompt and the content: "ASSISTANT:" is the
+                # prompt, " Hello." the answer.
+                start, aligned = len(prompt), True
+        elif text.startswith(prompt):  # the template moves thoughts out of the content; the target writes them too
+            start, aligned = len(prompt), True
+        else:  # the same, behind a prompt that begins the thought in another way
+            start, aligned = len(_common_prefix(text, template)), False
+            if start < len(_common_prefix(self.text(history, extra=extra), prompt)):
+                return None
+        return _Turn(start, aligned, content) if start <= content else None
 
-    def _mask_from_generation_blocks(
-        self, messages: Messages, ids: list[int], offsets: list[tuple[int, int]], turns: list[_Turn], extra: Extra
-    ) -> list[bool]:
-        """The template's own mask, with every run cut or extended so that it ends with the end-of-turn token."""
+    def _own_end(self, whole: _Rendering, number: int, turn: _Turn) -> int:
+        """Where the text ends that the template adds for a turn, whatever follows it."""
+        if number + 1 == len(whole.messages):
+            return len(whole.text)
+        placeholder, message = self._placeholder(whole.messages), whole.messages[number]
+        if turn.start == turn.content:
+            own = self.text(whole.messages[: number + 1], extra=whole.extra)[turn.start :]
+        else:
+            replaced = [*whole.messages[:number], {**message, "content": placeholder}]
+            own = self.text(replaced, extra=whole.extra).rpartition(placeholder)[2]
+        return turn.content + len(_common_prefix(whole.text[turn.content :], own))
+
+    # ---- {% generation %} blocks ---------------------------------------------------------------------------
+
+    def _marked(self, whole: _Rendering) -> list[bool]:
+        """The tokens [L] that the template's blocks enclose."""
+        messages, arguments = self._for_template(whole.messages), self._arguments(whole.extra)
         encoded: Any = self.tokenizer.apply_chat_template(
-            _for_template(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **extra or {}
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **arguments
         )
-        if list(encoded["input_ids"]) != ids:
+        if list(encoded["input_ids"]) != whole.ids:
             raise ConversationError("the chat template renders differently each time; it must not use the clock")
-        mask = [bool(m) for m in encoded["assistant_masks"]]
-        for turn in turns:
-            after = next((i for i, (start, _) in enumerate(offsets) if start >= turn.content), len(ids))
-            last = next((i for i in range(after - 1, -1, -1) if mask[i]), None)
-            if last is None or offsets[last][1] <= turn.start:
-                continue
-            stop = self._end_of_turn_after(after, turn.end, ids, offsets) or after
-            # From `last`: transformers marks only the first byte token of a block's last character.
-            mask[last:stop] = [True] * (stop - last)
-            rest = stop
-            while rest < len(ids) and offsets[rest][0] < turn.end:
-                mask[rest] = False
-                rest += 1
-        return mask
+        return [bool(m) for m in encoded["assistant_masks"]]
+
+    def _marked_turn(self, whole: _Rendering, number: int, marked: list[bool] | None) -> _Turn:
+        """Characters of a turn that only its block shows; ConversationError without one."""
+        prompt = self.text(whole.messages[:number], add_generation_prompt=True, extra=whole.extra)
+        if marked is None or not whole.text.startswith(prompt):
+            raise ConversationError(
+                f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
+                "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
+            )
+        last = first = next((i for i in range(_first_token(whole.offsets, len(prompt)), len(marked)) if marked[i]), 0)
+        while last < len(marked) and marked[last] and whole.ids[last] not in self.ends:
+            last += 1
+        return _Turn(len(prompt), True, whole.offsets[max(first, last - 1)][1])
 
 
-def _for_template(messages: Messages) -> Messages:
-    """The messages without `trained`, which is for the mask alone."""
-    return [{key: value for key, value in message.items() if key != "trained"} for message in messages]
+def _marked_part(
+    turn: _Turn, first: int, last: int, text: str, offsets: list[tuple[int, int]], marked: list[bool]
+) -> tuple[int, int]:
+    """Of the tokens [first, last) of a turn those from the first to the last that a block encloses.
+
+    A block that leaves out nothing but whitespace and what the template adds around the content encloses all of them.
+    """
+    inside = [i for i in range(first, last) if marked[i]]
+    if not inside:
+        return first, first
+    begin = offsets[first][0]
+    if not text[begin : offsets[inside[0]][0]].strip():
+        inside[0] = first
+    whole = not text[offsets[inside[-1]][1] : turn.content].strip()
+    return inside[0], last if whole else inside[-1] + 1
+
+
+def _first_token(offsets: list[tuple[int, int]], start: int) -> int:
+    """The first token that begins at or after character `start`."""
+    return next((i for i, (begin, _) in enumerate(offsets) if begin >= start), len(offsets))
+
+
+def _end_between(
+    first: int, own: int, ids: list[int], offsets: list[tuple[int, int]], ends: Collection[int]
+) -> int | None:
+    """The index after the first token of `ends` from token `first` on, among those that begin by character `own`.
+
+    The token at `own` counts whole: what follows a turn may have its first characters in common with another ending,
+    such as `<|user|>` and `</s>`.
+    """
+    for i in range(first, len(ids)):
+        begin, end = offsets[i]
+        if ids[i] in ends and begin <= own:
+            return i + 1
+        if end > own:
+            return None
+    return None
 
 
 def _end_of_placeholder(text: str, placeholder: str) -> int:

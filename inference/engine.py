@@ -95,8 +95,8 @@ class DecodingEngine:
         yield from self._run(prompt, settings or GenerationSettings(), result or Generation())
 
     def stream_text(self, prompt: Prompt, settings: GenerationSettings | None = None) -> Iterator[str]:
-        """As `stream`, in pieces of text of whole characters; special tokens and the end token are left out."""
-        pieces, result = TextPieces(self.target.tokenizer), Generation()
+        """As `stream`, in pieces of text of whole characters, without the end token; see `TextPieces`."""
+        pieces, result = TextPieces(self.target.tokenizer, scaffold=self.target.scaffold), Generation()
         for tokens in self.stream(prompt, settings, result):
             if text := pieces.add(result.shown(tokens)):
                 yield text

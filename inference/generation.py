@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from draft_heads.data.rendering import render_prompt
 from draft_heads.data.row_keys import prompt_messages
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
@@ -142,7 +141,9 @@ def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
         )
     if target.tokenizer is None:
         raise ValueError("a text needs the target's tokenizer; it has none; pass token ids or load one")
-    return render_prompt(target.tokenizer, prompt_messages(messages))
+    messages = prompt_messages(messages)
+    target.renderer.check_texts(messages, answers=False)
+    return target.renderer.prompt(messages)
 
 
 def checked_ids(target: Target, ids: list[int]) -> list[int]:
@@ -209,12 +210,15 @@ class Stopper:
 class TextPieces:
     """The text of an answer as it grows; a character whose bytes are not all there is held back.
 
-    Example: of the tokens "a", and two that are two bytes of "🙂" each, the pieces are "a", "" and "🙂".
+    Example: of the tokens "a", and two that are two bytes of "🙂" each, the pieces are "a", "" and "🙂". Together
+    they are the text of `answer_tokens`: of an answer in several channels (gpt-oss) the last one, or all of it where
+    that one is missing.
     """
 
-    def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, before: Sequence[int] = (), scaffold: Sequence[int] = ()) -> None:
         """before: tokens of the text that the answer goes on with, whose first space would else be dropped by some
-        tokenizers. ValueError without a fast tokenizer."""
+        tokenizers; scaffold: the tokens that the chat template puts before an answer (`Target.scaffold`). ValueError
+        without a fast tokenizer."""
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("streamed text needs a fast tokenizer; the target has none; use `stream` for tokens")
         self._tokenizer = tokenizer.backend_tokenizer
@@ -223,14 +227,23 @@ class TextPieces:
         windows = (list(before[-size:]) for size in range(8, 12))
         self._tokens = next((one for one in windows if not self._tokenizer.decode(one).endswith("\ufffd")), [])
         self._shown = len(self._tokens)  # how many of them are the last piece's
+        self._scaffold = list(scaffold)
+        self._channels: list[int] | None = [] if scaffold else None  # the tokens so far, while the scaffold may come
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""
         return "".join(map(self._add, tokens))
 
     def _add(self, token: int) -> str:
+        if self._channels is not None:
+            self._channels.append(token)
+            if self._channels[0] == self._scaffold[0]:
+                if self._channels[-len(self._scaffold) :] == self._scaffold:
+                    self._channels = None
+                return ""
+            self._channels = None
         self._tokens.append(token)
-        piece = self.end()
+        piece = self._piece()
         if not piece or piece.endswith("\ufffd"):
             return ""
         self._tokens, self._shown = self._tokens[self._shown :], len(self._tokens) - self._shown
@@ -238,8 +251,14 @@ class TextPieces:
 
     def end(self) -> str:
         """What is held back, a broken character as U+FFFD."""
+        if self._channels:
+            self._tokens, self._channels = self._tokens + self._channels, None
+        return self._piece()
+
+    def _piece(self) -> str:
+        """The text of the tokens after the last piece."""
         shown, text = (
-            self._tokenizer.decode(tokens, skip_special_tokens=True)
+            self._tokenizer.decode(tokens, skip_special_tokens=False)
             for tokens in (self._tokens[: self._shown], self._tokens)
         )
         return str(text[len(shown) :])

@@ -120,7 +120,7 @@ class Chat:
         The conversation keeps the message and its answer, also one that was interrupted.
         """
         asked = [*self.messages, {"role": "user", "content": message}]
-        result, pieces, text = Generation(), TextPieces(self.target.tokenizer), ""
+        result, pieces = Generation(), TextPieces(self.target.tokenizer, scaffold=self.target.scaffold)
         steps = self.engine().stream(asked, settings(self.options, self.turns), result)
         try:
             for tokens in steps:
@@ -128,12 +128,11 @@ class Chat:
                 parts = [(pieces.add([token]), own) for token, own in zip(result.shown(tokens), drafted)]
                 if result.finish_reason:
                     parts.append((pieces.end(), False))
-                text += "".join(part for part, _ in parts)
                 yield parts, result
         finally:
             steps.close()
             if result.tokens:
-                self.messages = [*asked, {"role": "assistant", "content": text}]
+                self.messages = [*asked, {"role": "assistant", "content": self.target.answer_text(result.tokens)}]
                 self.turns += 1
 
 

@@ -66,9 +66,11 @@ class AnswerText:
     The end of a text is held back while it may be the beginning of a stop text.
     """
 
-    def __init__(self, tokenizer: object, stops: tuple[str, ...], before: Sequence[int] = ()) -> None:
-        """before: see `TextPieces`."""
-        self._pieces, self._stops = TextPieces(tokenizer, before), stops
+    def __init__(
+        self, tokenizer: object, stops: tuple[str, ...], before: Sequence[int] = (), scaffold: Sequence[int] = ()
+    ) -> None:
+        """before, scaffold: see `TextPieces`."""
+        self._pieces, self._stops = TextPieces(tokenizer, before, scaffold), stops
         self._held = ""
         self.stopped = False
 
@@ -167,8 +169,9 @@ class Worker:
                 job.deliver(error)
 
     def _answer(self, job: Job) -> None:
-        before = job.prompt if job.continues else ()
-        result, text = Generation(), AnswerText(self.engine.target.tokenizer, job.stops, before)
+        target = self.engine.target
+        before, scaffold = (job.prompt, ()) if job.continues else ((), target.scaffold)
+        result, text = Generation(), AnswerText(target.tokenizer, job.stops, before, scaffold)
         steps = self.engine.stream(job.prompt, job.settings, result)
         try:
             for step in steps:

@@ -22,7 +22,7 @@ from draft_heads.data.fingerprint import target_fingerprint, weights_hash
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named, memory_explained
 from draft_heads.data.pretrained import load_config
-from draft_heads.data.rendering import end_token_ids, said, special_token_ids
+from draft_heads.data.rendering import ChatRenderer, answer_tokens, end_token_ids
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
@@ -240,8 +240,18 @@ class Target:
 
     def answer_text(self, tokens: list[int]) -> str:
         """The text of an answer as later turns have it: stripped, of one in several channels (gpt-oss) the last."""
-        rest, _ = said(tokens, self.end_token_ids, special_token_ids(self.tokenizer))
-        return str(self.tokenizer.decode(rest, skip_special_tokens=True)).strip()
+        kept = answer_tokens(tokens, self.end_token_ids, self.scaffold)
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()
+
+    @cached_property
+    def scaffold(self) -> tuple[int, ...]:
+        """The tokens that the chat template puts before an answer: `TemplateProbe.scaffold`."""
+        return self.renderer.probe.scaffold if self.tokenizer is not None and self.tokenizer.chat_template else ()
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """Renders with the tokenizer's chat template; ValueError without one."""
+        return ChatRenderer(self.tokenizer, self.end_token_ids)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree between a target and the heads and datasets made for it."""

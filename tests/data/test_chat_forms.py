@@ -9,11 +9,10 @@ from draft_heads.data.distiller import Distiller
 from draft_heads.data.rendering import (
     ChatRenderer,
     ConversationError,
+    answer_tokens,
     end_token_ids,
     render_conversation,
     render_prompt,
-    said,
-    special_token_ids,
 )
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, trained_runs
@@ -187,6 +186,5 @@ def test_what_an_answer_in_channels_says_is_its_last_channel():
     tokenizer = tokenizer_of("channels")
     answer = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>final<|message|>One.<|return|>"
     ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    rest, whole = said(ids, ids[-1:], special_token_ids(tokenizer))
-    assert tokenizer.decode(rest) == "One." and not whole
-    assert said([5, 6], [], frozenset()) == ([5, 6], True) and said([], [], frozenset()) == ([], True)
+    assert ChatRenderer(tokenizer).answer_text(ids, ids[-1:]) == ("One.", False)
+    assert answer_tokens([5, 6], [], ()) == [5, 6] and answer_tokens([], [], ()) == []

@@ -1,0 +1,159 @@
+"""What a chat template makes of the texts of a conversation, found by rendering samples; its source is not interpreted.
+
+A sample's texts are unlike any other, so that all else in its rendering is the template's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import jinja2
+
+Messages = list[dict[str, Any]]
+"""Messages as chat templates read them: `role`, `content`, and what else a template knows (`reasoning_content`,
+`tool_calls`, `name`, …). An assistant message with `"trained": False` is rendered and its tokens are not trained; the
+template does not see that key."""
+Render = Callable[[Messages, bool], str]
+"""(messages, whether with the generation prompt) → text; ValueError where the template refuses the messages."""
+Encode = Callable[[str], tuple[list[int], list[tuple[int, int]]]]
+"""text → (token ids [L], the characters [start, end) of each)."""
+
+RULES = {"role": "system", "content": "SAMPLERULES"}
+QUESTION = {"role": "user", "content": "SAMPLEQUESTION"}
+ANSWER = {"role": "assistant", "content": "SAMPLEANSWER"}
+FOLLOW_UP = {"role": "user", "content": "SAMPLEFOLLOWUP"}
+
+
+def as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text as content parts."""
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def roles_of_parts(render: Render) -> frozenset[str]:
+    """The roles whose text a template reads as content parts, `[{"type": "text", "text": …}]`, not as a string.
+
+    ValueError for a template that renders a user's text in neither form. One that refuses every sample is left to its
+    own words.
+    """
+
+    def shown(messages: Messages, parts: frozenset[str]) -> set[str] | None:
+        """The roles whose texts are all in the rendering; None where the messages are refused."""
+        try:
+            text = render([as_parts(message) if message["role"] in parts else message for message in messages], False)
+        except ValueError:
+            return None
+        return {m["role"] for m in messages} - {m["role"] for m in messages if m["content"] not in text}
+
+    def best(messages: Messages, *choices: frozenset[str]) -> tuple[frozenset[str], set[str] | None]:
+        """The first choice that shows the user's text and most others, and what it shows."""
+        found = [(parts, shown(messages, parts)) for parts in choices]
+        return max(found, key=lambda one: (-1, 0) if one[1] is None else ("user" in one[1], len(one[1])))
+
+    strings, both = frozenset[str](), frozenset({"user", "assistant"})
+    sample = [QUESTION, ANSWER, FOLLOW_UP]
+    parts, seen = strings, shown(sample, strings)
+    if seen != both:
+        parts, seen = best(sample, strings, both - (seen or set()), both)
+    if seen is None or "user" not in seen:  # it may refuse answers, or show the first question alone
+        parts, seen = best([QUESTION], strings, both)
+    if seen is not None and "user" not in seen:
+        raise ValueError("it renders no user's text, neither from a string nor from content parts")
+    rules = parts | {"system"} if "user" in parts else parts
+    if "system" in (shown([RULES, QUESTION, ANSWER], rules) or ()):
+        return rules
+    return best([RULES, QUESTION], rules, rules ^ {"system"})[0]
+
+
+class TemplateProbe:
+    """The tokens that one chat template adds to texts."""
+
+    def __init__(self, render: Render, encode: Encode, special: frozenset[int], added: frozenset[int]) -> None:
+        """special: special tokens that are no text, end tokens included; added: also tokens that are never split."""
+        self._render, self._encode, self._special, self._added = render, encode, special, added
+
+    @cached_property
+    def closing(self) -> frozenset[int] | None:
+        """The added tokens with which the template closes an answer, the last one and those before.
+
+        Example: `<|end|>` between turns and `<|return|>` at the last (gpt-oss). A token that opens the next user turn
+        (GLM-4's `<|user|>`) follows an answer without closing it. None where the template refuses the sample.
+        """
+        try:
+            self._render([QUESTION, ANSWER], False)
+        except ValueError:
+            return None
+        last = self._marks([QUESTION, ANSWER], False, ANSWER)[:1]
+        between = self._marks([QUESTION, ANSWER, FOLLOW_UP], True, ANSWER, FOLLOW_UP)[:1]
+        if not between or between == last:
+            return frozenset(last)
+        opening = self._marks([QUESTION], True, None, QUESTION)
+        if between[0] in opening:  # also of a default system text, whose end it may be
+            others = (([QUESTION, ANSWER], ANSWER), ([QUESTION], QUESTION))
+            ends = [self._marks(messages, True, after)[:1] for messages, after in others]
+            if between == opening[:1] or between not in ends:
+                return frozenset(last)
+        return frozenset(last + between)
+
+    @cached_property
+    def scaffold(self) -> tuple[int, ...]:
+        """The tokens that the template puts between the generation prompt and an answer, if any of them is special.
+
+        Example: `<|channel|> final <|message|>` (gpt-oss).
+        """
+        try:
+            asked, answered = self._render([QUESTION], True), self._render([QUESTION, ANSWER], False)
+        except ValueError:
+            return ()
+        stop = answered.find(ANSWER["content"])
+        if not answered.startswith(asked):
+            return ()
+        ids, offsets = self._encode(answered)
+        added = [token for token, (start, end) in zip(ids, offsets) if len(asked) <= start and end <= stop]
+        return tuple(added) if self._special & set(added) else ()
+
+    @cached_property
+    def marks(self) -> frozenset[int]:
+        """The tokens of a conversation's rendering that mark its turns.
+
+        Special ones anywhere; others (DeepSeek's `<｜User｜>`) where a turn begins or ends, not around thoughts.
+        """
+        turns = [QUESTION, ANSWER, FOLLOW_UP]
+        samples = (([RULES, *turns], True), (turns, True), (turns[:2], False))
+        found = {token for messages, asked in samples for token in self._marks(messages, asked)} & self._special
+        found.update(self._marks([QUESTION], True, None, QUESTION), self._marks(turns, True, ANSWER, FOLLOW_UP))
+        return frozenset(found.union(self._marks([QUESTION], True, QUESTION)[:1]))
+
+    def may_rewrite(self, source: str) -> bool:
+        """Whether a later prompt may show an answer otherwise than it was written.
+
+        That is so where a scaffold is cut from answers, or where an answer changes that holds the literals of the
+        template's `source`, as `</think>`.
+        """
+        literals = {value[1:-1] for _, kind, value in jinja2.Environment().lex(source) if kind == "string"}
+        answer = "SAMPLE ".join(["", *sorted(text for text in literals if "\\" not in text), ANSWER["content"]])
+        try:
+            text = self._render([QUESTION, {**ANSWER, "content": answer}, FOLLOW_UP], True)
+        except ValueError:
+            return True
+        return bool(self.scaffold) or answer not in text
+
+    def _marks(
+        self,
+        messages: Messages,
+        prompt: bool,
+        after: dict[str, str] | None = None,
+        before: dict[str, str] | None = None,
+    ) -> list[int]:
+        """The added tokens between the texts of two messages; none where the template refuses the sample."""
+        try:
+            text = self._render(messages, prompt)
+        except ValueError:
+            return []
+        start = 0 if after is None else text.rfind(after["content"]) + len(after["content"])
+        stop = len(text) if before is None else text.rfind(before["content"])
+        ids, offsets = self._encode(text)
+        return [token for token, (first, _) in zip(ids, offsets) if start <= first < stop and token in self._added]
