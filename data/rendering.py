@@ -231,7 +231,7 @@ class ChatRenderer(ChatText):
         elif text.startswith(prompt):  # the template moves thoughts out of the content; the target writes them too
             start, aligned = len(prompt), True
         else:  # the same, behind a prompt that begins the thought in another way
-            start, aligned = len(_common_prefix(text, template)), False
+            start, aligned = len(_common_prefix(text, prompt)), False
             if start < len(_common_prefix(self.text(history, extra=extra), prompt)):
                 return None
         return _Turn(start, aligned, content) if start <= content else None
@@ -284,11 +284,10 @@ def _marked_part(
     inside = [i for i in range(first, last) if marked[i]]
     if not inside:
         return first, first
-    begin = offsets[first][0]
-    if not text[begin : offsets[inside[0]][0]].strip():
-        inside[0] = first
-    whole = not text[offsets[inside[-1]][1] : turn.content].strip()
-    return inside[0], last if whole else inside[-1] + 1
+    begin, end = inside[0], inside[-1]
+    from_start = not text[offsets[first][0] : offsets[begin][0]].strip()
+    to_end = not text[offsets[end][1] : turn.content].strip()
+    return first if from_start else begin, last if to_end else end + 1
 
 
 def _first_token(offsets: list[tuple[int, int]], start: int) -> int:
