@@ -101,7 +101,7 @@ def check(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
     return count
 
 
-def main() -> int:
+def main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="one folder for each tokenizer")
     folder = parser.parse_args().folder
@@ -115,7 +115,7 @@ def main() -> int:
             name = path.name if template is None else f"{path.name}, --chat_template {template}"
             broken += check(load_tokenizer(str(path), template), name)
     print(f"{len(found)} tokenizers, {broken} rules broken")
-    return 1 if broken else 0
+    return not broken
 
 
 if __name__ == "__main__":

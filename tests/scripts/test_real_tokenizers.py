@@ -9,7 +9,7 @@ def test_a_tokenizer_is_checked_with_its_template_or_the_bundled_ones(tmp_path, 
     byte_tokenizer(template("chatml")).save_pretrained(tmp_path / "a")
     byte_tokenizer(None).save_pretrained(tmp_path / "b")
     monkeypatch.setattr("sys.argv", ["real_tokenizers.py", str(tmp_path)])
-    assert real_tokenizers.main() == 0
+    assert real_tokenizers.main()
     printed = capsys.readouterr().out
     assert "a: an answer ends with </s> or <|im_end|>\n  1 turns: ⟦A pear, of course.<|im_end|>⟧" in printed
     assert "b, --chat_template vicuna" in printed and "b, --chat_template llama-2" in printed
