@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TARGET := data/tiny_target
 
-.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines clean
+.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines check-tokenizers clean
 
 help:
 	@echo "make quickstart   distil, train two heads, decode, report: the whole job on the embedded target"
@@ -17,6 +17,7 @@ help:
 	@echo "make lossless     the full losslessness matrix (hours on two cores)"
 	@echo "make survival     kill and resume training and distillation (ten minutes)"
 	@echo "make check-engines  exported heads in a real vLLM (its own environment of 3.5 GB)"
+	@echo "make check-tokenizers TOKENIZERS=FOLDER  what is trained with real tokenizers and chat templates"
 	@echo "make clean        remove runs/, build/ and caches; .venv stays"
 
 install: $(READY)
@@ -67,6 +68,10 @@ check-engines: $(READY)
 	test -d runs/engines/eagle3/head || $(BIN)/python scripts/quickstart.py --heads medusa eagle3 --steps 400 --output runs/engines
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python scripts/checks/engines.py --python $(ENGINES)/bin/python --target $(TARGET) \
 		--heads runs/engines/medusa/head runs/engines/eagle3/head --output runs/engines/check
+
+# TOKENIZERS holds one folder for each tokenizer, without weights.
+check-tokenizers: $(READY)
+	$(BIN)/python scripts/checks/real_tokenizers.py $(TOKENIZERS)
 
 clean:
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache

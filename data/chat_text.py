@@ -151,7 +151,7 @@ class ChatText:
         template = self.tokenizer.get_chat_template(tools=(extra or {}).get("tools"))
         if key := unread_key(template, self.text, messages, extra):
             raise ConversationError(
-                f"the chat template of {self.tokenizer.name_or_path!r} does not read {key!r}, which the conversation "
+                f"the chat template of {self.tokenizer.name_or_path!r} does not read {key}, which the conversation "
                 "has; take it out, or pass --chat_template with a template that reads it"
             )
 

@@ -124,11 +124,11 @@ class Distiller:
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
         """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
-        rows = [self._new_row(i, record) for i, record in enumerate(conversations)]
         if self.options.labels == "argmax":
-            return sum(len(row.ids) for row in rows)
+            return sum(len(self._new_row(i, record).ids) for i, record in enumerate(conversations))
         total = 0
-        for row in rows:
+        for i, record in enumerate(conversations):
+            row = self._new_row(i, record)
             try:
                 total += sum(self._longest_rows(row))
             except ConversationError as error:
@@ -140,13 +140,12 @@ class Distiller:
 
         A row goes on while the next prompt begins with the prompt and the answer before it; short answers show that.
         """
-        messages = [{**turn, "content": "a"} if turn["role"] == "assistant" else turn for turn in row.messages]
-        prompts = [messages[: turn + 1] for turn in row.pending]
-        texts = [self.renderer.text(asked, add_generation_prompt=True, extra=row.extra) for asked in prompts]
-        for answers, (asked, text, later) in enumerate(zip(prompts, texts, [*texts[1:], None]), start=1):
+        messages = _with_answer(row.messages, "a")
+        texts = [self.renderer.text(messages[: turn + 1], True, row.extra) for turn in row.pending]
+        for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
             goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
             if self.renderer.may_rewrite or not goes_on:
-                prompt = len(self.renderer.prompt(asked, row.extra))
+                prompt = len(self.renderer.prompt(messages[: turn + 1], row.extra))
                 yield min(self.max_length, prompt + answers * self.options.max_new_tokens)
 
     # ---- one conversation ----------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ class Distiller:
                 checked_ids(self.target, row.ids, "the conversation")
             else:
                 row.pending = [i for i, turn in enumerate(messages) if turn["role"] == "user"]
-                self.renderer.check_read([_without_recorded_answer(turn) for turn in messages], extra)
+                self.renderer.check_read(_with_answer(messages, "a"), extra)
         except ConversationError as error:
             self._reject(row, error)
         return row
@@ -240,6 +239,6 @@ class Distiller:
         return row.ids + (more[1:] if more[:1] == row.ids[-1:] else more)  # one token ends a turn and begins the next
 
 
-def _without_recorded_answer(turn: dict[str, Any]) -> dict[str, Any]:
-    """A turn as it is read where the target answers anew: what was recorded beside an answer's text is not."""
-    return {"role": "assistant", "content": turn["content"]} if turn["role"] == "assistant" else turn
+def _with_answer(messages: Messages, text: str) -> Messages:
+    """The messages with the same answer to all questions, which stands for those that the target will write."""
+    return [{"role": "assistant", "content": text} if turn["role"] == "assistant" else turn for turn in messages]

@@ -13,7 +13,7 @@ _OF_A_RESULT = ("tool_call_id", "name")
 def unread_key(
     template: str, text: Callable[..., str], messages: list[dict[str, Any]], extra: Mapping[str, Any] | None = None
 ) -> str | None:
-    """The first key of a message or of `extra` that `template` does not read, None where it reads all of them.
+    """What `template` does not read of a message's or `extra`'s keys, the first of them; None where it reads all.
 
     `text(messages, add_generation_prompt=…, extra=…)` renders. A key is read if the conversation, or its part that ends
     with the message, reads otherwise without it: templates may leave the thoughts of earlier turns out. A setting in
@@ -34,7 +34,7 @@ def unread_key(
         else:
             read = re.search(rf"\b{re.escape(name)}\b", template) is not None
         if not read:
-            return name
+            return repr(name)
     for number, message in enumerate(messages):
         for name in sorted(message.keys() - {"role", "content", "trained"}):
             if message["role"] == "tool" and name in _OF_A_RESULT:
@@ -43,7 +43,11 @@ def unread_key(
             without[number] = {key: value for key, value in message.items() if key != name}
             ends = (number + 1, len(messages))
             if all(rendered(messages[:end], extra) == rendered(without[:end], extra) for end in ends):
-                return name
+                return repr(name)
+        if message["role"] == "tool":
+            other = [*messages[:number], {**message, "content": "SAMPLERESULT"}, *messages[number + 1 :]]
+            if rendered(messages, extra) == rendered(other, extra):
+                return "the text of a tool turn"
     return None
 
 

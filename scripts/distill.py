@@ -95,7 +95,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     for key, name in names.items():
         value = counts.get(key)
         table.add_row(name, "–" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}")
-    table.add_row("left out: the same user turns as an earlier row", f"{manifest['data']['repeated']:,}")
+    table.add_row("left out: asks what an earlier row asks", f"{manifest['data']['repeated']:,}")
     for outcome in ("trimmed", "dropped"):
         places = {bad.place for bad in bad_rows if bad.outcome == outcome}
         table.add_row(f"bad rows {outcome}", f"{len(places):,}")

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from draft_heads.data.config_file import exit_status, parse_with_config
 
+from draft_heads.data.benchmarks import load_benchmark
 from draft_heads.inference.evaluation.answers import (
     Answer,
     QuestionId,
     QuestionKey,
     check_one_benchmark,
     read_answers,
-    read_jsonl,
     some,
 )
 from draft_heads.scripts.decoding_options import script_parser
@@ -102,8 +102,8 @@ def score_answers(
 
 
 def read_categories(path: Path) -> dict[QuestionId, str | None]:
-    """Category by question id; rows without an id (GSM8K) are numbered from 0, as recorded files do."""
-    return {row.get("question_id", index): row.get("category") for index, (_, row) in enumerate(read_jsonl(path))}
+    """Category by question id, as `load_benchmark` reads both: rows without an id (GSM8K) are numbered from 0."""
+    return {question.question_id: question.category for question in load_benchmark("questions", str(path))}
 
 
 def format_table(scores: dict[str | None, AnswerScore]) -> str:

@@ -3,6 +3,7 @@
 import json
 from decimal import Decimal
 
+import datasets
 import pytest
 
 from draft_heads.data.benchmarks import BenchmarkError, Question, gsm8k_answer, load_benchmark
@@ -42,6 +43,67 @@ def test_user_turns_of_conversations_are_asked(tmp_path):
         Question("a", None, ["One?", "Two?"]),
         Question("row-2", None, ["Hi"], system="Be brief."),
     ]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_a_system_text_and_further_arguments_belong_to_every_prompt_of_a_question(tmp_path):
+    further = {"system": "Be brief.", "tools": json.dumps(TOOLS), "source": "web", "documents": []}
+    forms = [
+        {"question_id": 1, "turns": ["a", "b"]},
+        {"question": "a", "answer": "#### 4"},
+        {"task_id": "HumanEval/0", "prompt": "a"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "system": None},
+    ]
+    for number, form in enumerate(forms):
+        (question,) = load_benchmark("own", write(tmp_path / f"{number}.jsonl", form | further))
+        assert (question.turns[0], question.extra) == ("a", {"tools": TOOLS})
+        assert question.opening == [{"role": "system", "content": "Be brief."}]
+        plain = load_benchmark("own", write(tmp_path / f"{number}.jsonl", form))[0]
+        assert (plain.opening, plain.extra) == ([], {})
+    for form in forms:
+        for key, reason in (("context", "holds text that no turn has"), ("persona", "is unknown; take it out")):
+            with pytest.raises(BenchmarkError, match=rf"q\.jsonl, line 1: the key '{key}' {reason}"):
+                load_benchmark("own", write(tmp_path / "q.jsonl", form | {key: "In 1789 …"}))
+
+
+def test_turns_that_would_change_a_prompt_are_read_or_refused(tmp_path):
+    asked, answer = (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+    )
+    result, rules = {"role": "tool", "content": "4"}, {"role": "system", "content": "Be brief."}
+    (question,) = load_benchmark("own", write(tmp_path / "q.jsonl", {"messages": [rules, asked, answer, result]}))
+    assert (question.system, question.turns) == ("Be brief.", ["a"])
+    for turns, reason in [
+        ([asked, answer, result, asked], "a tool turn before a user's"),
+        ([asked, rules], "a system turn is the first"),
+        ([asked | {"name": "Bo"}], "received the key 'name'"),
+        ([asked | {"content": " "}], "the user's turns are non-empty texts and nothing else, received str ' '"),
+        ([asked | {"role": "critic"}], "the role 'critic' is none of"),
+    ]:
+        with pytest.raises(BenchmarkError, match=reason):
+            load_benchmark("own", write(tmp_path / "q.jsonl", {"messages": turns}))
+
+
+def test_conversations_that_share_an_id_are_told_apart_by_their_place(tmp_path):
+    rows = [{"id": name, "messages": [{"role": "user", "content": "a"}]} for name in ("web", "web", 0, "web")]
+    found = load_benchmark("own", write(tmp_path / "q.jsonl", *rows))
+    assert [question.question_id for question in found] == ["web", "web (line 2)", 0, "web (line 4)"]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "problems"])
+def test_a_folder_of_parquet_files_is_read_whatever_the_benchmark_is_called(tmp_path, name):
+    rows = [{"question": "2+2?", "answer": "#### 4"}, {"question": "1+1?", "answer": "#### 2"}]
+    (tmp_path / "folder").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "folder" / "test-00000.parquet")
+    assert [q.turns for q in load_benchmark(name, str(tmp_path / "folder"))] == [["2+2?"], ["1+1?"]]
+    (tmp_path / "folder" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files: test-*.parquet\n- config_name: socratic\n"
+        "  data_files: none-*.parquet\n---\n"
+    )  # a copy of the hub's repository
+    assert len(load_benchmark("gsm8k", str(tmp_path / "folder"))) == 2
 
 
 FASTCHAT, PROBLEM = {"question_id": 0, "turns": ["a"]}, {"question": "a", "answer": "#### 1"}
@@ -109,6 +171,28 @@ def test_empty_file_is_an_error_and_ids_count_from_0(tmp_path):
         ("#### \\boxed{42} since 7", "42"),
         ("#### -$7\nNote 8", "-7"),
         ("That is \\$1{,}234", "1234"),
+        ("#### 3 + 4 = 7", "7"),
+        ("#### 3+4=7", "7"),
+        ("#### $3 + $4 = $7.\nNote 8", "7"),
+        ("#### 3 apples + 4 apples = 7 apples", "7"),
+        ("#### (3 + 4) × 2 = 14", "14"),
+        ("#### 3 \\times 4 = \\boxed{12}", "12"),
+        ("#### 3 plus 4 equals 7", "7"),
+        ("#### 5% of 200 = 10", "10"),
+        ("#### 10 - 2 = 8 - 1 = 7", "7"),
+        ("#### 7 = 3 + 4", "7"),
+        ("#### x = 7\nNote 8", "7"),
+        ("#### **Answer: 3 + 4 = 7**\nNote 8", "7"),
+        ("#### 3 + 4", "7"),
+        ("#### 2 + 3 * 4", "14"),
+        ("#### 8 -3", "5"),
+        ("#### 1/2", "0.5"),
+        ("#### 10-12 apples", "10"),
+        ("#### 3 of 10", "3"),
+        ("#### 42 - she has 3 left", "42"),
+        ("#### 42 (6 + 1 = 7 boxes)", "42"),
+        ("#### 18 because 3 × 6 = 19", "18"),
+        ("#### 18 is more than 7", "18"),
     ],
 )
 def test_answer_number(text, number):

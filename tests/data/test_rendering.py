@@ -2,7 +2,7 @@
 
 import pytest
 
-from draft_heads.data.chat_template import read_chat_template
+from draft_heads.data.chat_template import load_chat_tokenizer, load_tokenizer, read_chat_template
 from draft_heads.data.rendering import (
     ChatRenderer,
     ConversationError,
@@ -209,3 +209,27 @@ def test_further_keys_and_arguments_reach_the_template():
     assert tokenizer.decode(ids).startswith("2tools<|im_start|>")
     assert trained_runs(tokenizer, ids, mask) == ["I am fine, thank you. Bo.<|im_end|>"]
     assert tokenizer.decode(render_prompt(tokenizer, chat[:1], {"tools": [{}]})).startswith("1tools<|im_start|>")
+
+
+def test_a_chat_template_file_is_read_whole_or_refused(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_bytes(b"\xef\xbb\xbf" + CHATML.encode())  # some editors put this mark in front
+    assert read_chat_template(str(file)) == CHATML
+    for empty in (b"", b" \n", b"\xef\xbb\xbf"):
+        file.write_bytes(empty)
+        with pytest.raises(ValueError, match=r"--chat_template .*own.jinja is empty; pass a file with a chat template"):
+            load_tokenizer("data/tiny_target", str(file))
+    file.write_bytes(CHATML.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"is a text in UTF-8; this file has other bytes at 0; save it"):
+        load_chat_tokenizer("data/tiny_target", str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "bos"), [("vicuna", "<s>"), ("vicuna", "</s>"), ("vicuna", None), ("llama-2", "<s>"), ("llama-2", "</s>")]
+)
+def test_bundled_templates_with_any_bos(name, bos):
+    tokenizer = byte_tokenizer(read_chat_template(name))
+    tokenizer.bos_token = bos
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert trained_runs(tokenizer, ids, mask) == TRAINED[name.replace("-", "")]
+    assert tokenizer.decode(ids).startswith(bos or "Be kind.")

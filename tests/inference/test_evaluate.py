@@ -31,6 +31,19 @@ def test_the_conversation_grows_by_the_drafters_own_answers():
     assert bytes(first[1].prompt) == b"abcd\0dcba\0efg\0"
 
 
+def test_prompts_have_the_system_text_and_the_arguments_of_their_question():
+    asked = replace(question(1, None, "ab", "cd"), system="S", extra={"tools": [{}]})
+    given = []
+
+    def noting(messages, extra):
+        given.append(extra)
+        return render(messages)
+
+    evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [benchmark([asked])], noting)
+    assert [bytes(record.prompt) for record in evaluation.records] == [b"S\0ab\0", b"S\0ab\0ba\0cd\0"]
+    assert given == [{"tools": [{}]}] * 3  # the warm-up too
+
+
 def test_each_drafter_is_at_every_place_as_often_and_behind_every_other():
     orders = [drafter_order("abcd", index) for index in range(200)]
     for start in range(0, 200, 4):
