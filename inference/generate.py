@@ -25,6 +25,7 @@ from transformers import (
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.processors import of_the_text
 from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import TARGET_OF, Target
 
@@ -53,7 +54,10 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         **model_kwargs: Any,
     ) -> Tensor:
         attention_mask = model_kwargs.get("attention_mask")  # a parameter of this name would be passed twice
-        sampling = sampling_options(generation_config, logits_processor)
+        most_padding = 0 if attention_mask is None else max(padding_of(row) for row in attention_mask.tolist())
+        processors = of_the_text(logits_processor, len(input_ids), most_padding)
+        others = LogitsProcessorList(one for one in logits_processor if one not in processors)
+        sampling = sampling_options(generation_config, others)
         streamer = _streamer_of_caller()
         check_supported(model, generation_config, model_kwargs, streamer, len(input_ids))
         if id(model) not in engines:
@@ -64,7 +68,8 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
             rule = _stop_rule(stopping_criteria, ids)  # end tokens are among the criteria
             if row and sampling:
                 sampling = {**sampling, "seed": random_seed()}  # with one for all, equal prompts had equal answers
-            settings = GenerationSettings(generation_config.max_length - len(ids), (), stop=rule, **sampling)
+            limit = generation_config.max_length - len(ids)
+            settings = GenerationSettings(limit, (), stop=rule, processors=processors, **sampling)
             new: list[int] = []
             for tokens in engines[id(model)].stream(ids[padding:].tolist(), settings):
                 new += tokens
@@ -105,7 +110,7 @@ def _stop_rule(criteria: StoppingCriteriaList, prompt: Tensor) -> Callable[[list
 def sampling_options(config: Any, processors: LogitsProcessorList) -> dict[str, Any]:
     """The sampling that `generate` prepared, as fields of `GenerationSettings`; {} for greedy decoding.
 
-    ValueError for any logits processor but temperature, top-k and top-p.
+    ValueError for any other logits processor but temperature, top-k and top-p.
     """
     options: dict[str, Any] = {}
     for processor in processors:
@@ -117,7 +122,7 @@ def sampling_options(config: Any, processors: LogitsProcessorList) -> dict[str, 
             options["top_p"] = float(processor.top_p)
         else:
             raise ValueError(
-                "drafting supports no logits processors but temperature, top_k and top_p; got "
+                "drafting supports temperature, top_k, top_p and transformers' processors of the text so far; got "
                 f"{type(processor).__name__}; leave its setting out, or generate without custom_generate"
             )
     if not config.do_sample:
