@@ -1,7 +1,10 @@
-"""Which rows form a batch: rows of similar length, so that little of a batch is padding."""
+"""Which rows form a batch: rows of similar length, so that little of a batch is padding; what signals end a worker."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -83,3 +86,22 @@ class TokenBatches(BatchSampler):
         for step in torch.randperm(len(batches) // self.processes, generator=generator).tolist():
             for rows in batches[step * self.processes : (step + 1) * self.processes]:
                 yield rows.tolist()
+
+
+def leave_signals_to_trainer(worker: int) -> None:
+    """For `worker_init_fn`: a SIGTERM or SIGINT that a scheduler or a terminal sends to every process of a run ends no
+    worker of its data loader; the trainer needs them until it has saved, and ends them itself.
+
+    Where the system tells no sender (macOS), workers end as torch lets them.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    numbers, trainer = (signal.SIGTERM, signal.SIGINT), os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def wait() -> None:
+        while signal.sigwaitinfo(numbers).si_pid != trainer:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
