@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,12 @@ import yaml
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def with_home(text: str) -> str:
+    """`--output=~/x`, `mt=~/x.jsonl` and `a=~/h,tuned=~/t.json` with the home folder, which a shell expands at the
+    start of a word only."""
+    return re.sub(r"(?:^|(?<=[=,+:]))~[^/=,+:\s]*(?=/|$)", lambda found: os.path.expanduser(found[0]), text)  # noqa: PTH111 — leaves unknown users
+
+
 class OptionParser(argparse.ArgumentParser):
     """Errors are one sentence without the usage; an unknown flag is answered with the known one that is nearest.
 
@@ -28,6 +35,10 @@ class OptionParser(argparse.ArgumentParser):
     """
 
     refused_flag: Callable[[str], str | None] = staticmethod(lambda name: None)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([with_home(text) for text in given], namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -91,7 +102,7 @@ def _single_value(path: Path, flag: argparse.Action, value: Any) -> Any:
             raise ValueError
         if value is False and "no" in (flag.choices or ()):  # as YAML reads an unquoted no
             value = "no"
-        converted = kind(str(value))
+        converted = kind(with_home(str(value)))
     except ValueError:
         name = getattr(kind, "__name__", str(kind))
         raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None
