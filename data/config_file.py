@@ -10,6 +10,7 @@ import argparse
 import difflib
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +23,23 @@ import yaml
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def with_home(text: str) -> str:
+    """`--output=~/x`, `mt=~/x.jsonl` and `a=~/h,tuned=~/t.json` with the home folder, which a shell expands at the
+    start of a word only."""
+    return re.sub(r"(?:^|(?<=[=,+:]))~[^/=,+:\s]*(?=/|$)", lambda found: os.path.expanduser(found[0]), text)  # noqa: PTH111 — leaves unknown users
+
+
 class OptionParser(argparse.ArgumentParser):
-    """Errors are one sentence without the usage; an unknown flag is answered with the known one that is nearest."""
+    """Errors are one sentence without the usage; an unknown flag is answered with the known one that is nearest.
+
+    refused_flag(name): the sentence that answers a flag known elsewhere that is none here, or None
+    """
+
+    refused_flag: Callable[[str], str | None] = staticmethod(lambda name: None)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([with_home(text) for text in given], namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -33,6 +49,9 @@ class OptionParser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> None:
         """Exit with status 2 if anything of the command line was not understood."""
         flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+        for flag in flags:
+            if sentence := self.refused_flag(flag.lstrip("-").replace("-", "_").removeprefix("no_")):
+                self.error(sentence)
         if flags:
             near = difflib.get_close_matches(flags[0], self._option_string_actions, 1, cutoff=0.7)
             self.error(f"unknown flag {flags[0]}; {f'did you mean {near[0]}?' if near else '--help lists the flags'}")
@@ -54,6 +73,9 @@ def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must map flags to values, got {type(content).__name__}")
     flags = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+    for key in content:
+        if key not in flags and isinstance(parser, OptionParser) and (sentence := parser.refused_flag(str(key))):
+            raise ValueError(f"--config {path}: {sentence}")
     if unknown := sorted(str(key) for key in content if key not in flags):
         raise ValueError(f"--config {path}: unknown {', '.join(unknown)}; valid keys: {', '.join(flags)}")
     return {key: _config_value(path, flags[key], value) for key, value in content.items()}
@@ -81,7 +103,7 @@ def _single_value(path: Path, flag: argparse.Action, value: Any) -> Any:
             raise ValueError
         if value is False and "no" in (flag.choices or ()):  # as YAML reads an unquoted no
             value = "no"
-        converted = kind(str(value))
+        converted = kind(with_home(str(value)))
     except ValueError:
         name = getattr(kind, "__name__", str(kind))
         raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None

@@ -2,11 +2,14 @@
 
 Batches come in steps of one for each process, as accelerate hands them out. Where too few rows are left for a step,
 some of its batches are empty (`DraftCollator` makes padding of them); accelerate would fill them with rows that the
-epoch has had already.
+epoch has had already. Workers that load batches leave signals to the trainer.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -110,3 +113,22 @@ class TokenBatches(BatchSampler):
         for step in torch.randperm(len(batches) // self.processes, generator=generator).tolist():
             for rows in batches[step * self.processes : (step + 1) * self.processes]:
                 yield rows.tolist()
+
+
+def leave_signals_to_trainer(worker: int) -> None:
+    """For `worker_init_fn`: a SIGTERM or SIGINT that a scheduler or a terminal sends to every process of a run ends no
+    worker of its data loader; the trainer needs them until it has saved, and ends them itself.
+
+    Where the system tells no sender (macOS), workers end as torch lets them.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    numbers, trainer = (signal.SIGTERM, signal.SIGINT), os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def wait() -> None:
+        while signal.sigwaitinfo(numbers).si_pid != trainer:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()

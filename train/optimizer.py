@@ -63,6 +63,7 @@ class MuonWithAdamW(Optimizer):
         lr: float,
         weight_decay: float,
         betas: tuple[float, float],
+        eps: float = 1e-8,
     ) -> None:
         named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         chosen = [p for name, p in named if matrices(name, p)]
@@ -70,7 +71,7 @@ class MuonWithAdamW(Optimizer):
         self.parts: tuple[Optimizer, ...] = ()
         super().__init__(chosen + rest, {"lr": lr})
         muon = (Muon(chosen, lr, weight_decay),) if chosen else ()
-        adamw = (AdamW(rest, lr=lr, weight_decay=0.0, betas=betas),) if rest else ()
+        adamw = (AdamW(rest, lr=lr, weight_decay=0.0, betas=betas, eps=eps),) if rest else ()
         self.parts = (*muon, *adamw)
 
     @property

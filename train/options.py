@@ -7,11 +7,8 @@ taken; a paper's own is taken by its name only.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import time
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,9 @@ from transformers import AutoConfig, AutoModel
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_tokenizer
 from draft_heads.data.options import THREADS_HELP, dtype_named, option
-from draft_heads.inference.target.library_names import builds_lock_by_a_file
+from draft_heads.train.inherited import OPTIMIZERS, refused
+from draft_heads.train.length import ENDLESS_EPOCHS
+from draft_heads.train.zero_config import check_build_locks, check_launcher, zero_config
 
 RECIPES = Path(__file__).resolve().parent.parent / "configs"
 CONFIG_HELP = "recipe of defaults: a YAML file or a bundled name; without it that of the target's size class"
@@ -70,7 +69,7 @@ class TrainingOptions:
 
     max_minutes: float = option(
         0.0,
-        "training and its learning-rate schedule end after so many minutes; 0, or steps or epochs given: no limit",
+        "training and its learning-rate schedule end after so many minutes, instead of steps or epochs; 0: no limit",
     )
     clip: str = option("norm", "norm (max_grad_norm bounds the norm) or value (every entry)")
     head_optimizer: str = option(
@@ -82,8 +81,8 @@ class TrainingOptions:
     )
     patience: int = option(
         0,
-        "evaluations without a lower held-out loss that end training; saves at each of them, in place of "
-        "--save_steps, and exports the best checkpoint; 0: the last",
+        "evaluations without a better --metric_for_best_model (the held-out loss) that end training; saves at each of "
+        "them, in place of --save_steps, and exports the best checkpoint; 0: the last",
     )
     overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 
@@ -95,7 +94,7 @@ class TrainingOptions:
                 "--clip value cannot be used with --deepspeed, which clips by norm only; drop one of the two"
             )
         if self.head_optimizer == "auto":
-            self.head_optimizer = "adamw" if self.deepspeed or "adamw" not in str(self.optim) else "muon"
+            self.head_optimizer = "adamw" if self.deepspeed or self.optim != OPTIMIZERS[0] else "muon"
         if self.head_optimizer not in ("adamw", "muon"):
             raise ValueError(f"--head_optimizer must be adamw, muon or auto; got {self.head_optimizer!r}")
         if self.head_optimizer == "muon" and self.deepspeed:
@@ -103,12 +102,12 @@ class TrainingOptions:
                 "--head_optimizer muon cannot be used with --deepspeed, whose ZeRO stages flatten the matrices it "
                 "needs; add --head_optimizer adamw, with a learning rate for it"
             )
-        if self.gradient_checkpointing:
-            raise ValueError(
-                "--gradient_checkpointing is not for heads, whose losses recompute their logits already; lower "
-                "--tokens_per_batch, --per_device_train_batch_size or --anchors instead"
-            )
-        for name in ("max_minutes", "patience", "learning_rate"):
+        for f in fields(self):
+            if getattr(self, f.name) != f.default and (reason := refused(f.name, getattr(self, f.name))):
+                raise ValueError(reason)
+        if self.optim not in OPTIMIZERS:
+            raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}; got {self.optim}")
+        for name in ("max_minutes", "patience", "learning_rate", "max_grad_norm", "weight_decay", "adam_epsilon"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
         if not 0 <= self.seed < 2**32:
@@ -116,16 +115,6 @@ class TrainingOptions:
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1; got {getattr(self, name)}")
-        if self.resume_from_checkpoint:
-            raise ValueError(
-                "--resume_from_checkpoint is not read: the same command resumes from the newest checkpoint of its "
-                f"--output_dir; got {self.resume_from_checkpoint}; leave it out"
-            )
-        if self.save_only_model:
-            raise ValueError(
-                "--save_only_model leaves the optimizer out of checkpoints, and a resumed run would begin its schedule "
-                "again; leave it out"
-            )
         fractions = [
             name for name in ("save_steps", "eval_steps", "logging_steps") if 0 < (getattr(self, name) or 0) < 1
         ]
@@ -145,11 +134,24 @@ class TrainingOptions:
                 "or drop --patience"
             )
         if self.patience:
-            self.load_best_model_at_end, self.metric_for_best_model = True, "eval_loss"
+            self.load_best_model_at_end = True
             self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.logging_steps
+        if self.max_minutes:
+            if self.max_steps > 0:
+                raise ValueError(
+                    f"a run ends by time or by steps; got --max_minutes {self.max_minutes:g} and --max_steps "
+                    f"{self.max_steps}; drop one of the two"
+                )
+            self.num_train_epochs = ENDLESS_EPOCHS
         accelerator: dict[str, Any] = {}
-        if self.deepspeed:
+        check_launcher(self)
+        self.zero_config: dict[str, Any] | None = None
+        if (given := self.deepspeed) is not None:
+            self.zero_config, lines = zero_config(given, self)
             check_build_locks()
+            if lines and os.environ.get("RANK", "0") == "0":
+                print("\n".join(lines), flush=True)
+            self.deepspeed = self.zero_config
         self.remove_unused_columns = False
         self.logging_nan_inf_filter = (
             False  # the host would wait for every step; losses are checked where they are logged
@@ -167,58 +169,30 @@ class TrainingOptions:
             PartialState(backend="gloo")
             del os.environ["ACCELERATE_USE_DEEPSPEED"]
             accelerator["use_configured_state"] = True
-        given = self.accelerator_config or {}
-        given = json.loads(given) if isinstance(given, str) and given.startswith("{") else given
-        self.accelerator_config = {**given, **accelerator} if isinstance(given, dict) else given
+        self.accelerator_config = accelerator
         super().__post_init__()  # type: ignore[misc]
+        self.deepspeed = given
+        if self.fp16 and on_cpu:
+            raise ValueError("--fp16 needs a GPU and torch sees none; leave it out, or pass --bf16")
+        from transformers.integrations import get_available_reporting_integrations
+
+        here = get_available_reporting_integrations()
+        if missing := set(self.report_to) - {*here, "kubeflow"}:  # which transformers adds itself
+            raise ValueError(
+                f"--report_to must be none or one of {', '.join(here)}, which are installed here; got "
+                f"{', '.join(sorted(missing))}"
+            )
         if self.tokens_per_batch:
             self.accelerator_config.even_batches = False  # their numbers of rows differ
         if self.n_gpu > 1:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
 
 
-def check_build_locks(pause: float = 2.0) -> None:
-    """ValueError for the lock of a build of DeepSpeed's operators that was killed: later runs would wait for it.
-
-    Builds run in the folder of their lock. A line says so where one is going on; where there is no /proc to tell,
-    locks of more than 15 minutes are refused.
-    """
-    if not builds_lock_by_a_file():
-        return
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    for lock in folder.glob("**/lock"):
-        if not (builders := _working_in(lock.parent)):
-            time.sleep(pause)  # a build has its lock for a moment before and after the compiler runs
-            builders = _working_in(lock.parent)
-        if not lock.is_file():
-            continue
-        age = (time.time() - lock.stat().st_mtime) / 60
-        if builders == [] or (builders is None and age > 15):
-            raise ValueError(
-                f"{lock} is {age:.0f} minutes old and no compiler works there: a build of DeepSpeed's operators was "
-                "killed, and runs would wait for it forever; delete the file, unless another machine builds there"
-            )
-        if os.environ.get("RANK", "0") == "0":
-            at_work = f" by {', '.join(builders)}" if builders else ""
-            print(f"waiting for a build of DeepSpeed's operators{at_work} ({lock})", flush=True)
-
-
-def _working_in(folder: Path) -> list[str] | None:
-    """The programs whose working folder this is, None where the system does not tell."""
-    if not Path("/proc/self/cwd").exists():
-        return None
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ended, or is another user's
-            if (process / "cwd").resolve() == folder.resolve():
-                found.append(f"{(process / 'comm').read_text().strip()} ({process.name})")
-    return found
-
-
 def recipe_defaults(
     kind: str, known: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[dict[str, Any], str]:
-    """The defaults of the recipe that --config names or the target's size class has, and a line that says which.
+) -> tuple[dict[str, Any], str, bool]:
+    """The defaults of the recipe that --config names or the target's size class has, a line that says which, and
+    whether it is a bundled one.
 
     The chat template of a bundled recipe is for tokenizers that have none, its draft vocabulary for larger ones.
     """
@@ -230,7 +204,7 @@ def recipe_defaults(
         recipe, taken = recipe_for(kind, config)
     defaults = read_config(recipe, parser)
     if recipe.parent != RECIPES / kind:
-        return defaults, taken
+        return defaults, taken, False
     if size := defaults.get("draft_vocab_size"):
         config = config or AutoConfig.from_pretrained(known.target)
         if size >= config.get_text_config(decoder=True).vocab_size:
@@ -241,7 +215,7 @@ def recipe_defaults(
             taken += f"; its chat template {template} is left out, the tokenizer has its own"
         else:
             taken += f"; chat template {template}, as the tokenizer has none"
-    return defaults, taken
+    return defaults, taken, True
 
 
 def recipe_for(kind: str, config: Any) -> tuple[Path, str]:

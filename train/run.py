@@ -86,8 +86,9 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
 
     with lock or nullcontext(), on_interrupt(left), explained(left, folder):
         trainer.start_head()
+        plan = trainer.plan()
         if args.process_index == 0:
-            print(trainer.plan(), flush=True)
+            print(plan, flush=True)
         if resume is not None:
             trainer.clock.resume(resume)
             if args.process_index == 0:

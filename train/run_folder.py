@@ -23,6 +23,7 @@ from draft_heads.train.wall_clock import (
     is_checkpoint,
     newest_complete_checkpoint,
 )
+from draft_heads.train.zero_config import read_zero_config
 
 SETTINGS = "run.json"
 _OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
@@ -148,6 +149,6 @@ def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArgume
     plain = (int, float, str, bool, type(None))
     training = {key: value for key, value in args.to_sanitized_dict().items() if isinstance(value, plain)}
     settings = {**vars(run), **head, **training, "processes": args.world_size}
-    if (zero := Path(str(args.deepspeed or ""))).is_file():
-        settings["deepspeed_config"] = json.loads(zero.read_text(encoding="utf-8"))  # by content, whatever its name
+    if args.deepspeed:
+        settings["deepspeed_config"] = read_zero_config(args.deepspeed)  # by content, whatever its name
     return {key: value for key, value in settings.items() if key not in _FREE}

@@ -28,7 +28,8 @@ from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
-from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches
+from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches, leave_signals_to_trainer
+from draft_heads.train.length import RunLength
 from draft_heads.train.optimizer import MuonWithAdamW
 from draft_heads.train.run_folder import kept
 from draft_heads.train.simulate import simulate_row
@@ -67,6 +68,7 @@ class DraftHeadTrainer(Trainer):
         self.final_metrics: dict[str, float] = {}
         self._measured: dict[int, dict[str, float]] = {}  # step → metrics of the held-out rows
         self._order: EpochSampler | None = None  # of the training rows
+        self._loss_sum = torch.zeros((), dtype=torch.float64)  # of the steps in this process
         super().__init__(
             model=head,
             args=args,
@@ -119,8 +121,13 @@ class DraftHeadTrainer(Trainer):
         copied.load_state_dict(state)
         return copied.train(head.training)
 
+    def length(self) -> RunLength:
+        """What ends the run: the steps that transformers' loop will count, or minutes."""
+        _, per_epoch, *_, steps = self.set_initial_training_values(self.args, self.get_train_dataloader())
+        return RunLength(steps, per_epoch, self.args.max_minutes)
+
     def plan(self) -> str:
-        """What will be trained, in a line: parameters, memory of the parts, rows, tokens and steps."""
+        """What will be trained, in a line: parameters, memory of the parts, rows, tokens and steps; then warnings."""
         args, rows, longest = self.args, self._rows, self._longest
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         sizes = {"target": self.target.values_in_memory * self.target.dtype.itemsize, "head": 4 * trained}
@@ -128,11 +135,11 @@ class DraftHeadTrainer(Trainer):
         sizes |= {"gradients": 4 * trained, "optimizer": 4 * (2 * trained - one)}  # Muon has one moment, AdamW two
         memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items())
         tokens = sum(min(length, longest) for length in row_lengths(rows))
-        steps = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
-        if args.max_minutes:
-            steps = f"{args.max_minutes:g} minutes"
-        data = f"{len(rows):,} rows of {tokens:,} tokens"
-        return f"training {trained:,} parameters for {steps} on {data}; memory before activations: {memory}"
+        data, length = f"{len(rows):,} rows of {tokens:,} tokens", self.length()
+        plan = f"training {trained:,} parameters for {length} on {data}; memory before activations: {memory}"
+        if args.zero_config is not None:
+            plan += f"; ZeRO stage {args.zero_config['zero_optimization']['stage']}"
+        return "\n".join([plan, *(f"warning: {line}" for line in length.warnings(args))])
 
     @property
     def _rows(self) -> Any:
@@ -162,6 +169,7 @@ class DraftHeadTrainer(Trainer):
         # DDP averages over processes; the host waits for nothing
         mean = loss.total * self.args.world_size / torch.as_tensor(windows).clamp(min=1)
         self._since_log.add(loss, mean.detach(), inputs["input_ids"], inputs["segment_ids"])
+        self._loss_sum = self._loss_sum.to(mean.device) + mean.detach()
         return (mean, loss) if return_outputs else mean
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
@@ -196,6 +204,9 @@ class DraftHeadTrainer(Trainer):
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            in_order=args.dataloader_in_order,
+            worker_init_fn=leave_signals_to_trainer,
         )
         return self.accelerator.prepare(loader)
 
@@ -214,6 +225,7 @@ class DraftHeadTrainer(Trainer):
                 self.args.learning_rate,
                 self.args.weight_decay,
                 (self.args.adam_beta1, self.args.adam_beta2),
+                self.args.adam_epsilon,
             )
         return super().create_optimizer(model)
 
@@ -241,7 +253,15 @@ class DraftHeadTrainer(Trainer):
         if "loss" in logs:
             told = self._since_log.told(self._operations_a_token, self.args.device)
             logs = {**logs, **told, "minutes": round(self.clock.elapsed, 3)}
+        if "train_loss" in logs:  # transformers' is that of the steps since the run was resumed
+            del logs["train_loss"]
+            if math.isfinite(total := self._whole_loss_sum()):  # checkpoints of older versions do not have it
+                logs["train_loss"] = total / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+    def _whole_loss_sum(self) -> float:
+        """The losses of all steps, those before a resume included, added up; called on every process."""
+        return self.clock.loss_before + float(self.accelerator.reduce(self._loss_sum, "mean"))
 
     @property
     def _operations_a_token(self) -> float:
@@ -272,6 +292,7 @@ class DraftHeadTrainer(Trainer):
         """As transformers does, which would then delete checkpoints by the time stamps of their folders: `WallClock`
         deletes them by their steps, once this one is complete."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self.clock.loss_sum = self._whole_loss_sum()
         try:
             super()._save_checkpoint(*args, **options)
         finally:
@@ -325,6 +346,12 @@ class DraftHeadTrainer(Trainer):
         head.train(was_training)
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         named[f"{metric_key_prefix}_seconds"] = round(seconds := time.monotonic() - start, 2)
+        best = f"eval_{(self.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        if best not in named:
+            raise ValueError(
+                f"--metric_for_best_model {self.args.metric_for_best_model} could not be measured: no held-out answer "
+                "is the target's own text; distil with --labels generate, or leave it out"
+            )
         self._since_log.leave_out(seconds)
         if eval_dataset is None and metric_key_prefix == "eval":
             self._measured[self.state.global_step] = named

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
 from draft_heads.data.config_file import OptionParser, read_config
 
@@ -13,6 +13,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from draft_heads.data.options import add_flags, option_names
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.config import HeadConfig
+from draft_heads.train.inherited import READ, check_effects, refused
+from draft_heads.train.length import settle_end
 from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, find_recipe, recipe_defaults
 
 
@@ -24,57 +26,63 @@ class HeadTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore
 class TrainerParser(OptionParser, HfArgumentParser):
     """transformers' parser of dataclasses, its errors without the usage of some hundred flags."""
 
+    refused_flag = staticmethod(refused)
+
+
+def _offered() -> type:
+    """The options of `HeadTrainingArguments` that are flags, as a dataclass: ours, and those of `READ`."""
+    hints, ours = get_type_hints(HeadTrainingArguments), option_names(TrainingOptions)
+    chosen: list[Any] = [
+        (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))  # type: ignore[call-overload]
+        for f in fields(HeadTrainingArguments)
+        if f.name in READ or f.name in ours
+    ]
+    return make_dataclass("OfferedArguments", chosen)
+
 
 def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:
     """(RunOptions, head settings, HeadTrainingArguments) from the command line and a recipe.
 
     Raises SystemExit with a sentence for anything invalid. Head settings are the fields that `head_config` adds to
-    `HeadConfig`; sizes come from the target and are not options. A recipe's max_minutes gives way to --max_steps and
-    --num_train_epochs, as those of a recipe do to --max_minutes.
+    `HeadConfig`; sizes come from the target and are not options. What ends a run on the command line (minutes, steps
+    or epochs) replaces what ends the recipe's.
     """
-    parser = TrainerParser((RunOptions, HeadTrainingArguments))  # type: ignore[arg-type]
+    parser = TrainerParser((RunOptions, _offered()))  # type: ignore[arg-type]
     group = parser.add_argument_group(f"{head_config.kind} head")
     add_flags(group, head_config)
     parser.add_argument("--config", help=CONFIG_HELP)
     try:
-        # what the command line does not give stays
-        unset = argparse.Namespace(
-            **dict.fromkeys(("max_steps", "num_train_epochs", "max_minutes")),
-            **dict.fromkeys(("per_device_train_batch_size", "tokens_per_batch")),
-        )
+        unset = argparse.Namespace(**{action.dest: None for action in parser._actions if action.dest != "help"})
         known, unknown = parser.parse_known_args(arguments, unset)
         parser.refuse(unknown)
+        given = {name: value for name, value in vars(known).items() if value is not None}
         if not known.target and known.config:
             known.target = read_config(find_recipe(head_config.kind, known.config)[0], parser).get("target")
         if not known.target:
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
-        for name in ("max_steps", "num_train_epochs"):
-            given = getattr(known, name)
-            if given is not None and not given > 0 and (name, given) != ("max_steps", -1):  # -1: by epochs
-                raise ValueError(f"--{name} must be above 0; got {given}")
         load_config(known.target)  # a sentence, should there be none
-        defaults, taken = recipe_defaults(head_config.kind, known, parser)
-        if known.max_steps is not None or known.num_train_epochs is not None:
-            defaults.pop("max_minutes", None)  # the schedule ends with the steps asked for
-            if known.max_steps is None:
-                defaults.pop("max_steps", None)
-        elif known.max_minutes or (known.max_minutes is None and defaults.get("max_minutes")):
-            defaults |= {"max_steps": -1, "num_train_epochs": 1e6}  # it ends with the time
+        defaults, taken, bundled = recipe_defaults(head_config.kind, known, parser)
+        settle_end(given, defaults, "" if bundled else f"--config {known.config}: ")
         if known.per_device_train_batch_size is not None and known.tokens_per_batch is None:
             defaults.pop("tokens_per_batch", None)  # batches of the rows asked for
+        if known.optim is not None and known.head_optimizer is None:
+            defaults.pop("head_optimizer", None)  # the optimizer asked for, in place of the recipe's Muon
         parser.set_defaults(**defaults)
-        run, training, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        run, offered, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
+        if not run.dataset:
+            raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
+        if not offered.output_dir:
+            raise ValueError("--output_dir must name a folder for checkpoints and the head; got nothing")
+        training = HeadTrainingArguments(**vars(offered))
+        check_effects(training, set(given), set() if bundled else set(defaults))
         if run.packing and training.tokens_per_batch:
             raise ValueError(
                 "--packing would fill batches beyond --tokens_per_batch, whose rows are of similar length already; got "
                 f"--packing and --tokens_per_batch {training.tokens_per_batch}; drop the one, or set the other to 0"
             )
-        if not run.dataset:
-            raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
-        if not known.output_dir and not defaults.get("output_dir"):
-            raise ValueError("--output_dir must name a folder for checkpoints and the head; got nothing")
         head = {name: getattr(rest, name) for name in option_names(head_config)}
-        head_config(**head)  # validated here, before anything is loaded
+        config = head_config(**head)  # validated here, before anything is loaded
+        check_metric(training.metric_for_best_model, config.offsets, bool(run.simulate_rows))
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     if training.process_index == 0:
@@ -82,6 +90,13 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     return run, head, training
 
 
+def check_metric(metric: str | None, offsets: int, simulated: bool) -> None:
+    """ValueError for a --metric_for_best_model that an evaluation of a head with so many offsets does not measure."""
+    measured = ["loss", *(f"accuracy_{k + 1}" for k in range(offsets)), *["simulated_beta"] * simulated]
+    if metric is not None and metric.removeprefix("eval_") not in measured:
+        raise ValueError(f"--metric_for_best_model must be one of {', '.join(measured)}; got {metric}")
+
+
 def transformers_help() -> str:
     """The flags of transformers' own."""
-    return HfArgumentParser(TrainingArguments, usage="", add_help=False).format_help()  # type: ignore[arg-type]
+    return HfArgumentParser(_offered(), usage="", add_help=False).format_help()  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -36,6 +37,8 @@ class WallClock(TrainerCallback):
         self.max_minutes = max_minutes
         self.elapsed = 0.0  # minutes, agreed on at the end of each step
         self._before = 0.0  # minutes of the runs this one resumes
+        self.loss_sum = self.loss_before = 0.0  # of all steps at the last save; of the steps before the resume
+        self.warm_until = 0.0  # progress when a warm-up of a number of steps ended
         self._start = self._step_start = time.monotonic()
         self.terminated = False  # by SIGTERM, which all processes have agreed on
         self._signalled = False
@@ -56,8 +59,11 @@ class WallClock(TrainerCallback):
         return min(1.0, self.elapsed / self.max_minutes) if self.max_minutes else 0.0
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from the minutes a checkpoint has used."""
-        self._before = self.elapsed = float(json.loads((checkpoint / MARKER).read_text())["minutes"])
+        """Go on from what a checkpoint has used and added up; older ones say the minutes only."""
+        marker = json.loads((checkpoint / MARKER).read_text())
+        self._before = self.elapsed = float(marker["minutes"])
+        self.loss_before = float(marker.get("loss_sum", math.nan))
+        self.warm_until = float(marker.get("warm_until", 0.0))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = self._step_start = time.monotonic()
@@ -75,8 +81,13 @@ class WallClock(TrainerCallback):
         if self.terminated:
             control.should_training_stop = control.should_save = True
         self.elapsed = self._before + (time.monotonic() - self._start) / 60
-        if not self.max_minutes:
-            return
+        if self.max_minutes:
+            self._end_by_time(args, control)
+        if control.should_training_stop and args.logging_strategy != "no":
+            control.should_log = True  # of a run shorter than --logging_steps nothing else would be known
+
+    def _end_by_time(self, args: Any, control: Any) -> None:
+        """Stop where the first process's minutes are over."""
         now = torch.tensor(self.elapsed, device=args.device)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.broadcast(now, src=0)
@@ -93,13 +104,14 @@ class WallClock(TrainerCallback):
         if args.world_size > 1:
             torch.distributed.barrier()
         if state.is_world_process_zero and folder.is_dir():
-            mark_complete(folder, minutes=minutes, step=state.global_step)
+            facts = {"loss_sum": self.loss_sum, "warm_until": self.warm_until}
+            mark_complete(folder, minutes=minutes, step=state.global_step, **facts)
             best = state.best_model_checkpoint
             delete_old_checkpoints(folder, args.save_total_limit, Path(best).name if best else None)
 
 
 class Patience(EarlyStoppingCallback):
-    """Ends training after evaluations without a lower loss; a resumed run goes on counting where it was."""
+    """Ends training after evaluations without a better metric; a resumed run goes on counting where it was."""
 
     @property
     def exhausted(self) -> bool:
@@ -212,7 +224,8 @@ def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) ->
 def wall_time_scheduler(name: Any, optimizer: Any, warmup: float, clock: WallClock, options: Any = None) -> LambdaLR:
     """transformers' schedule `name` with its own `options`, driven by the clock's progress.
 
-    warmup: below 1 a share of the time, else a number of steps
+    warmup: below 1 a share of the time, else a number of steps. The schedule's shape begins when the warm-up ends, so
+    the rate reaches its peak. Example: 10 minutes, warmup 0.2, linear: at 1, 2, 6 and 10 minutes 0.5, 1, 0.5 and 0.
     """
     shape = get_scheduler(
         name, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION, scheduler_specific_kwargs=options
@@ -225,11 +238,15 @@ def wall_time_scheduler(name: Any, optimizer: Any, warmup: float, clock: WallClo
     factor = shape.lr_lambdas[0]
 
     def at(step: int) -> float:
-        if 0 < warmup < 1:
-            warm = min(1.0, max(clock.progress, 1 / _RESOLUTION) / warmup)
-        else:
-            warm = min(1.0, (step + 1) / warmup) if warmup else 1.0
-        return warm * factor(int(clock.progress * _RESOLUTION))
+        if warmup >= 1 and step < warmup:
+            if step:  # at 0 a resumed run makes the schedule, whose warm-up may be over
+                clock.warm_until = clock.progress
+            return (step + 1) / warmup
+        warm_until = clock.warm_until if warmup >= 1 else warmup
+        if clock.progress < warm_until:
+            return max(clock.progress, 1 / _RESOLUTION) / warm_until
+        share = (clock.progress - warm_until) / max(1 - warm_until, 1 / _RESOLUTION)
+        return float(factor(int(share * _RESOLUTION)))
 
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"]

@@ -3,8 +3,17 @@
 import os
 import runpy
 import signal
+from pathlib import Path
 
-from draft_heads.data.config_file import OptionParser, Terminated, ends_on_ctrl_c, exit_status, on_interrupt
+from draft_heads.data.config_file import (
+    OptionParser,
+    Terminated,
+    ends_on_ctrl_c,
+    exit_status,
+    on_interrupt,
+    parse_with_config,
+    with_home,
+)
 
 import pytest
 
@@ -95,3 +104,21 @@ def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, given, 
         monkeypatch.delenv("OMP_WAIT_POLICY")
     runpy.run_path(config_file.__file__)
     assert os.environ["OMP_WAIT_POLICY"] == used
+
+
+def test_a_path_after_an_equals_sign_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    parser = OptionParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--target")
+    parser.add_argument("--drafters", nargs="+")
+    given = ["--output=~/x y", "--target=~", "--drafters", "ctc=~/h,tuned=~/t.json", "b=ctc:~/a+~/b", "~/c", "d=~"]
+    options = parser.parse_args(given)
+    assert (options.output, options.target) == (Path("/home/ada/x y"), "/home/ada")
+    expanded = "ctc=/home/ada/h,tuned=/home/ada/t.json b=ctc:/home/ada/a+/home/ada/b /home/ada/c d=/home/ada"
+    assert options.drafters == expanded.split()
+    (tmp_path / "c.yaml").write_text("output: ~/x\ndrafters: [a=~/h, b]\n")
+    options = parse_with_config(parser, [f"--config={tmp_path}/c.yaml", "--target=a~/b"], ["output"])
+    assert (options.output, options.drafters) == (Path("/home/ada/x"), ["a=/home/ada/h", "b"])
+    assert options.target == "a~/b" and with_home("x~ ~/y") == "x~ ~/y"  # a tilde elsewhere is a letter

@@ -30,7 +30,7 @@ HEADS = {
 def command(dataset, output, *extra, batch=4, kind="ctc"):
     return [
         f"train/{kind}.py", "--target", TARGET, "--dataset", dataset, "--output_dir", str(output),
-        *SMALL, *HEADS[kind], "--per_device_train_batch_size", str(batch), *extra,
+        *SMALL, *HEADS[kind], *(["--per_device_train_batch_size", str(batch)] if batch else []), *extra,
     ]  # fmt: skip
 
 

@@ -1,5 +1,9 @@
 """Batches of rows of similar length."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -60,3 +64,27 @@ def test_a_step_of_two_processes_has_the_rows_of_a_batch_of_one(rows):
 def test_a_batch_must_hold_the_longest_row():
     with pytest.raises(ValueError, match="--tokens_per_batch must hold the longest row, 100 tokens; got 90"):
         TokenBatches([10, 100], 90, seed=0)
+
+
+WORKER = """
+import os, signal, subprocess, sys, time
+from draft_heads.train.batches import leave_signals_to_trainer
+ready, tell = os.pipe()
+if (worker := os.fork()) == 0:
+    leave_signals_to_trainer(0)
+    os.write(tell, b"x")
+    time.sleep(60)
+os.read(ready, 1)
+for number in (signal.SIGTERM, signal.SIGINT):
+    subprocess.run(["kill", f"-{int(number)}", str(worker)], check=True)
+time.sleep(0.2)
+assert os.waitpid(worker, os.WNOHANG) == (0, 0), "a signal of another process ended it"
+os.kill(worker, signal.SIGTERM)
+print("ended with", os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the system does not tell who sent a signal")
+def test_only_the_trainer_ends_a_worker_by_a_signal():
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True)
+    assert done.stdout == "ended with 0\n", done.stderr

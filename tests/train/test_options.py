@@ -17,8 +17,9 @@ from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.inference.target.library_names import builds_lock_by_a_file
 from draft_heads.train.command import answer_help
-from draft_heads.train.options import RECIPES, SIZE_CLASSES, check_build_locks, recipe_for
+from draft_heads.train.options import RECIPES, SIZE_CLASSES, recipe_for
 from draft_heads.train.training_arguments import parse_options
+from draft_heads.train.zero_config import check_build_locks
 
 TARGET = "tests/tiny_target"
 GIVEN = ("--target", TARGET, "--dataset", "d", "--output_dir", "r")
@@ -47,13 +48,25 @@ def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
     [
         (["--max_steps", "5"], 0),
         (["--num_train_epochs", "3"], 0),
-        (["--max_steps=5", "--max_minutes", "2"], 2),
         ([], 15),
     ],
 )
 def test_steps_or_epochs_asked_for_replace_the_minutes_of_the_recipe(given, minutes):
     _, _, training = parse_options(CTCConfig, [*GIVEN, "--use_cpu", *given])
     assert training.max_minutes == minutes
+
+
+@pytest.mark.parametrize(
+    "given", [["--max_steps", "5"], ["--num_train_epochs", "2"], ["--max_steps", "5", "--num_train_epochs", "2"]]
+)
+def test_a_run_has_one_end(capsys, tmp_path, given):
+    assert "got --max_minutes 2 and --" in refused(capsys, *given, "--max_minutes", "2")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("max_minutes: 2\nmax_steps: 5\n")
+    told = refused(capsys, "--config", str(recipe))
+    assert f"--config {recipe}: a run ends by time or by steps" in told and "--max_minutes 2 and --max_steps 5" in told
+    recipe.write_text("max_minutes: 2\n")
+    assert parse_options(CTCConfig, [*GIVEN, "--use_cpu", "--config", str(recipe), *given])[2].max_minutes == 0
 
 
 def test_minutes_asked_for_replace_the_steps_or_epochs_of_the_recipe():
@@ -82,7 +95,10 @@ def test_a_config_may_name_the_target_and_flags_replace_its_steps(tmp_path):
 def test_muon_is_taken_where_no_other_optimizer_is_asked_for():
     given = [*GIVEN, "--use_cpu", "--head_optimizer", "auto"]
     assert parse_options(CTCConfig, given)[2].head_optimizer == "muon"
-    assert parse_options(CTCConfig, [*given, "--optim", "adafactor"])[2].head_optimizer == "adamw"
+    for other in ("adafactor", "adamw_torch"):
+        assert parse_options(CTCConfig, [*given, "--optim", other])[2].head_optimizer == "adamw"
+    of_the_recipe = [*GIVEN, "--use_cpu", "--optim", "adamw_torch_fused"]
+    assert parse_options(CTCConfig, of_the_recipe)[2].head_optimizer == "adamw"
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -226,6 +242,10 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--max_length", "3"], "--max_length"),
         (["--target_dtype", "int8"], "--target_dtype"),
         (["--simulate_nodes", "0"], "--simulate_nodes"),
+        (["--optim", "galore_adamw"], "--optim must be one of adamw_torch_fused, adamw_torch, adafactor"),
+        (["--report_to", "wandb"], "--report_to must be none or one of "),
+        (["--max_grad_norm", "-1"], "--max_grad_norm must be 0 or more; got -1.0"),
+        (["--deepspeed", "missing.json"], "--deepspeed missing.json cannot be read"),
     ],
 )
 def test_values_out_of_range_name_their_flag(capsys, arguments, told):
@@ -277,7 +297,7 @@ def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, capsys)
         check_build_locks()
         build.kill()
     assert f"waiting for a build of DeepSpeed's operators by sleep ({build.pid}) ({lock})" in capsys.readouterr().out
-    monkeypatch.setattr("draft_heads.train.options._working_in", lambda folder: None)
+    monkeypatch.setattr("draft_heads.train.zero_config._working_in", lambda folder: None)
     check_build_locks(pause=0)
     os.utime(lock, (0, 0))
     with pytest.raises(ValueError, match="no compiler works there"):

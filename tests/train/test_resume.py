@@ -65,6 +65,29 @@ def test_killed_and_run_again_it_reproduces_the_uninterrupted_losses(dataset, un
     assert all((whole[name] - resumed[name]).abs().max() < 1e-6 for name in whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_to_every_process_of_a_run_spares_the_workers_of_its_data_loader(dataset, tmp_path, how, status):
+    output = tmp_path / "run"
+    flags = ("--dataloader_num_workers", "2", "--max_steps", "5000", "--logging_steps", "100")
+    process = subprocess.Popen(
+        [sys.executable, *command(dataset, output, *flags, kind="medusa")],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (output / "checkpoint-2" / "complete.json").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    for _ in range(2):  # a scheduler and a launcher may both send one
+        os.killpg(process.pid, how)
+    printed, told = process.communicate(timeout=120)
+    assert process.returncode == status and "Traceback" not in told, told
+    assert f"the newest checkpoint is {output}/checkpoint-" in (printed if how == signal.SIGTERM else told)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # no worker is left
+
+
 def test_a_run_killed_behind_its_last_step_exports_the_same_head(dataset, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "head")
@@ -110,12 +133,12 @@ def test_checkpoints_of_the_future_do_not_displace_new_ones(dataset, uninterrupt
 
 def test_batches_by_tokens_resume_where_they_stopped(dataset, tmp_path):
     output, batches = tmp_path / "run", ("--tokens_per_batch", "700")
-    status, told = run(dataset, output, *batches)
+    status, told = run(dataset, output, *batches, batch=None)
     assert status == 0, told
     whole = losses(output)
     for later in ("checkpoint-6", "head"):
         shutil.rmtree(output / later)
-    status, told = run(dataset, output, *batches)
+    status, told = run(dataset, output, *batches, batch=None)
     assert status == 0 and "resuming" in told, told
     assert losses(output) == pytest.approx(whole, abs=1e-6)
 

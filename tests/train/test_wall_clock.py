@@ -103,7 +103,8 @@ def test_processes_ask_each_other_after_every_step_that_is_slow_on_one_of_them(m
     monkeypatch.setattr("time.monotonic", lambda: now)
     monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
     clock, control = WallClock(0), SimpleNamespace(should_training_stop=False, should_save=False)
-    args, state = SimpleNamespace(world_size=2, device="cpu"), SimpleNamespace(global_step=0)
+    args = SimpleNamespace(world_size=2, device="cpu", logging_strategy="no")
+    state = SimpleNamespace(global_step=0)
     clock.on_train_begin(args, state, control)
     for step in range(1, 31):
         state.global_step, slow_elsewhere = step, step == 19
@@ -128,10 +129,29 @@ def rates(warmup, name="cosine", **options):
 
 
 def test_a_warm_up_is_a_share_of_the_time_or_a_number_of_steps():
-    by_steps, by_share, none = rates(4), rates(0.4), rates(0)
-    assert none[0] == 1 and none[-1] == pytest.approx(0, abs=1e-6)
-    assert [by_steps[i] / none[i] for i in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
-    assert [by_share[i] / none[i] for i in range(5)] == pytest.approx([0.00025, 0.25, 0.5, 0.75, 1])
+    by_steps, by_share, none = rates(4, "linear"), rates(0.4, "linear"), rates(0, "linear")
+    assert none == pytest.approx([1 - i / 10 for i in range(11)], abs=2e-4)
+    assert by_share == pytest.approx([0.00025, 0.25, 0.5, 0.75, *(1 - i / 6 for i in range(7))], abs=2e-4)
+    # the fourth step is the last of the warm-up, after three minutes; the line falls from there to the end
+    assert by_steps == pytest.approx([0.25, 0.5, 0.75, 1, *(1 - i / 7 for i in range(1, 8))], abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "cosine_with_restarts", "constant"])
+@pytest.mark.parametrize("warmup", [0.1, 0.9, 1, 7])
+def test_the_rate_reaches_its_peak_at_the_end_of_the_warm_up(name, warmup):
+    assert max(rates(warmup, name)) == pytest.approx(1, abs=2e-3)
+
+
+def test_a_resumed_schedule_by_time_goes_on_where_its_warm_up_ended(tmp_path):
+    whole = rates(4, "linear")
+    clock, optimizer = WallClock(10), torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    (tmp_path / "complete.json").write_text('{"minutes": 6, "warm_until": 0.3}')
+    clock.resume(tmp_path)
+    schedule = wall_time_scheduler("linear", optimizer, 4, clock)
+    schedule.last_epoch = 5
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(whole[6], abs=2e-4)
 
 
 def test_a_schedule_by_time_takes_its_options():
@@ -142,10 +162,11 @@ def test_the_end_of_the_time_is_measured_where_the_best_checkpoint_counts():
     for best in (False, True):
         clock = WallClock(1e-9)
         control = SimpleNamespace(should_training_stop=False, should_save=False, should_evaluate=False)
-        args = SimpleNamespace(world_size=1, device="cpu", load_best_model_at_end=best)
+        args = SimpleNamespace(world_size=1, device="cpu", load_best_model_at_end=best, logging_strategy="steps")
         clock.on_train_begin(args, None, control)
         clock.on_step_end(args, SimpleNamespace(global_step=1), control)
         assert control.should_training_stop and control.should_save and control.should_evaluate == best
+        assert control.should_log  # whatever --logging_steps says
 
 
 def test_patience_goes_on_counting_in_a_resumed_run():

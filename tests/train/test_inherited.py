@@ -1,0 +1,119 @@
+"""transformers' TrainingArguments as flags: each is read, refused by name, or not offered."""
+
+import re
+import sys
+from collections import defaultdict
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from draft_heads.heads.ctc import CTCConfig
+from draft_heads.train.inherited import NO_EFFECT, NOT_OFFERED, READ, REFUSED
+from draft_heads.train.training_arguments import parse_options, transformers_help
+from tests.train.runs import run
+
+TARGET = "tests/tiny_target"
+GIVEN = ("--target", TARGET, "--dataset", "d", "--output_dir", "r", "--use_cpu")
+
+
+def refusal(capsys, *arguments):
+    with pytest.raises(SystemExit) as stopped:
+        parse_options(CTCConfig, [*GIVEN, *arguments])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_every_field_of_transformers_is_read_refused_or_not_offered():
+    names = [f.name for f in fields(TrainingArguments)]
+    tables = (READ, REFUSED, NOT_OFFERED)
+    assert [name for name in names if not any(name in table for table in tables)] == []  # decide about a new one
+    assert len({*READ, *REFUSED, *NOT_OFFERED}) == sum(map(len, tables))
+
+
+def test_help_lists_the_flags_that_are_read_and_no_other():
+    listed = set(re.findall(r"^  --(\w+)", transformers_help(), re.MULTILINE))
+    assert set(READ) <= listed and not listed & {*REFUSED, *NOT_OFFERED}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_flag_is_answered_with_its_reason(capsys, tmp_path, name):
+    assert f"error: --{name} {REFUSED[name]}; leave it out" in refusal(capsys, f"--{name}", "1")
+    dashes = f"--{name.replace('_', '-')}=x"
+    assert f"--{name} {REFUSED[name]}" in refusal(capsys, dashes)
+    (tmp_path / "r.yaml").write_text(f"{name}: 1\n")
+    assert f"--{name} {REFUSED[name]}" in refusal(capsys, "--config", str(tmp_path / "r.yaml"))
+
+
+def test_a_flag_that_is_not_offered_is_unknown(capsys):
+    for name in NOT_OFFERED:
+        assert f"unknown flag --{name}" in refusal(capsys, f"--{name}", "1")
+
+
+BY_ITSELF = {  # TrainingArguments acts on these when it is made, or hands them on through a method
+    *("tf32", "log_level", "log_level_replica", "ddp_backend", "ddp_timeout", "use_cpu", "local_rank", "deepspeed"),
+    *("bf16", "fp16", "disable_tqdm", "report_to", "torch_compile", "warmup_steps"),
+}
+BY_REPORTERS = {"run_name"}  # of those that --report_to names; here none
+
+
+def test_a_flag_that_is_said_to_be_read_is_read(dataset, tmp_path, monkeypatch):
+    """Records which modules look at an attribute of TrainingArguments during a run."""
+    readers = defaultdict(set)
+    read = TrainingArguments.__getattribute__
+
+    def recorded(self, name):
+        readers[name].add("/".join(Path(sys._getframe(1).f_code.co_filename).parts[-2:]))
+        return read(self, name)
+
+    monkeypatch.setattr(TrainingArguments, "__getattribute__", recorded)
+    flags = "--eval_strategy steps --eval_steps 3 --load_best_model_at_end true --save_steps 3 --eval_on_start true"
+    status, told = run(dataset, tmp_path / "run", *flags.split())
+    assert status == 0, told
+    checks = {"transformers/training_args.py", "train/options.py", "train/inherited.py"}
+    assert {name for name in READ if not readers[name] - checks} <= BY_ITSELF | BY_REPORTERS
+
+
+@pytest.mark.parametrize(
+    "arguments, cause",
+    [
+        ("--optim adamw_torch --head_optimizer muon", "--head_optimizer muon: Muon is the optimizer"),
+        ("--adam_epsilon 1e-3 --optim sgd --head_optimizer adamw", "--optim sgd: it has none"),
+        ("--adam_beta2 0.9 --optim adafactor", "--optim adafactor"),
+        ("--dataloader_drop_last --tokens_per_batch 900", "--tokens_per_batch 900: batches hold every row"),
+        ("--per_device_train_batch_size 2 --tokens_per_batch 900", "--tokens_per_batch 900"),
+        ("--eval_steps 5 --eval_strategy no", "--eval_strategy no: nothing is evaluated"),
+        ("--metric_for_best_model accuracy_1", "--load_best_model_at_end False: the last checkpoint is exported"),
+        ("--dataloader_prefetch_factor 2 --dataloader_num_workers 0", "--dataloader_num_workers"),
+    ],
+)
+def test_a_flag_without_effect_in_a_combination_is_refused(capsys, tmp_path, arguments, cause):
+    words = arguments.split()
+    told = refusal(capsys, *words)
+    assert cause in told
+    if words[0] == "--dataloader_prefetch_factor":
+        return  # transformers says so itself
+    assert f"{words[0]} " in told and " has no effect with " in told
+    pairs = re.findall(r"--(\w+)(?: ([^-]\S*))?", arguments)
+    (tmp_path / "r.yaml").write_text("".join(f"{name}: {value or 'true'}\n" for name, value in pairs))
+    if len(pairs) == 2:  # of one file both; what the command line sets may overrule a line of it
+        assert cause in refusal(capsys, "--config", str(tmp_path / "r.yaml"))
+        (tmp_path / "r.yaml").write_text(f"{pairs[0][0]}: {pairs[0][1] or 'true'}\n")
+        parse_options(CTCConfig, [*GIVEN, "--config", str(tmp_path / "r.yaml"), f"--{pairs[1][0]}", pairs[1][1]])
+
+
+def test_every_entry_of_no_effect_names_options():
+    names = {f.name for f in fields(TrainingArguments)} | {"head_optimizer", "tokens_per_batch"}
+    assert all({*flags, other} <= names for flags, other, _, _ in NO_EFFECT)
+
+
+@pytest.mark.parametrize("metric", ["accuracy_5", "eval_accuracy", "windows", "perplexity", "simulated_beta"])
+def test_a_metric_that_is_not_measured_is_refused_before_anything_is_loaded(capsys, metric):
+    patient = ["--patience", "1", "--eval_strategy", "steps", "--frames", "8", "--labels", "4", "--simulate_rows", "0"]
+    told = refusal(capsys, *patient, "--metric_for_best_model", metric)
+    assert f"must be one of loss, accuracy_1, accuracy_2, accuracy_3, accuracy_4; got {metric}" in told
+    for good, more_is_better in (("eval_loss", False), ("accuracy_4", True)):
+        training = parse_options(CTCConfig, [*GIVEN, *patient, "--metric_for_best_model", good])[2]
+        assert training.greater_is_better is more_is_better and training.load_best_model_at_end
+    assert parse_options(CTCConfig, [*GIVEN, *patient])[2].metric_for_best_model == "loss"

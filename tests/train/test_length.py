@@ -1,0 +1,92 @@
+"""What ends a run, and what its plan says of one that is too short."""
+
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainingArguments
+
+from draft_heads.train.length import RunLength, settle_end
+from tests.train.runs import losses, run
+
+
+def test_the_command_lines_end_replaces_the_recipes():
+    steps, epochs, minutes = {"max_steps": 5}, {"num_train_epochs": 2.0}, {"max_minutes": 15.0}
+    for given, recipe, left in (
+        (steps, minutes, {}),
+        (epochs, steps | epochs, epochs),
+        (minutes, steps | epochs, {}),
+        ({}, minutes, minutes),
+        ({}, steps | epochs, steps | epochs),
+        ({"max_minutes": 0.0}, minutes, minutes),  # set on the command line, over the default that stays here
+    ):
+        defaults = dict(recipe)
+        settle_end(given, defaults, "")
+        assert defaults == left
+    with pytest.raises(ValueError, match="got --max_minutes 15 and --num_train_epochs 2; drop one"):
+        settle_end(epochs | minutes, {}, "")
+    for name, value in (("max_steps", 0), ("max_steps", -2), ("num_train_epochs", -1.0)):
+        with pytest.raises(ValueError, match=f"--{name} must be above 0; got {value}"):
+            settle_end({name: value}, {}, "")
+
+
+def arguments(**options):
+    usual = {"logging_steps": 1, "save_strategy": "no", "eval_strategy": "no"}
+    return TrainingArguments(output_dir="unused", use_cpu=True, **{**usual, **options})
+
+
+def test_a_plan_says_steps_and_epochs():
+    assert str(RunLength(8, 4)) == "8 steps (2 epochs of 4)"
+    assert str(RunLength(500, 375)) == "500 steps (1.33 epochs of 375)"
+    assert str(RunLength(4_000_000, 4, 15)) == "15 minutes (an epoch has 4 steps)"
+
+
+def test_a_short_run_is_warned_of_with_what_would_be_enough():
+    assert RunLength(300, 4).warnings(arguments()) == []
+    (told,) = RunLength(8, 7).warnings(arguments())
+    assert "a run of 8 steps is too short" in told
+    assert told.endswith("--num_train_epochs 43 has 301 steps, --max_steps 300 has 300")  # 43 · 7
+
+
+def test_intervals_after_the_end_are_warned_of():
+    late = arguments(logging_steps=500, eval_strategy="steps", eval_steps=400, save_strategy="steps", save_steps=401)
+    (told,) = RunLength(400, 4).warnings(late)
+    assert told.startswith("--logging_steps 500, --save_steps 401: later than the last step, 400, so")
+    assert RunLength(400, 4).warnings(arguments(logging_steps=0.5)) == []
+    assert RunLength(400, 4).warnings(arguments(logging_strategy="epoch", logging_steps=500)) == []
+    (told,) = RunLength(400, 4).warnings(arguments(warmup_steps=400))
+    assert "the warm-up of 400 steps (--warmup_steps 400) lasts as long as the run of 400 steps" in told
+
+
+def test_the_plan_has_the_steps_that_are_trained_and_the_last_is_logged(dataset, tmp_path):
+    late = ("--num_train_epochs", "2", "--max_steps", "-1", "--logging_steps", "500")
+    for batches, steps in (({"batch": 16}, 6), ({"batch": None}, None)):  # 40 rows: 3 batches an epoch
+        given = late if steps else (*late, "--tokens_per_batch", "1500")
+        status, told = run(dataset, tmp_path / str(steps), *given, kind="medusa", **batches)
+        assert status == 0, told
+        planned = int(re.search(r"parameters for (\d+) steps \(2 epochs of \d+\) on", told)[1])
+        assert steps in (planned, None) and f"warning: a run of {planned} steps is too short" in told
+        assert "--logging_steps 500: later than the last step" in told
+        provenance = json.loads((tmp_path / str(steps) / "head" / "provenance.json").read_text())
+        assert provenance["steps"] == planned and len(losses(tmp_path / str(steps))) == 1
+
+
+def test_the_training_loss_is_that_of_all_steps_after_a_resume_too(dataset, tmp_path):
+    output = tmp_path / "run"
+    status, told = run(dataset, output, kind="medusa")
+    assert status == 0, told
+    every = losses(output)
+    mean = sum(every) / 6
+    assert float(re.search(r"'train_loss': '([^']*)'", told)[1]) == pytest.approx(mean, rel=1e-3)
+    for later in ("head", "checkpoint-6"):
+        shutil.rmtree(output / later)
+    status, told = run(dataset, output, kind="medusa")
+    assert status == 0 and "resuming" in told, told
+    assert losses(output) == pytest.approx(every, abs=1e-6)
+    assert float(re.search(r"'train_loss': '([^']*)'", told)[1]) == pytest.approx(mean, rel=1e-3)
+
+
+def test_a_run_by_time_has_no_step_limit():
+    assert RunLength(13_000_000, 13, 15).warnings(SimpleNamespace()) == []

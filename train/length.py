@@ -1,0 +1,94 @@
+"""What ends a run: steps, epochs or minutes. Options, plan, schedule and loop read it here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ENDLESS_EPOCHS = 1e6  # of a run that ends by time
+ENOUGH_STEPS = 300  # fewer leave a head near its start values
+
+
+def settle_end(given: Mapping[str, Any], defaults: dict[str, Any], source: str) -> None:
+    """Take out of a recipe's `defaults` what would end the run otherwise than the command line's `given` says.
+
+    Minutes stand alone; of steps and epochs, steps count. source: what names a user's own file in errors, "" for a
+    bundled recipe. Raises ValueError for minutes beside steps or epochs, and for values that are not above 0.
+    """
+    for name in ("max_steps", "num_train_epochs"):
+        value = given.get(name)
+        if value is not None and not value > 0 and (name, value) != ("max_steps", -1):  # -1: by epochs
+            raise ValueError(f"--{name} must be above 0; got {value}")
+    _check_one_end(given, "")
+    if source:
+        _check_one_end(defaults, source)
+    if given.get("max_minutes"):
+        others: tuple[str, ...] = ("max_steps", "num_train_epochs")
+    elif "max_steps" in given:
+        others = ("max_minutes",)
+    elif "num_train_epochs" in given:
+        others = ("max_minutes", "max_steps")
+    elif defaults.get("max_minutes") and "max_minutes" not in given:
+        others = ("max_steps", "num_train_epochs")
+    else:
+        others = ()
+    for name in others:
+        defaults.pop(name, None)
+
+
+def _check_one_end(options: Mapping[str, Any], source: str) -> None:
+    minutes, steps = options.get("max_minutes") or 0, options.get("max_steps") or 0
+    other = f"--max_steps {steps}" if steps > 0 else ""
+    if options.get("num_train_epochs"):
+        other = other or f"--num_train_epochs {options['num_train_epochs']:g}"
+    if minutes > 0 and other:
+        raise ValueError(
+            f"{source}a run ends by time or by steps, and its schedule with it; got --max_minutes {minutes:g} and "
+            f"{other}; drop one of the two"
+        )
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is: `steps`, or where `minutes` are given those."""
+
+    steps: int
+    steps_per_epoch: int
+    minutes: float = 0.0
+
+    def __str__(self) -> str:
+        if self.minutes:
+            return f"{self.minutes:g} minutes (an epoch has {self.steps_per_epoch:,} steps)"
+        epochs = self.steps / self.steps_per_epoch
+        return f"{self.steps:,} steps ({epochs:.3g} epochs of {self.steps_per_epoch:,})"
+
+    def warnings(self, args: Any) -> list[str]:
+        """Lines about a run that is too short for a head, or for the intervals of its TrainingArguments."""
+        if self.minutes:
+            return []
+        found = []
+        if self.steps < ENOUGH_STEPS:
+            epochs = math.ceil(ENOUGH_STEPS / self.steps_per_epoch)
+            found.append(
+                f"a run of {self.steps:,} steps is too short: a head needs a few hundred at least; "
+                f"--num_train_epochs {epochs} has {epochs * self.steps_per_epoch:,} steps, --max_steps {ENOUGH_STEPS} "
+                f"has {ENOUGH_STEPS}"
+            )
+        if (warm := args.get_warmup_steps(self.steps)) >= self.steps:
+            found.append(
+                f"the warm-up of {warm:,} steps (--warmup_steps {args.warmup_steps:g}) lasts as long as the run of "
+                f"{self.steps:,} steps, so the rate never reaches --learning_rate; lower it"
+            )
+        late = [
+            f"--{kind}_steps {getattr(args, f'{kind}_steps'):g}"
+            for kind in ("logging", "eval", "save")
+            if getattr(args, f"{kind}_strategy") == "steps" and getattr(args, f"{kind}_steps") > self.steps
+        ]
+        if late:
+            found.append(
+                f"{', '.join(late)}: later than the last step, {self.steps:,}, so this happens at the end only; pass "
+                f"{max(1, self.steps // 5)}"
+            )
+        return found

@@ -1,0 +1,215 @@
+"""A DeepSpeed configuration beside the flags: they fill what it leaves out, and what it says otherwise is refused.
+
+So plan, run.json and provenance, which are made from the flags, are true of what DeepSpeed does. The same holds for
+what accelerate's launcher puts into the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from draft_heads.inference.target.library_names import builds_lock_by_a_file
+
+_SAME = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "fp16.enabled": "fp16",
+    "bf16.enabled": "bf16",
+}
+"""Entries that a flag decides."""
+
+_REPLACED = {
+    "optimizer": "--optim, --learning_rate, --weight_decay and --adam_beta1 …",
+    "scheduler": "--lr_scheduler_type, --warmup_steps and --max_minutes",
+    "amp": "--bf16 and --fp16",
+    "torch_autocast": "--bf16 and --fp16",
+    "tensor_parallel": "zero_optimization",
+    "sequence_parallel_size": "--max_length",
+    "elasticity": "--per_device_train_batch_size and --gradient_accumulation_steps",
+    "curriculum_learning": "--max_length",
+    "data_efficiency": "--tokens_per_batch",
+}
+"""Entries that would replace what these flags say."""
+
+_WITHOUT_EFFECT = {
+    "steps_per_print": "--logging_steps says how often to log",
+    "wall_clock_breakdown": "it is printed every steps_per_print steps, which accelerate turns off",
+    "memory_breakdown": "it is printed every steps_per_print steps, which accelerate turns off",
+    "dataloader_drop_last": "DeepSpeed loads no data here",
+}
+"""Entries that nothing reads; a line says so."""
+
+_DEEPSPEEDS_OWN = {
+    *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+    *("communication_data_type", "data_types", "prescale_gradients", "gradient_predivide_factor", "disable_allgather"),
+    *("fp16", "bf16", "train_batch_size", "aio", "dump_state", "comms_logger", "flops_profiler", "timers"),
+    *("tensorboard", "wandb", "csv_monitor", "comet"),
+}
+"""Entries about what no flag says: how to share, send and measure."""
+
+_AUTO_BY_WIDTH = {
+    *("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    "stage3_gather_16bit_weights_on_model_save",
+}  # of zero_optimization; transformers and accelerate fill them
+
+
+def zero_config(given: str | dict[str, Any], args: Any) -> tuple[dict[str, Any], list[str]]:
+    """The configuration that DeepSpeed runs by, and lines about entries that have no effect.
+
+    given: a path, or the configuration itself as a mapping or as JSON. ValueError for one that cannot be read, and for
+    an entry that contradicts a flag, would replace one, or is not known.
+    """
+    config = read_zero_config(given)
+    name = f"--deepspeed {given}" if isinstance(given, str) and not given.startswith("{") else "--deepspeed"
+    if "bfloat16" in config:  # DeepSpeed's older name, which transformers does not know
+        config["bf16"] = config.pop("bfloat16")
+    for key in config:
+        if key in _REPLACED:
+            raise ValueError(f"{name}: the entry {key!r} would replace {_REPLACED[key]}; delete it and use those")
+        if key not in {*_SAME, *_WITHOUT_EFFECT, *_DEEPSPEEDS_OWN}:
+            raise ValueError(
+                f"{name}: the entry {key!r} is not one for a head's training; delete it; known are "
+                f"{', '.join(sorted({*_SAME, *_DEEPSPEEDS_OWN} - {'fp16.enabled', 'bf16.enabled'}))}"
+            )
+    lines = [
+        f"{name}: {key} has no effect; {why}"
+        for key, why in _WITHOUT_EFFECT.items()
+        if config.pop(key, False) is not False
+    ]
+    for entry, flag in _SAME.items():
+        _settle(config, entry, getattr(args, flag), f"--{flag}", name)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    what = f"--per_device_train_batch_size, --gradient_accumulation_steps and {processes} processes, together"
+    _settle(config, "train_batch_size", batch, what, name)
+    config.setdefault("zero_optimization", {}).setdefault("stage", 0)  # DeepSpeed's own default
+    for path, value in _values(config):
+        if value == "auto" and not (path[0] == "zero_optimization" and path[-1] in _AUTO_BY_WIDTH):
+            raise ValueError(f"{name}: no flag fills {'.'.join(path)} 'auto'; write a value, or delete the entry")
+    offload = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
+    if offload != "none" and "adam" not in str(args.optim):
+        raise ValueError(
+            f"{name}: offload_optimizer runs DeepSpeed's Adam whatever --optim says; got --optim {args.optim}; leave "
+            "one of the two out"
+        )
+    return config, lines
+
+
+def read_zero_config(given: str | dict[str, Any]) -> dict[str, Any]:
+    """The configuration as it was written; ValueError with a sentence where it cannot be read."""
+    if isinstance(given, dict):
+        return json.loads(json.dumps(given))
+    try:
+        text = given if given.startswith("{") else Path(given).read_text(encoding="utf-8")
+        config = json.loads(text, object_pairs_hook=_without_repeats)
+    except OSError as error:
+        raise ValueError(
+            f"--deepspeed {given} cannot be read ({error.strerror}); name a JSON file such as "
+            "configs/deepspeed/zero2.json"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--deepspeed {given} must be JSON with every key once: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--deepspeed {given} must be a JSON object; got {type(config).__name__}")
+    return config
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands in it twice")
+    return found
+
+
+def _settle(config: dict[str, Any], entry: str, value: Any, flag: str, name: str) -> None:
+    """Fill the entry, `a` or `a.b`, with the flag's value where it is missing or `auto`; ValueError if it differs."""
+    *parents, key = entry.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+        if not isinstance(config, dict):
+            raise ValueError(f'{name}: {parent} must be a mapping such as {{"enabled": true}}; got {config!r}')
+    if config.get(key, "auto") == "auto":
+        config[key] = value
+    elif config[key] != value:
+        raise ValueError(
+            f'{name}: {entry} {json.dumps(config[key])} contradicts {flag}, {json.dumps(value)}; write "auto" in the '
+            "file, or give the flag the same value"
+        )
+
+
+def _values(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from _values(value, (*path, key))
+    else:
+        yield path, config
+
+
+def check_launcher(args: Any, environment: Mapping[str, str] = os.environ) -> None:
+    """ValueError for settings of accelerate's launcher or its configuration that the flags do not have."""
+    wanted = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    found = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if found not in ("no", wanted):
+        raise ValueError(
+            f"accelerate's configuration asks for mixed precision {found} and the flags for {wanted}; pass --bf16 or "
+            "--fp16 to the trainer, or start accelerate launch with --mixed_precision no"
+        )
+    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no" and not args.torch_compile:
+        raise ValueError(
+            f"accelerate's configuration compiles ({environment['ACCELERATE_DYNAMO_BACKEND']}) and the flags do not; "
+            "pass --torch_compile true to the trainer, or start accelerate launch with --dynamo_backend no"
+        )
+    ours = {"FSDP": "USE_FSDP", "Megatron-LM": "USE_MEGATRON_LM", "parallelism": "USE_PARALLELISM_CONFIG"}
+    ours["DeepSpeed"] = "CONFIG_DS_FIELDS"  # set by its launcher only; a trainer sets USE_DEEPSPEED itself
+    for what, variable in ours.items():
+        if environment.get(f"ACCELERATE_{variable}", "false").lower() not in ("false", "0", "no"):
+            raise ValueError(
+                f"accelerate's configuration turns {what} on, which the trainer's flags decide: start accelerate "
+                "launch without it, and pass --deepspeed FILE to the trainer"
+            )
+
+
+def check_build_locks(pause: float = 2.0) -> None:
+    """ValueError for the lock of a build of DeepSpeed's operators that was killed: later runs would wait for it.
+
+    Builds run in the folder of their lock. A line says so where one is going on; where there is no /proc to tell,
+    locks of more than 15 minutes are refused.
+    """
+    if not builds_lock_by_a_file():
+        return
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    for lock in folder.glob("**/lock"):
+        if not (builders := _working_in(lock.parent)):
+            time.sleep(pause)  # a build has its lock for a moment before and after the compiler runs
+            builders = _working_in(lock.parent)
+        if not lock.is_file():
+            continue
+        age = (time.time() - lock.stat().st_mtime) / 60
+        if builders == [] or (builders is None and age > 15):
+            raise ValueError(
+                f"{lock} is {age:.0f} minutes old and no compiler works there: a build of DeepSpeed's operators was "
+                "killed, and runs would wait for it forever; delete the file, unless another machine builds there"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            at_work = f" by {', '.join(builders)}" if builders else ""
+            print(f"waiting for a build of DeepSpeed's operators{at_work} ({lock})", flush=True)
+
+
+def _working_in(folder: Path) -> list[str] | None:
+    """The programs whose working folder this is, None where the system does not tell."""
+    if not Path("/proc/self/cwd").exists():
+        return None
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended, or is another user's
+            if (process / "cwd").resolve() == folder.resolve():
+                found.append(f"{(process / 'comm').read_text().strip()} ({process.name})")
+    return found
