@@ -272,7 +272,7 @@ def test_the_lock_file_that_torch_keeps_where_the_system_locks_is_none(tmp_path,
     """torch 2.14 on: it stays after every build, and a killed build locks nobody out."""
     (tmp_path / "lock").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr("draft_heads.train.options.builds_lock_by_a_file", lambda: False)
+    monkeypatch.setattr("draft_heads.train.zero_config.builds_lock_by_a_file", lambda: False)
     check_build_locks(pause=0)
 
 
@@ -285,7 +285,7 @@ def test_torch_leaves_the_lock_file_of_a_build_only_where_it_locks_nothing(tmp_p
 
 
 def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("draft_heads.train.options.builds_lock_by_a_file", lambda: True)
+    monkeypatch.setattr("draft_heads.train.zero_config.builds_lock_by_a_file", lambda: True)
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
