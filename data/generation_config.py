@@ -139,8 +139,8 @@ def check_settings(model: Any, name: str) -> None:
                 processed(prepared_processors(model, prompt, 1, (0,)), prompt, scores)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise ValueError(
-                f"generation settings must suit the model; the generation_config.json of {name} has {shown(asked)}, "
-                f"which transformers cannot apply ({error}); correct the file"
+                f"generation settings must suit the model; those of {name} are {shown(asked)}, "
+                f"which transformers cannot apply ({error}); correct its generation_config.json"
             ) from None
     _log_settings(config, name)
 
@@ -149,11 +149,11 @@ def _log_settings(config: GenerationConfig | None, name: str) -> None:
     if unapplied := unapplied_settings(config):
         instead = dict.fromkeys(NAMED[field][0] if field in NAMED else "unknown here" for field in unapplied)
         logger.warning(
-            "the generation_config.json of %s asks for %s; not applied: %s", name, shown(unapplied), "; ".join(instead)
+            "the generation settings of %s ask for %s; not applied: %s", name, shown(unapplied), "; ".join(instead)
         )
     if applied := processor_settings(config):
         logger.info(
-            "the generation_config.json of %s asks for %s, which is applied to each token's logits on the host: steps "
+            "the generation settings of %s ask for %s, which is applied to each token's logits on the host: steps "
             "run neither compiled nor captured",
             *(name, shown(applied)),
         )

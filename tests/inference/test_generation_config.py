@@ -58,7 +58,7 @@ DRAFTERS = {
         [("ctc", drafter_for(make_head(target), target, 8)), ("ngram", NgramDrafter())], target, 8
     ),
     "lookahead": lambda target, answer: LookaheadDrafter(n=3, w=4),
-    "right drafts among wrong ones": lambda target, answer: ForkedDrafter(answer, 4),
+    "forked": lambda target, answer: ForkedDrafter(answer, 4),
 }
 
 
@@ -128,7 +128,7 @@ def test_drafts_do_not_change_what_generate_says_with_the_checkpoints_own_settin
     made = DRAFTERS[drafter](target, answer + [11] * 20)
     result = DecodingEngine(target, made).generate(PROMPT, settings)
     assert result.tokens == answer
-    if drafter.startswith("right") and len(answer) > 5:
+    if drafter == "forked" and len(answer) > 5:
         assert max(result.accept_lengths) == 5  # drafts are judged by the changed logits, each after its own path
 
 
@@ -221,7 +221,7 @@ def test_a_copy_with_a_penalty_decodes_as_generate_does(checkpoint, caplog):
     with caplog.at_level(logging.INFO):
         target = Target.from_pretrained(path, torch.float64, "cpu")
     assert (
-        "repetition_penalty=1.3, which is applied to each token's logits" in caplog.text
+        "ask for repetition_penalty=1.3, which is applied to each token's logits" in caplog.text
         and "not applied" not in caplog.text
     )
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
@@ -256,8 +256,8 @@ def test_what_is_not_applied_is_named_in_one_line(checkpoint, caplog):
         ('{"max_new_tokens": 0}', "max_new_tokens"),
         ('{"max_new_tokens": "many"}', "cannot be read"),
         ('{"eos_token_id": ["</s>"]}', r"eos_token_id is a token id or a list of them, not \['</s>'\]"),
-        ('{"repetition_penalty": 0.0}', "has repetition_penalty=0.0, which transformers cannot apply .*positive"),
-        ('{"suppress_tokens": "none"}', "has suppress_tokens=none, which transformers cannot apply"),
+        ('{"repetition_penalty": 0.0}', "are repetition_penalty=0.0, which transformers cannot apply .*positive"),
+        ('{"suppress_tokens": "none"}', "are suppress_tokens=none, which transformers cannot apply"),
         ('{"forced_eos_token_id": 100000}', "forced_eos_token_id=100000, which transformers cannot apply"),
         ('{"sequence_bias": [[[100000], 1.0]]}', "which transformers cannot apply"),
         ('{"watermarking_config": {"bias": 2.0}}', "watermarking_config .*must be unset"),
