@@ -256,8 +256,9 @@ class DraftHead(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters())
 
     @torch.no_grad()
-    def start_from(self, hidden: Tensor, target: TargetView) -> None:
-        """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads.
+    def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:
+        """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads, `aux_hidden`
+        the same of its `target_layers`.
 
         Here: `token_scale`, by which embeddings, often tens of times smaller than hidden states, get their scale.
         """
