@@ -1,29 +1,72 @@
-"""Files that appear complete or not at all, the checksums of their content, and folders that one run writes to."""
+"""Files that appear complete or not at all, the checksums of their content, and folders that one run writes to.
+
+Every writer goes through `replacing`, or `names_path` where a library writes: a full disk then names the file.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a text file atomically: written beside, flushed to disk, renamed, and the folder's entry flushed."""
+_FULL = {
+    errno.ENOSPC: "has {free:,.0f} MiB left",
+    errno.EDQUOT: "has no more of your quota",
+    errno.EFBIG: "takes no larger file",
+}
+_FULL_SIGNS = ("No space left", "inline_container", "PytorchStreamWriter", *map(os.strerror, _FULL))
+
+
+@contextmanager
+def names_path(path: Path, remedy: Callable[[], str] = lambda: "free some, or name another disk") -> Iterator[None]:
+    """Inside, an error of a disk that is full becomes a ValueError that names the path and the remedy.
+
+    Libraries wrap the system's error: torch in a RuntimeError, safetensors in its own, with or without its number.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = getattr(error, "errno", None)
+        if number not in _FULL:
+            said = str(error)
+            if isinstance(error, ValueError) or not any(sign in said for sign in _FULL_SIGNS):
+                raise
+            number = next((known for known in _FULL if os.strerror(known) in said), errno.ENOSPC)
+        there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
+        what = _FULL[number].format(free=shutil.disk_usage(there).free / 2**20)
+        raise ValueError(f"{path} could not be written: its disk {what}; {remedy()}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Inside, write the file whose path is given; it then replaces `path`, flushed to disk, with the umask's rights.
+
+    ValueError names the path and the remedy if the disk is full; nothing of the new file is left after an error.
+    """
     partial = path.with_name(f".{path.name}.partial")
     with names_path(path):
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        try:
+            partial.touch()
+            rights = partial.stat().st_mode  # libraries make files that nobody else may read
+            yield partial
+            with partial.open("rb+") as file:
+                os.fsync(file.fileno())
+            partial.chmod(rights)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -31,15 +74,19 @@ def write_text(path: Path, text: str) -> None:
             os.close(folder)
 
 
-@contextmanager
-def names_path(path: Path) -> Iterator[None]:
-    """Inside, an OSError names the path that was being written: the one of a full disk has none of its own."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        raise
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file atomically: written beside, flushed to disk, renamed, and the folder's entry flushed."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Replace a safetensors file atomically, as `write_text`; from any device and memory layout."""
+    from safetensors.torch import save_file  # needs torch, which whoever only reads text does not
+
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as partial:
+        save_file(whole, partial, metadata={"format": "pt"})
 
 
 def checksum(path: Path) -> str:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from draft_heads.data.pretrained import layer_sizes
+
 logger = logging.getLogger(__name__)
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -34,7 +36,7 @@ def target_fingerprint(
         "architecture": str(config.model_type).removesuffix("_text"),  # one name alone and inside a multimodal model
         "vocab_size": int(config.vocab_size),
         "hidden_size": int(config.hidden_size),
-        **{name: getattr(config, name, None) for name in SIZES},
+        **{name: getattr(layer_sizes(config), name, None) for name in SIZES},
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "chat_template_hash": chat_template_hash(tokenizer),
     }

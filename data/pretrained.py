@@ -44,6 +44,19 @@ def model_class(config: Any) -> Any:
     return AutoModelForImageTextToText if multimodal and not causal else AutoModelForCausalLM
 
 
+def layer_sizes(config: Any) -> Any:
+    """A decoder's config with the sizes of one of its layers: where they differ (Gemma-4's sliding and full layers have
+    other head sizes), the last with full attention.
+
+    Worked example: layers sliding, full, sliding with head sizes 8, 16, 8 give a config whose `head_dim` is 16.
+    """
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    full = [index for index, layer_type in enumerate(types) if layer_type == "full_attention"]
+    return config.per_layer_config[full[-1] if full else -1]
+
+
 def rope_settings(config: Any) -> list[dict[str, Any]]:
     """The rotary settings of a model's config: one for all layers, or one per layer type."""
     ropes = getattr(config, "rope_parameters", None) or {}

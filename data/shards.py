@@ -26,7 +26,7 @@ from uuid import uuid4
 import datasets
 import pyarrow as pa
 
-from draft_heads.data.files import LOCK, checksum, lock_folder, write_text
+from draft_heads.data.files import LOCK, checksum, lock_folder, names_path, write_text
 from draft_heads.data.processes import TOKEN, Processes
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class ShardFolder:
         }
         schema = datasets.Features(columns).arrow_schema
         written = 0
-        with temporary.open("wb") as file:
+        with names_path(path), temporary.open("wb") as file:
             with pa.ipc.new_stream(file, schema) as stream:
                 rows, size = iter(rows), 1 if states else 256
                 while batch := list(itertools.islice(rows, size)):

@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import HfApi
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import write_tensors, write_text
 from draft_heads.heads.card import model_card
 from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of
@@ -185,10 +184,7 @@ class DraftHead(nn.Module, ABC):
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        partial = folder / f".{WEIGHTS}.partial"
-        save_file(state, partial, metadata={"format": "pt"})
-        partial.replace(folder / WEIGHTS)
+        write_tensors(folder / WEIGHTS, self.state_dict())
         provenance = self.provenance if provenance is None else provenance
         write_text(folder / PROVENANCE, json.dumps(provenance, indent=2, sort_keys=True) + "\n")
         write_text(folder / CARD, model_card(self.config, sum(p.numel() for p in self.parameters()), provenance))
@@ -256,8 +252,9 @@ class DraftHead(nn.Module, ABC):
         return sum(p.numel() for p in self.parameters())
 
     @torch.no_grad()
-    def start_from(self, hidden: Tensor, target: TargetView) -> None:
-        """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads.
+    def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:
+        """Start values that depend on the target: `hidden [..., H]` is a sample of what its LM head reads, `aux_hidden`
+        the same of its `target_layers`.
 
         Here: `token_scale`, by which embeddings, often tens of times smaller than hidden states, get their scale.
         """

@@ -127,12 +127,12 @@ class ChimeraHead(DraftHead):
         return own + config.heads * level
 
     @torch.no_grad()
-    def start_from(self, hidden: Tensor, target: TargetView) -> None:
+    def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:
         """The output norm starts at the scale of h, each head as the target's LM head on the block's output.
 
         `full` starts as [0 | W_lm] and `shared` as LM(f): f is regressed to the target's hidden state.
         """
-        super().start_from(hidden, target)
+        super().start_from(hidden, target, aux_hidden)
         size = self.config.hidden_size
         self.norm.weight.fill_(root_mean_square(hidden))
         if self.config.projection == "full":

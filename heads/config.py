@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from draft_heads.data.options import check_options, option
+from draft_heads.data.pretrained import layer_sizes
 
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 """The files of a head's folder."""
@@ -115,8 +116,17 @@ def check_decay(decay: float) -> None:
 
 
 def target_sizes(config: Any) -> dict[str, Any]:
-    """The sizes of `HeadConfig` read from a transformers decoder config; missing ones get the usual defaults."""
+    """The sizes of `HeadConfig` read from a transformers decoder config; missing ones get the usual defaults.
+
+    ValueError for a target whose embeddings and LM head are not as wide as its layers, which no head is made for.
+    """
+    config = layer_sizes(config)
     heads = config.num_attention_heads
+    if (width := getattr(config, "word_embed_proj_dim", config.hidden_size)) != config.hidden_size:
+        raise ValueError(
+            f"heads need a target whose LM head reads states as wide as its layers; {config.model_type}'s reads "
+            f"{width} values, its layers have {config.hidden_size}; pick another --target"
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     if "full_attention" in rope:  # one set of parameters per layer type
         rope = rope["full_attention"]

@@ -150,7 +150,7 @@ class CTCHead(DraftHead):
         return once * (self.config.frames if self.config.chained else 1)
 
     @torch.no_grad()
-    def start_from(self, hidden: Tensor, target: TargetView) -> None:
+    def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
         The first block starts as the target's last layer where that is a Llama's and adds no more than twice the
@@ -158,7 +158,7 @@ class CTCHead(DraftHead):
         as large as a hidden state, so that frames differ from the first step on. The blank's bias is the mean
         log-normaliser of the target's logits at frames that see each other only.
         """
-        super().start_from(hidden, target)
+        super().start_from(hidden, target, aux_hidden)
         target = self.draft_view(target)
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
         block = self.decoder_blocks[0]

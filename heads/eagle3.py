@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from draft_heads.data.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import before_anchor, chain_attention
-from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
+from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.config import HeadConfig, check_decay
 from draft_heads.heads.draft_vocab import in_vocabulary
@@ -90,10 +90,18 @@ class Eagle3Head(DraftHead):
         return once + self.config.passes * (own - once)
 
     @torch.no_grad()
-    def start_from(self, hidden: Tensor, target: TargetView) -> None:
-        """The LM head starts as the target's, the norm before it at the scale of h."""
-        super().start_from(hidden, target)
-        self.norm.weight.fill_(root_mean_square(hidden))
+    def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:
+        """The LM head starts as the target's, the norm before it with the gains that bring g, the block's first output,
+        nearest to h (least squares by channel).
+
+        A layer's output is no final state: at the scale of h, noise would have the say, and the loss would start at
+        twice that of a uniform guess.
+        """
+        super().start_from(hidden, target, aux_hidden)
+        states = self.target_states(hidden, aux_hidden).flatten(0, -2).float()
+        normed = F.rms_norm(states, states.shape[-1:], eps=self.config.rms_norm_eps)
+        fitted = (normed * hidden.flatten(0, -2).float()).sum(0) / normed.pow(2).sum(0).clamp(min=1e-12)
+        self.norm.weight.copy_(fitted)
         self.lm_head.weight.copy_(self.draft_view(target).lm_head_weight * target.rule.factor)
 
     def target_states(self, hidden: Tensor, aux_hidden: Tensor | None) -> Tensor:

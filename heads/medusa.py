@@ -80,9 +80,9 @@ class OffsetHeads(DraftHead):
         return cast("list[OffsetHead]", list(self.heads))
 
     @torch.no_grad()
-    def start_from(self, hidden: Tensor, target: TargetView) -> None:
+    def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:
         """Every vocabulary matrix starts as the target's LM head."""
-        super().start_from(hidden, target)
+        super().start_from(hidden, target, aux_hidden)
         for head in self.offset_heads:
             head.vocabulary.weight.copy_(self.draft_view(target).lm_head_weight * target.rule.factor)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from draft_heads.data.config_file import exit_status, parse_with_config
 
 from draft_heads.data.fingerprint import SIZES
-from draft_heads.data.pretrained import load_config
+from draft_heads.data.pretrained import layer_sizes, load_config
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import FORMATS, STATED, check_kind, differences, read_folder, write_folder
 from draft_heads.scripts.decoding_options import script_parser
@@ -43,7 +43,7 @@ def run() -> bool:
     check_kind(head, args.format)
     name = args.target or head.config.target
     whole = load_config(name)
-    target = whole.get_text_config(decoder=True)
+    target = layer_sizes(whole.get_text_config(decoder=True))
     for stated in ("dtype", "architectures"):  # multimodal checkpoints state them for the whole model only
         setattr(target, stated, getattr(target, stated, None) or getattr(whole, stated, None))
     made_for = head.config.target_fingerprint

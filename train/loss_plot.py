@@ -8,6 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from draft_heads.data.files import names_path
+
 
 def save_loss_plot(history: Sequence[dict[str, Any]], path: Path) -> None:
     """Training and held-out loss by step, and beside them simulated β where it was measured.
@@ -35,4 +37,5 @@ def save_loss_plot(history: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    with names_path(path):
+        figure.savefig(path, dpi=150)

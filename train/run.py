@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 from transformers import set_seed
 
 from draft_heads.data.collate import label_counts
+from draft_heads.data.files import names_path
 from draft_heads.data.options import memory_explained, use_threads
 from draft_heads.data.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
@@ -133,20 +133,14 @@ def explained(left: Callable[[], str], folder: Path) -> Iterator[None]:
             f"{left()}"
         )
 
+    def free_some() -> str:
+        return f"free some, or lower --save_total_limit; {left()}"
+
     try:
-        with memory_explained("training", lower):
+        with names_path(folder, free_some), memory_explained("training", lower):
             yield
-    except (RuntimeError, OSError, SafetensorError) as error:
-        told = str(error)
-        if any(sign in told for sign in ("inline_container", "No space left", "PytorchStreamWriter")):
-            free = shutil.disk_usage(folder).free / 2**20
-            raise ValueError(
-                f"a checkpoint could not be written to {folder}, whose disk has {free:,.0f} MiB left; free some, or "
-                f"lower --save_total_limit; {left()}"
-            ) from error
-        if isinstance(error, SafetensorError):
-            raise ValueError(f"a checkpoint in {folder} cannot be read ({told}); {left()}") from error
-        raise
+    except SafetensorError as error:
+        raise ValueError(f"a checkpoint in {folder} cannot be read ({error}); {left()}") from error
 
 
 def measured(metrics: dict[str, float]) -> str:

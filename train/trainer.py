@@ -106,9 +106,10 @@ class DraftHeadTrainer(Trainer):
             )
         batch = self.data_collator(first)
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
-        states = self.target.states_of(batch)["hidden"][batch["mask"]]
+        states = self.target.states_of(batch, self.model.config.target_layers)
+        hidden, *aux_hidden = (values[batch["mask"]] for values in states.values())
         with self.target.whole_layers():
-            self.model.to(self.target.device).start_from(states, self.view)
+            self.model.to(self.target.device).start_from(hidden, self.view, *aux_hidden)
 
     def whole_head(self) -> DraftHead:
         """The trained head; under ZeRO-3 a copy with its weights gathered, made on every process."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from draft_heads.data.files import write_text
+from draft_heads.data.files import write_tensors, write_text
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import malformed, read_json
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
@@ -83,8 +83,8 @@ def write_folder(head: DraftHead, name: str, folder: Path, target: Any, target_n
     check_kind(head, name)
     config, tensors = FORMATS[name].write(head, target, target_name)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-    save_file(whole, folder / FORMATS[name].weights, metadata={"format": "pt"})
+    own = {key: tensor.clone() for key, tensor in tensors.items()}  # one file holds no tensor twice
+    write_tensors(folder / FORMATS[name].weights, own)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

@@ -20,8 +20,12 @@ from draft_heads.data.config_file import exit_status
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
+from draft_heads.data.collate import DraftCollator
 from draft_heads.data.pretrained import model_class
+from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.step import VerifiedStep
@@ -38,6 +42,9 @@ _SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 _HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+_ONE_FOR_ONE = {"num_key_value_heads": 4, "head_dim": 8}  # a key head for each query head
+_WIDE = {"num_key_value_heads": 1, "head_dim": 16}  # heads that are together wider than the hidden state, one for all
+_TIED = {"tie_word_embeddings": True}
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SLIDING = {"sliding_window": 16}
 _ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -50,18 +57,36 @@ _LATENT = {
     **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
     **{"first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8},
 }
+_GRANITE = {
+    **{"logits_scaling": 3.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
+    "attention_multiplier": 0.1,
+}
+_CAPS = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+_GEMMA_4 = {
+    **{"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16},
+    **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 30.0},
+}
+_PER_LAYER_INPUTS = {
+    **{"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3, "num_key_value_heads": 1},
+    **{"use_double_wide_mlp": True, "layer_types": 2 * (2 * ["sliding_attention"] + ["full_attention"])},
+}
 _VISION = {
     **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1},
     **{"num_heads": 2, "embed_dim": 32, "out_hidden_size": 32, "image_size": 28, "patch_size": 14},
     "num_position_embeddings": 16,
 }
 _THREE_AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-_PLAIN = "llama qwen2 qwen3 phi olmo olmo2 glm glm4 smollm3 ernie4_5 hunyuan_v1_dense gpt_neox stablelm nemotron"
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    **{name: _HEADS for name in [*_PLAIN.split(), "seed_oss", "gemma", "qwen3_next"]},
-    "llama, 3.x rope, tied": _HEADS
-    | {"tie_word_embeddings": True, "rope_parameters": _ROPE | {"original_max_position_embeddings": 64}},
-    **{name: _HEADS | _SLIDING for name in ("mistral", "ministral", "phi3", "olmo3", "exaone4", "starcoder2")},
+    **{name: _HEADS for name in ("llama", "qwen2", "hunyuan_v1_dense", "nemotron", "qwen3_next")},
+    **{name: _ONE_FOR_ONE for name in ("phi", "olmo", "olmo2", "gpt_neox", "stablelm")},
+    **{name: _HEADS | {"num_key_value_heads": 1} for name in ("glm", "glm4")},
+    **{name: _WIDE | _TIED for name in ("qwen3", "ernie4_5", "gemma")},
+    "seed_oss": _WIDE,
+    "smollm3": _HEADS | _TIED | {"no_rope_layer_interval": 2},
+    "llama, 3.x rope, tied": _HEADS | _TIED | {"rope_parameters": _ROPE | {"original_max_position_embeddings": 64}},
+    **{name: _HEADS | _SLIDING for name in ("mistral", "ministral", "exaone4")},
+    **{name: _ONE_FOR_ONE | _SLIDING for name in ("phi3", "olmo3")},
+    "starcoder2": _HEADS | _SLIDING | {"num_key_value_heads": 1},
     **{
         f"{name}, long rope": settings | {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 50}
         for name, settings in {"phi3": _HEADS, "phimoe": _HEADS | _EXPERTS, "llama": _HEADS}.items()
@@ -70,28 +95,49 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         f"{name}, stray window": _HEADS | _EXPERTS | {"sliding_window": 50}
         for name in ("arcee", "gpt_bigcode", "minimax_m2")
     },
-    **{name: _HEADS | _SLIDING for name in ("gemma2", "gemma3_text", "gemma4_text")},
-    **{name: _HEADS | _EXPERTS for name in ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "llama4_text"]},
-    "granite": _HEADS | {"logits_scaling": 3.0},
-    "granitemoe": _HEADS | _EXPERTS | {"logits_scaling": 3.0},
-    "cohere": _HEADS | {"logit_scale": 0.25},
-    "cohere2": _HEADS | _SLIDING | {"logit_scale": 0.25},
-    "gpt_oss": _HEADS | _EXPERTS | _SLIDING,
-    "glm4_moe": _HEADS | _EXPERTS | {"n_routed_experts": 4},
+    "gemma2": _HEADS | _SLIDING | _TIED | _CAPS | {"head_dim": 12, "query_pre_attn_scalar": 12},
+    "gemma3_text": _WIDE | _SLIDING | _TIED | {"num_hidden_layers": 6},
+    "gemma4_text": _GEMMA_4 | _SLIDING | _TIED | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text, per-layer inputs": _GEMMA_4 | _SLIDING | _TIED | _PER_LAYER_INPUTS,
+    "gemma4_text, experts": _GEMMA_4
+    | _SLIDING
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    **{name: _ONE_FOR_ONE | _EXPERTS for name in ("qwen2_moe", "olmoe")},
+    **{name: _HEADS | _EXPERTS for name in ("mixtral", "llama4_text")},
+    "qwen3_moe": _WIDE | _EXPERTS,
+    "granite": _HEADS | _TIED | _GRANITE,
+    "granitemoe": _HEADS | _EXPERTS | _TIED | _GRANITE,
+    "cohere": _ONE_FOR_ONE | _TIED | {"logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": _HEADS | _SLIDING | _TIED | {"logit_scale": 0.25},
+    "gpt_oss": _HEADS | _EXPERTS | _SLIDING | {"head_dim": 12},
+    "glm4_moe": _WIDE | _EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
     "deepseek_v3": _LATENT,
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    **{name: {} for name in ("gpt2", "mpt", "bloom", "mamba")},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "tie_word_embeddings": True},
+    "opt, projected": {"ffn_dim": 64, "word_embed_proj_dim": 16, "do_layer_norm_before": False} | _TIED,
+    **{name: {"tie_word_embeddings": True} for name in ("gpt2", "mpt", "bloom")},
+    "mamba": {},
     "falcon": {"alibi": True},
+    "falcon, rotary": {"multi_query": True, "parallel_attn": True},
     "recurrent_gemma": _HEADS,
     "t5": {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8},
 }
+"""Settings beside `_SIZES` that have the proportions of the published models: key heads to query heads, heads wider
+than the hidden state, sizes by layer, tied embeddings, scales and caps."""
 MULTIMODAL: dict[str, dict[str, Any]] = {
-    "gemma3": _HEADS | _SLIDING,
+    "gemma3": _WIDE | _SLIDING | {"num_hidden_layers": 6},
     **{name: _HEADS for name in ("mistral3", "llava", "internvl")},
     **{name: _HEADS | _THREE_AXES for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")},
     "qwen3_vl_moe": _HEADS | _EXPERTS | _THREE_AXES,
 }
 """Models with a text part of these settings beside a small vision part; they serve as text targets."""
+SMALL: dict[str, dict[str, Any]] = {
+    "chimera": {"heads": 2, "projection": "shared"},
+    "ctc": {"frames": 5, "labels": 3, "label_context": 2},
+    "eagle3": {"passes": 2},
+    "hydra": {"heads": 2, "prefix_attention": True, "labels_from": "distribution"},
+    "medusa": {"heads": 2},
+}
+"""Settings of the heads that are trained for a few steps."""
 
 
 def make_model(name: str, folder: Path) -> None:
@@ -144,8 +190,49 @@ def own_answers(folder: Path, dtype: torch.dtype, prompts: list[list[int]], new_
     return [answer[0, len(prompt) :].tolist() for answer, prompt in zip(answers, prompts)]
 
 
-def check(name: str, folder: Path, dtype: torch.dtype, count: int, new_tokens: int = 40) -> tuple[str, str, bool]:
-    """The answers of one architecture or the sentence that refuses it, its forward, whether it holds."""
+def trains(target: Target, kind: str, prompts: list[list[int]], answers: list[list[int]]) -> bool:
+    """Whether a head of this kind learns for two steps on labels that the target writes, then drafts losslessly."""
+    torch.manual_seed(0)
+    _, config_type = head_classes(kind)
+    layers = config_type.usual_layers(target.config.num_hidden_layers) if target.modules.layers is not None else []
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
+    labelled = target.label(texts, keep_hidden=True, target_layers=layers)
+    rows = [
+        {
+            "input_ids": text,
+            "greedy_ids": labels.greedy_ids,
+            "assistant_mask": [i >= len(prompt) for i in range(len(text))],
+        }
+        for text, labels, prompt in zip(texts, labelled, prompts)
+    ]
+    batch = DraftCollator(0, target.max_positions)(rows)
+    sizes = target_sizes(target.config)
+    head = head_classes(kind)[0](config_type(**sizes, **SMALL[kind], target_layers=layers)).to(target.dtype)
+    states = target.states_of(batch, layers)
+    head.start_from(states["hidden"], target.view(), states.get("aux_hidden"))
+    before = [parameter.detach().clone() for parameter in head.parameters()]
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        loss = head(**batch, **states, target=target.view())
+        losses.append(float(loss.total.detach() / loss.windows))
+        (loss.total / loss.windows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    learned = any(not torch.equal(old, new) for old, new in zip(before, head.parameters()))
+    settings = GenerationSettings(max_new_tokens=len(answers[0]), eos_token_ids=())
+    found = DecodingEngine(target, HEAD_DRAFTERS[kind](head.eval(), target, 8)).generate(prompts[0], settings).tokens
+    agree = labelled[0].greedy_ids[len(prompts[0]) :] == answers[0]
+    return learned and agree and losses[1] < losses[0] and found == answers[0]
+
+
+def check(
+    name: str, folder: Path, dtype: torch.dtype, count: int, heads: Sequence[str] = (), new_tokens: int = 40
+) -> tuple[str, str, bool]:
+    """The answers of one architecture or the sentence that refuses it, its forward, whether it holds.
+
+    heads: the kinds that are trained on its labels for two steps
+    """
     try:
         target = Target.from_pretrained(str(folder), dtype, "cpu")
     except ValueError as error:
@@ -160,15 +247,23 @@ def check(name: str, folder: Path, dtype: torch.dtype, count: int, new_tokens: i
     beta = sum(rooms) / sum(len(found.accept_lengths) for found in generated)
     distinct = min(len(set(answer)) for answer in answers)
     found = f"{identical} of {count}, β {beta:.1f}, {distinct} tokens"
-    return found, target.forward_kind, identical == count
+    holds = identical == count
+    try:
+        trained = [kind for kind in heads if trains(target, kind, prompts, answers)]
+        holds &= len(trained) == len(heads)
+        found += f", {len(trained)} of {len(heads)} heads" if heads else ""
+    except ValueError as error:
+        found += f"; refused: {error}"
+    return found, target.forward_kind, holds
 
 
-def check_all(names: Sequence[str], count: int = 2) -> Iterator[tuple[str, bool]]:
-    """A row of the table for each architecture, and whether it holds."""
+def check_all(names: Sequence[str], count: int = 2, heads: Sequence[str] = tuple(HEADS)) -> Iterator[tuple[str, bool]]:
+    """A row of the table for each architecture, and whether it holds; heads are trained in float32."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             make_model(name, Path(folder))
-            cells = [check(name, Path(folder), dtype, count) for dtype in (torch.float64, torch.float32)]
+            precisions = {torch.float64: (), torch.float32: heads}
+            cells = [check(name, Path(folder), dtype, count, kinds) for dtype, kinds in precisions.items()]
         refused = cells[0][0] == cells[1][0] and cells[0][0].startswith("refused")
         row = f"| {name} | {cells[0][0]} | {'refused' if refused else cells[1][0]} | {cells[0][1]} |"
         yield row, all(holds for _, _, holds in cells)
@@ -176,9 +271,9 @@ def check_all(names: Sequence[str], count: int = 2) -> Iterator[tuple[str, bool]
 
 HEAD = """# Architectures that serve as targets
 
-Small models with random weights decode draft trees of which every second node is accepted. A cell has the answers that equal those of
-transformers' `generate`, β, and the fewest different tokens in an answer. The last column is the forward that runs
-([decoding](decoding.md#speed)).
+Small models with random weights and the proportions of the published ones decode draft trees of which every second node is accepted. A cell
+has the answers that equal those of transformers' `generate`, β, the fewest different tokens in an answer, and how many kinds of heads learn for
+two steps on the labels that the target writes, then draft with equal tokens. The last column is the forward that runs ([decoding](decoding.md#speed)).
 
     python scripts/checks/architectures.py --write docs/targets.md
 

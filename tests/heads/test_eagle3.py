@@ -106,6 +106,26 @@ def test_it_starts_at_the_high_layer_and_the_targets_lm_head(view):
     assert torch.allclose(states[:, 0], rows.aux_hidden[0, :4, -32:])
 
 
+def test_the_norm_starts_with_the_gains_that_make_h_of_the_high_layer(view):
+    head, rows = make_head(target_layers=[1, 2, 3]), make_text(layers=3, rows=2)
+    with torch.no_grad():  # g is the high layer's output
+        head.layer_projection.weight.copy_(torch.eye(32).repeat(1, 3) * (torch.arange(96) >= 64))
+    high = rows.aux_hidden[..., 64:]
+    gains = torch.linspace(-0.5, 3, 32).double()
+    hidden = gains * high / high.pow(2).mean(-1, keepdim=True).sqrt()
+    head.start_from(hidden, view, rows.aux_hidden)
+    assert torch.allclose(head.norm.weight, gains, atol=1e-4)
+    head.block.start_as_identity()
+    started = head.norm(
+        head.train_states(
+            Rows(hidden, rows.input_ids, rows.segment_ids, rows.position_ids, rows.aux_hidden),
+            torch.tensor([[3], [3]]),
+            view,
+        )
+    )[:, 0, 0]
+    assert torch.allclose(started, hidden[:, 3], atol=1e-3)
+
+
 def test_a_cut_lm_head_starts_as_the_rows_of_the_draft_vocabulary(view):
     head = Eagle3Head(make_head(draft_vocab_size=len(SOME)).config).double()
     head.set_draft_vocab(SOME)

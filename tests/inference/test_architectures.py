@@ -1,15 +1,19 @@
 """Loading targets of other families: their own logits, what a tree gives, and what is refused."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_heads.heads.checkpoint import HEADS
+from draft_heads.heads.config import target_sizes
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.hf_generate import hf_generate
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target import target as target_module
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.checks.architectures import check_all
+from draft_heads.scripts.checks.architectures import check, check_all, make_model
 from tests.inference.models import ForkedDrafter, make_head
 
 _SIZES = {
@@ -127,8 +131,28 @@ def test_ten_architectures_loaded_from_folders_answer_as_generate():
         "cohere2",
         "deepseek_v3",
     ]
-    for row, holds in check_all([*names, "gemma3"]):
-        assert holds and row.count("2 of 2, β") == 2, row
+    for name, kind in zip([*names, "gemma3"], itertools.cycle(HEADS)):
+        ((row, holds),) = check_all([name], heads=[kind])
+        assert holds and row.count("2 of 2, β") == 2 and "1 of 1 heads" in row, row
+
+
+@pytest.mark.parametrize(
+    "name, kinds", [("gemma4_text", ["ctc", "eagle3"]), ("gemma4_text, per-layer inputs", ["ctc"])]
+)
+def test_layers_of_several_sizes_are_labelled_trained_on_and_drafted_for(name, kinds, tmp_path):
+    make_model(name, tmp_path)
+    found, _, holds = check(name, tmp_path, torch.float32, 1, kinds, new_tokens=12)
+    assert holds and found.endswith(f"{len(kinds)} of {len(kinds)} heads"), found
+
+
+def test_a_head_has_the_sizes_of_the_last_full_layer_and_none_is_made_for_projected_states():
+    layers = {1: {"head_dim": 16, "num_key_value_heads": 1}}
+    config = AutoConfig.for_model("llama", **_SIZES, head_dim=8, layer_types=["sliding_attention", "full_attention"])
+    assert {name: target_sizes(config)[name] for name in layers[1]} == {"head_dim": 8, "num_key_value_heads": 2}
+    config.per_layer_config = layers
+    assert {name: target_sizes(config)[name] for name in layers[1]} == layers[1]
+    with pytest.raises(ValueError, match="opt's reads 16 values, its layers have 32; pick another --target"):
+        target_sizes(AutoConfig.for_model("opt", hidden_size=32, word_embed_proj_dim=16))
 
 
 def test_where_only_the_cache_of_generate_has_a_window_texts_end_at_it():
