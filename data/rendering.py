@@ -216,10 +216,9 @@ class ChatRenderer(ChatText):
             with suppress(ConversationError):  # a template that needs the further keys
                 template = self.text([*history, bare, *rest], extra=extra).partition(placeholder)[0]
         content = len(text) - len(after)
+        wordless = not str(message.get("content") or "").strip()  # nothing but tool calls
         if not found or placeholder in after or not text.endswith(after):
-            if str(message.get("content") or "").strip() or not text.startswith(prompt):
-                return None
-            return _Turn(len(prompt), True, len(prompt))  # nothing but tool calls
+            return _Turn(len(prompt), True, len(prompt)) if wordless and text.startswith(prompt) else None
         if text.startswith(template) and before == template:
             start, aligned = len(before), False
             if text.startswith(prompt) and len(prompt) > start:  # the prompt begins the answer (a thought)
@@ -234,19 +233,20 @@ class ChatRenderer(ChatText):
             start, aligned = len(_common_prefix(text, prompt)), False
             if start < len(_common_prefix(self.text(history, extra=extra), prompt)):
                 return None
-        return _Turn(start, aligned, content) if start <= content else None
+        # Without words, a break between words and calls is missing: it is taken for that before the words.
+        overlap = wordless and not text[content:start].strip()
+        return _Turn(start, aligned, content) if start <= content or overlap else None
 
     def _own_end(self, whole: _Rendering, number: int, turn: _Turn) -> int:
         """Where the text ends that the template adds for a turn, whatever follows it."""
         if number + 1 == len(whole.messages):
             return len(whole.text)
         placeholder, message = self._placeholder(whole.messages), whole.messages[number]
-        if turn.start == turn.content:
-            own = self.text(whole.messages[: number + 1], extra=whole.extra)[turn.start :]
-        else:
-            replaced = [*whole.messages[:number], {**message, "content": placeholder}]
-            own = self.text(replaced, extra=whole.extra).rpartition(placeholder)[2]
-        return turn.content + len(_common_prefix(whole.text[turn.content :], own))
+        replaced = [*whole.messages[:number], {**message, "content": placeholder}]
+        owns = [self.text(replaced, extra=whole.extra).rpartition(placeholder)[2]]
+        if turn.start == turn.content:  # tool calls without words: the break before them may be missing
+            owns += [owns[0].lstrip(), self.text(whole.messages[: number + 1], extra=whole.extra)[turn.start :]]
+        return turn.content + max(len(_common_prefix(whole.text[turn.content :], own)) for own in owns)
 
     # ---- {% generation %} blocks ---------------------------------------------------------------------------
 

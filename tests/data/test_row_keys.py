@@ -235,6 +235,21 @@ def test_a_name_that_no_template_reads_is_refused_but_of_a_tools_result():
         renderer.conversation([USER | {"name": "Bo"}, ANSWER])
 
 
+@pytest.mark.parametrize("gap", ["\n", ""], ids=["line break", "nothing"])
+@pytest.mark.parametrize("thought", ["", "<think>\n\n</think>\n\n"], ids=["", "thought"])
+def test_an_answer_of_calls_alone_is_trained_on_whatever_stands_between_text_and_calls(gap, thought):
+    between = "{% if m.content %}{{ " + json.dumps(gap) + " }}{% endif %}"
+    last = "{% if loop.last and m.role == 'assistant' %}{{ " + json.dumps(thought) + " }}{% endif %}{{ m.content }}"
+    form = READS.replace("{{ m.tool_calls", between + "{{ m.tool_calls").replace("{{ m.content }}", last)
+    tokenizer = byte_tokenizer(form)
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}, ANSWER]
+    ids, mask = ChatRenderer(tokenizer).conversation(chat)
+    called, answer = trained_runs(tokenizer, ids, mask)
+    assert (called, answer) == (json.dumps([CALL]) + "<|im_end|>", "Salut<|im_end|>")
+    ids, mask = ChatRenderer(tokenizer).conversation(chat[:2])
+    assert trained_runs(tokenizer, ids, mask) == [json.dumps([CALL]) + "<|im_end|>"]
+
+
 def test_a_marked_turn_is_rendered_and_not_trained(tmp_path):
     turns = [*PAIR, PAIR[0], PAIR[1] | {"value": "Non.", "weight": 0}, PAIR[0], PAIR[1] | {"value": "Oui."}]
     tokenizer = byte_tokenizer(template("chatml"))

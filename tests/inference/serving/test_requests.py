@@ -17,6 +17,7 @@ from tests.inference.serving.served import KEY, chat, serve
 from tests.running import run_script
 from tests.tiny_chat import save_target
 
+ASKED = {"role": "user", "content": "4"}
 BAD = {
     "model": (openai.NotFoundError, {"model": "gpt-4"}, "must be 'tiny'; got 'gpt-4'"),
     "negative": (openai.BadRequestError, {"max_tokens": -1}, "max_tokens: .* greater than or equal to 1"),
@@ -28,6 +29,18 @@ BAD = {
     ),
     "no prompt": (openai.BadRequestError, {"messages": []}, "messages: "),
     "role": (openai.BadRequestError, {"messages": [{"role": "critic", "content": "4"}]}, "'system', 'developer'"),
+    "unread": (openai.BadRequestError, {"messages": [ASKED | {"name": "Bo"}]}, "does not read 'name'"),
+    "mood": (
+        openai.BadRequestError,
+        {"messages": [ASKED | {"mood": "glad"}]},
+        "the key 'mood' is unknown; leave it out",
+    ),
+    "weight": (openai.BadRequestError, {"messages": [ASKED | {"weight": 0}]}, "the key 'weight' is for training"),
+    "part": (
+        openai.BadRequestError,
+        {"messages": [ASKED | {"content": [{"type": "image_url"}]}]},
+        "received image_url",
+    ),
     "type": (openai.BadRequestError, {"max_tokens": "many"}, "max_tokens: .*integer"),
     "temperature": (openai.BadRequestError, {"temperature": 3}, "temperature: .* less than or equal to 2"),
     "stop": (openai.BadRequestError, {"stop": [""]}, "none of them empty"),
