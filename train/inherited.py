@@ -130,7 +130,8 @@ def _plain(value: Any) -> str:
 
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
-NO_EFFECT: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str], ...] = (
+Entry = tuple[tuple[str, ...], str, Callable[[Any], bool], str]
+NO_EFFECT: tuple[Entry, ...] = (
     (("optim",), "head_optimizer", lambda v: v.head_optimizer == "muon", "Muon is the optimizer; drop one of the two"),
     (
         _ADAM,
@@ -171,6 +172,28 @@ NO_EFFECT: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool], str], ...] =
 )
 """(flags, the option that takes their effect away, whether it does so, why and what to do)."""
 
+_ONE_OFFSET = "one offset has no other to be weighed against; leave it out"
+OF_HEADS: tuple[Entry, ...] = (
+    (("decay",), "labels", lambda v: getattr(v, "labels", 0) == 1, _ONE_OFFSET),
+    (("decay",), "heads", lambda v: getattr(v, "heads", 0) == 1, _ONE_OFFSET),
+    (("decay",), "passes", lambda v: getattr(v, "passes", 0) == 1, _ONE_OFFSET),
+    (
+        ("order",),
+        "encoder",
+        lambda v: getattr(v, "encoder", "kgram") != "kgram",
+        "it reads one token at a time; leave it out, or take --encoder kgram",
+    ),
+)
+OF_RUNS: tuple[Entry, ...] = (
+    (
+        ("simulate_nodes",),
+        "simulate_rows",
+        lambda v: v.simulate_rows == 0,
+        "nothing is simulated; leave it out, or raise --simulate_rows",
+    ),
+)
+"""The same for options of heads, and for `RunOptions`."""
+
 
 def refused(name: str, value: Any = None) -> str | None:
     """The sentence that answers a flag of transformers that is refused; None for any other name."""
@@ -180,13 +203,13 @@ def refused(name: str, value: Any = None) -> str | None:
     return f"--{name} {reason}{got}; leave it out"
 
 
-def check_effects(values: Any, given: set[str], written: set[str]) -> None:
+def check_effects(values: Any, table: tuple[Entry, ...], given: set[str], written: set[str]) -> None:
     """ValueError for the first flag that was asked for and that another option makes ineffective.
 
     given: names on the command line; written: those in the user's own --config. What the command line sets may take
     the effect of a line of the file away.
     """
-    for names, other, takes_effect_away, why in NO_EFFECT:
+    for names, other, takes_effect_away, why in table:
         for name in names:
             asked = name in given or (name in written and other in written and other not in given)
             if asked and takes_effect_away(values):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import shlex
 import subprocess
@@ -41,6 +42,10 @@ from draft_heads.train.training_data import load_data
 def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadTrainingArguments) -> None:
     """Train a head of this kind and export it to RUN/head; ValueError or OSError before anything is written."""
     head_type, config_type = head_classes(kind)
+    if args.deepspeed and "LOCAL_RANK" not in os.environ:
+        raise ValueError(
+            f"--deepspeed needs a launcher, on one GPU too; got none; start with: deepspeed train/{kind}.py …"
+        )
     use_threads(run.threads)
     set_seed(args.seed)
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")

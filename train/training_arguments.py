@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from draft_heads.data.options import add_flags, option_names
 from draft_heads.data.pretrained import load_config
 from draft_heads.heads.config import HeadConfig
-from draft_heads.train.inherited import READ, check_effects, refused
+from draft_heads.train.inherited import NO_EFFECT, OF_HEADS, OF_RUNS, READ, check_effects, refused
 from draft_heads.train.length import settle_end
 from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, find_recipe, recipe_defaults
 
@@ -74,7 +74,9 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         if not offered.output_dir:
             raise ValueError("--output_dir must name a folder for checkpoints and the head; got nothing")
         training = HeadTrainingArguments(**vars(offered))
-        check_effects(training, set(given), set() if bundled else set(defaults))
+        asked = set(given), set() if bundled else set(defaults)
+        check_effects(training, NO_EFFECT, *asked)
+        check_effects(run, OF_RUNS, *asked)
         if run.packing and training.tokens_per_batch:
             raise ValueError(
                 "--packing would fill batches beyond --tokens_per_batch, whose rows are of similar length already; got "
@@ -82,6 +84,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
             )
         head = {name: getattr(rest, name) for name in option_names(head_config)}
         config = head_config(**head)  # validated here, before anything is loaded
+        check_effects(config, OF_HEADS, *asked)
         check_metric(training.metric_for_best_model, config.offsets, bool(run.simulate_rows))
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
+from draft_heads.heads.chimera import ChimeraConfig
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.inherited import NO_EFFECT, NOT_OFFERED, READ, REFUSED
 from draft_heads.train.training_arguments import parse_options, transformers_help
@@ -85,6 +86,8 @@ def test_a_flag_that_is_said_to_be_read_is_read(dataset, tmp_path, monkeypatch):
         ("--per_device_train_batch_size 2 --tokens_per_batch 900", "--tokens_per_batch 900"),
         ("--eval_steps 5 --eval_strategy no", "--eval_strategy no: nothing is evaluated"),
         ("--metric_for_best_model accuracy_1", "--load_best_model_at_end False: the last checkpoint is exported"),
+        ("--simulate_nodes 4 --simulate_rows 0", "--simulate_rows 0: nothing is simulated"),
+        ("--decay 0.5 --labels 1", "--labels 1: one offset has no other"),
         ("--dataloader_prefetch_factor 2 --dataloader_num_workers 0", "--dataloader_num_workers"),
     ],
 )
@@ -101,6 +104,13 @@ def test_a_flag_without_effect_in_a_combination_is_refused(capsys, tmp_path, arg
         assert cause in refusal(capsys, "--config", str(tmp_path / "r.yaml"))
         (tmp_path / "r.yaml").write_text(f"{pairs[0][0]}: {pairs[0][1] or 'true'}\n")
         parse_options(CTCConfig, [*GIVEN, "--config", str(tmp_path / "r.yaml"), f"--{pairs[1][0]}", pairs[1][1]])
+
+
+def test_an_encoder_of_single_tokens_has_no_k_grams(capsys):
+    with pytest.raises(SystemExit):
+        parse_options(ChimeraConfig, [*GIVEN, "--order", "2", "--encoder", "target_layer0_frozen"])
+    assert "--order 2 has no effect with --encoder target_layer0_frozen" in capsys.readouterr().err
+    parse_options(ChimeraConfig, [*GIVEN, "--encoder", "target_layer0_frozen"])  # the order is the recipe's
 
 
 def test_every_entry_of_no_effect_names_options():
