@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TARGET := data/tiny_target
 
-.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines clean
+.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines check-versions clean
 
 help:
 	@echo "make quickstart   distil, train two heads, decode, report: the whole job on the embedded target"
@@ -17,6 +17,7 @@ help:
 	@echo "make lossless     the full losslessness matrix (hours on two cores)"
 	@echo "make survival     kill and resume training and distillation (ten minutes)"
 	@echo "make check-engines  exported heads in a real vLLM (its own environment of 3.5 GB)"
+	@echo "make check-versions the oldest and the newest libraries of pyproject.toml's ranges (own environments of 13 GB)"
 	@echo "make clean        remove runs/, build/ and caches; .venv stays"
 
 install: $(READY)
@@ -68,6 +69,10 @@ check-engines: $(READY)
 	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python scripts/checks/engines.py --python $(ENGINES)/bin/python --target $(TARGET) \
 		--heads runs/engines/medusa/head runs/engines/eagle3/head --output runs/engines/check
 
+# Run after a range in pyproject.toml changed; the table that it prints goes into CONTRIBUTING.md.
+check-versions: $(READY)
+	$(BIN)/python scripts/checks/versions.py
+
 clean:
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache
-	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path "./$(VENV)*/*" -prune -exec rm -rf {} +
