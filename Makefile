@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TARGET := data/tiny_target
 
-.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines check-tokenizers clean
+.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines check-tokenizers check-versions clean
 
 help:
 	@echo "make quickstart   distil, train two heads, decode, report: the whole job on the embedded target"
@@ -18,6 +18,7 @@ help:
 	@echo "make survival     kill and resume training and distillation (ten minutes)"
 	@echo "make check-engines  exported heads in a real vLLM (its own environment of 3.5 GB)"
 	@echo "make check-tokenizers TOKENIZERS=FOLDER  what is trained with real tokenizers and chat templates"
+	@echo "make check-versions the oldest and the newest libraries of pyproject.toml's ranges (own environments of 13 GB)"
 	@echo "make clean        remove runs/, build/ and caches; .venv stays"
 
 install: $(READY)
@@ -73,6 +74,10 @@ check-engines: $(READY)
 check-tokenizers: $(READY)
 	$(BIN)/python scripts/checks/real_tokenizers.py $(TOKENIZERS)
 
+# Run after a range in pyproject.toml changed; the table that it prints goes into CONTRIBUTING.md.
+check-versions: $(READY)
+	$(BIN)/python scripts/checks/versions.py
+
 clean:
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache
-	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path "./$(VENV)*/*" -prune -exec rm -rf {} +
