@@ -153,7 +153,7 @@ def test_batches_generated_labels_and_the_timed_generate_agree(target, asked):
 
 
 def test_steps_that_start_ahead_and_captured_ones_wait_for_the_text(target):
-    ask(target, repetition_penalty=1.3)
+    ask(target, repetition_penalty=1.3, min_length=60, forced_eos_token_id=ENDS[0])  # the last token is counted to
     settings = GenerationSettings(24, eos_token_ids=ENDS)
     engine = DecodingEngine(
         target, drafter_for(make_head(target), target, 8), ahead=True, captured=CapturedSteps(Rerun)
