@@ -2,7 +2,8 @@
 
 Every answer that is being written has a slot of the batch. A slot whose answer has ended goes to the next prompt, so
 that no answer waits for a longer one; when no prompt is left, the batch shrinks. The tokens are those of
-`generate(do_sample=False)` with a neutral generation config (tested), up to numerical ties. Shapes: B slots.
+`generate(do_sample=False)` (tested), up to numerical ties: with the checkpoint's own logits processors, if its
+generation config asks for any. Shapes: B slots.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
+from draft_heads.data.generation_config import own_processors, processed
 from draft_heads.data.labeller import Labeller, checked_ids
 from draft_heads.data.loops import LoopDetector
 
@@ -69,9 +72,10 @@ def answer_prompts(
     while True:
         while batch.free and waiting:
             index = waiting.popleft()
-            token = batch.read(prompts[index])
+            processors = own_processors(target, prompts[index], limits[index])
+            token = batch.read(prompts[index], processors)
             if write(index, token):
-                batch.place(index, token, len(prompts[index]))
+                batch.place(index, token, prompts[index], processors)
         if not batch.running:
             return answers
         batch.release([index for index, token in batch.step() if not write(index, token)], shrink=not waiting)
@@ -89,17 +93,21 @@ class _Batch:
         self.free = list(range(slots))
         self._tokens = torch.zeros(slots, dtype=torch.long, device=target.device)
         self._lengths: dict[int, int] = {}  # answer → tokens in the cache
+        # answers whose logits are changed by their text → what changes them, and the text with its newest token
+        self._processed: dict[int, tuple[LogitsProcessorList, list[int]]] = {}
 
-    def read(self, prompt: list[int]) -> int:
+    def read(self, prompt: list[int], processors: LogitsProcessorList | None) -> int:
         """The token that follows a prompt, whose keys and values `place` will copy."""
         self._prompt_cache.clear()
         logits: Tensor = self.target.prefill(torch.tensor(prompt, device=self.target.device), self._prompt_cache).logits
-        return int(logits.argmax(-1))
+        return int(logits.argmax(-1)) if processors is None else _choice(processors, prompt, logits)
 
-    def place(self, index: int, token: int, length: int) -> None:
+    def place(self, index: int, token: int, prompt: list[int], processors: LogitsProcessorList | None) -> None:
         """Give the answer to the prompt that was read last, and its first token, a slot."""
         slot = self.running[index] = self.free.pop()
-        self._lengths[index] = length
+        self._lengths[index] = len(prompt)
+        if processors is not None:
+            self._processed[index] = processors, [*prompt, token]
         self._tokens[slot] = token
         self.cache.copy_sequence(slot, self._prompt_cache)
 
@@ -110,6 +118,9 @@ class _Batch:
         sees = torch.ones_like(depths, dtype=torch.bool)[..., None]
         logits = self.target.forward_tree(self._tokens[:, None], depths, sees, self.cache).logits[:, 0]
         self._tokens = logits.argmax(-1)
+        for index, (processors, text) in self._processed.items():
+            text.append(_choice(processors, text, logits[self.running[index]]))
+            self._tokens[self.running[index]] = text[-1]
         self.cache.lengths += 1
         tokens = self._tokens.tolist()  # the step's one synchronisation
         for index in self.running:
@@ -119,6 +130,8 @@ class _Batch:
     def release(self, ended: list[int], shrink: bool) -> None:
         """Free the slots of answers; with `shrink`, leave free slots out once they are a quarter of all."""
         self.free += [self.running.pop(index) for index in ended]
+        for index in ended:
+            self._processed.pop(index, None)
         if shrink and self.running and 4 * len(self.free) >= len(self._tokens):
             kept = torch.tensor(list(self.running.values()), device=self.target.device)
             self.cache.select_sequences(kept)
@@ -127,3 +140,9 @@ class _Batch:
             self.free = []
         if self.free:
             self.cache.lengths[self.free] = 0  # free slots grow by one row a step, and shall not reach the end
+
+
+def _choice(processors: LogitsProcessorList, text: list[int], logits: Tensor) -> int:
+    """The best token after a text, of logits `[V]` that processors change."""
+    ids = torch.tensor([text], device=logits.device)
+    return int(processed(processors, ids, logits[None]).argmax(-1))

@@ -37,6 +37,7 @@ from draft_heads.data.answer_server import AnswerServer
 from draft_heads.data.conversations import Conversations, read_conversations
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller
+from draft_heads.data.generation_config import processor_settings
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.options import dtype_name, memory_explained
@@ -192,6 +193,8 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     settings["max_length"] = distiller.max_length
     settings["dtype"] = dtype_name(target.dtype)
     settings["target_adapter"] = target.adapter
+    if own := processor_settings(target.model.generation_config):
+        settings["own_generation_settings"] = own
     if distiller.hidden_dtype is not None:
         settings["hidden_states"] = dtype_name(distiller.hidden_dtype)
     return {

@@ -98,8 +98,12 @@ class Distiller:
         labelled: dict[int, dict[str, Any]] = {}
         for start in range(0, len(order), self.options.batch_size):
             batch = order[start : start + self.options.batch_size]
-            texts, layers = [rows[i].ids for i in batch], self.options.target_layers
-            for i, (greedy, *states) in zip(batch, self.target.label(texts, dtype is not None, layers)):
+            texts, masks, layers = (
+                [rows[i].ids for i in batch],
+                [rows[i].mask for i in batch],
+                self.options.target_layers,
+            )
+            for i, (greedy, *states) in zip(batch, self.target.label(texts, dtype is not None, layers, masks)):
                 row = rows[i]
                 record = dict(id=row.id, input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
                 if dtype is not None:

@@ -69,8 +69,18 @@ class Labeller(Protocol):
     def check_layers(self, target_layers: Sequence[int]) -> None:
         """ValueError unless these are layers whose outputs can be captured."""
 
-    def label(self, rows: list[list[int]], keep_hidden: bool, target_layers: Sequence[int] = ()) -> list[Labelled]:
-        """Labels for each row of token ids, and its hidden states if they are to be kept."""
+    def label(
+        self,
+        rows: list[list[int]],
+        keep_hidden: bool,
+        target_layers: Sequence[int] = (),
+        masks: Sequence[Sequence[bool]] | None = None,
+    ) -> list[Labelled]:
+        """Labels for each row of token ids, and its hidden states if they are to be kept.
+
+        masks: which tokens are the assistant's; there the checkpoint's own generation settings
+            decide too, as in decoding.
+        """
 
 
 def checked_ids(target: Labeller, ids: list[int], text: str = "a prompt") -> list[int]:

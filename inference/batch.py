@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from draft_heads.inference.drafters.base import Drafter, check_vocabulary
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
+from draft_heads.inference.processors import TextProcessors, processors_of
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
@@ -26,13 +28,19 @@ from draft_heads.inference.verify import accept_exact
 
 @dataclass
 class _Slot:
-    """A running sequence: its drafter, its answer so far, its stop rules, how many of its tokens are in the cache."""
+    """A running sequence: its drafter, its answer so far, its stop rules, how many of its tokens are in the cache.
+
+    text        the prompt, the answer so far and the base token
+    processors  what changes the logits by the text, if anything does
+    """
 
     drafter: Drafter
     answer: Generation
     stopper: Stopper
     base: Tensor
     committed: int
+    text: list[int]
+    processors: LogitsProcessorList | None
 
 
 class BatchEngine:
@@ -114,6 +122,9 @@ class BatchEngine:
         clock.lap(drafting)
         single.clear()
         hidden, logits, aux_hidden = self.target.prefill(prompt, single, drafter.target_layers)
+        processors = processors_of(self.target, stopper.settings, prompt_ids, stopper.limit)
+        if processors is not None:
+            logits = TextProcessors([processors], [prompt_ids]).after_prompt(logits[None])[0]
         base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), stopper.settings.sampling)[0]
         stopper.extend(answer, [int(base)], [-1])
         clock.lap("verify")
@@ -123,7 +134,7 @@ class BatchEngine:
         end[slot] = len(prompt_ids) + stopper.limit
         drafter.observe(VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden))
         clock.lap(drafting)
-        return _Slot(drafter, answer, stopper, base, len(prompt_ids))
+        return _Slot(drafter, answer, stopper, base, len(prompt_ids), [*prompt_ids, int(base)], processors)
 
     def _step(
         self, slots: list[_Slot | None], settings: GenerationSettings, cache: KVCache, end: Tensor, clock: Clock
@@ -135,7 +146,7 @@ class BatchEngine:
         clock.lap("draft" if self.drafter.max_nodes else "other")
         cache.bound = max(slot.committed for slot in slots if slot is not None)
         cache.set_visible_length(1 + max(self.drafter.max_depth, *map(len, trees)))
-        batch = self._verify(base, DraftTree.stack(trees), cache, end, settings)
+        batch = self._verify(base, DraftTree.stack(trees), cache, end, settings, _processors(slots))
         clock.lap("verify")
         assert batch.source is not None
         counts, next_tokens, sources = batch.count.tolist(), batch.next_tokens.tolist(), batch.source.tolist()
@@ -146,6 +157,7 @@ class BatchEngine:
                 continue
             accepted = counts[index]
             slot.committed += accepted
+            slot.text += next_tokens[index][:accepted]
             slot.base = batch.base[index]
             slot.stopper.extend(slot.answer, next_tokens[index][:accepted], sources[index][:accepted])
             clock.lap("other")
@@ -157,8 +169,22 @@ class BatchEngine:
             clock.lap("draft" if self.drafter.max_nodes else "other")
 
     def _verify(
-        self, base: Tensor, tree: DraftTree, cache: KVCache, end: Tensor, settings: GenerationSettings
+        self,
+        base: Tensor,
+        tree: DraftTree,
+        cache: KVCache,
+        end: Tensor,
+        settings: GenerationSettings,
+        processors: TextProcessors | None,
     ) -> VerifiedStep:
         accept = accept_exact if settings.typical is None else settings.typical
         depth, layers = self.drafter.max_depth, self.drafter.target_layers
-        return verify_step(self.target, cache, base, tree, depth, end, settings.sampling, accept, layers)
+        return verify_step(self.target, cache, base, tree, depth, end, settings.sampling, accept, layers, processors)
+
+
+def _processors(slots: Sequence[_Slot | None]) -> TextProcessors | None:
+    """Those of all slots; None if no slot has any."""
+    lists = [None if slot is None else slot.processors for slot in slots]
+    if not any(lists):
+        return None
+    return TextProcessors(lists, [[] if slot is None else slot.text for slot in slots])

@@ -29,6 +29,7 @@ from draft_heads.inference.generation import (
     prompt_ids,
     room,
 )
+from draft_heads.inference.processors import TextProcessors, processors_of
 from draft_heads.inference.readback import PendingReadback
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
@@ -36,7 +37,7 @@ from draft_heads.inference.target.compiled import no_host_sync, program
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Drafted, current
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
-from draft_heads.inference.tree import DraftTree
+from draft_heads.inference.tree import DraftTree, padded_nodes
 from draft_heads.inference.verify import Accept, TypicalAcceptance, accept_exact
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,8 @@ class DecodingEngine:
         limit = room(self.target, len(ids), settings.max_new_tokens)
         stopper = Stopper(settings, self.target, limit)
         self._text = object()
+        text = list(ids)
+        processors = TextProcessors.of_one(processors_of(self.target, settings, ids, limit), text)
         with torch.inference_mode():
             reserved = self._reserved_length(len(ids) + limit)
             cache = self._cleared_cache(reserved)
@@ -141,7 +144,7 @@ class DecodingEngine:
             self._capture_lengths(cache, reserved, settings)
             end = self._end.fill_(len(ids) + limit)
         clock = Clock()
-        step = self._prefill(ids, cache, reserved, settings, clock)
+        step = self._prefill(ids, cache, reserved, settings, clock, processors)
         for drafter in self.drafter.members():
             drafter.drafts_for = self._text
         if self._captured is not None and self.target.fused is not None:
@@ -151,14 +154,15 @@ class DecodingEngine:
         told = list(ids)  # what the host has read since the last step, for drafters that draft there
         committed = len(ids) - 1  # the newest token is not in the cache yet
         while True:
-            if self.ahead or not pending:
-                step, packed = self._step(step, cache, end, settings, clock)
+            if not pending or (self.ahead and processors is None):  # processors read the newest tokens
+                step, packed = self._step(step, cache, end, settings, clock, processors)
                 pending.append(PendingReadback(packed, 1 + self.drafter.max_depth))
             new, sources, chosen = pending.popleft().read()
             if not self.drafter.on_device:
                 step = replace(step, new_tokens=told + new, read_choices=chosen or None)
                 told = []
             committed += len(new)
+            text += new
             cache.bound = committed + len(pending) * (self.drafter.max_depth + 1)
             clock.lap("accept")
             kept = stopper.extend(result, new, sources)
@@ -257,25 +261,39 @@ class DecodingEngine:
 
     @torch.inference_mode()
     def _prefill(
-        self, ids: list[int], cache: KVCache, reserved: int, settings: GenerationSettings, clock: Clock
+        self,
+        ids: list[int],
+        cache: KVCache,
+        reserved: int,
+        settings: GenerationSettings,
+        clock: Clock,
+        processors: TextProcessors | None = None,
     ) -> VerifiedStep:
         prompt = torch.tensor(ids, dtype=torch.long, device=self.target.device)
         with current(self.target.device):
             self.drafter.begin(prompt, reserved)
             clock.lap(self._drafting)
             hidden, logits, aux_hidden = self.target.prefill(prompt, cache, self.drafter.target_layers)
-            base = choices(logits[None], prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
+            following = logits[None] if processors is None else processors.after_prompt(logits[None])
+            base = choices(following, prompt.new_tensor([prompt.numel()]), settings.sampling)[0]
             clock.lap("verify")
         return VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden)
 
     @torch.inference_mode()
     def _step(
-        self, step: VerifiedStep, cache: KVCache, end: Tensor, settings: GenerationSettings, clock: Clock
+        self,
+        step: VerifiedStep,
+        cache: KVCache,
+        end: Tensor,
+        settings: GenerationSettings,
+        clock: Clock,
+        processors: TextProcessors | None = None,
     ) -> tuple[VerifiedStep, Tensor]:
         """One target step: what it committed, and the tensor for `PendingReadback`, both on the device."""
         captured = self._captured
-        if step.tree is None or settings.sampling is not None or self.target.fused is None:
-            captured = None  # a graph would contain the seed
+        fused = self.target.fused is not None
+        if not fused or step.tree is None or settings.sampling is not None or processors is not None:
+            captured = None  # a graph would contain the seed, and processors work on the host
         # the accepted path must lie within the visible length; a graph is captured for one visible length
         rows = self.drafter.max_depth if captured is None else self._captured_rows
         visible = cache.set_visible_length(1 + rows)
@@ -288,7 +306,7 @@ class DecodingEngine:
             return Drafted(step.base, tree)
 
         def whole(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
-            return self._verify_drafted(draft(step), cache, end, settings)
+            return self._verify_drafted(draft(step), cache, end, settings, processors)
 
         with no_host_sync() if self.ahead else nullcontext(), current(self.target.device):
             if captured is None:
@@ -301,12 +319,18 @@ class DecodingEngine:
         return verified
 
     def _verify_drafted(
-        self, drafted: Drafted, cache: KVCache, end: Tensor, settings: GenerationSettings
+        self,
+        drafted: Drafted,
+        cache: KVCache,
+        end: Tensor,
+        settings: GenerationSettings,
+        processors: TextProcessors | None = None,
     ) -> tuple[VerifiedStep, Tensor]:
         cache.set_visible_length(1 + len(drafted.tree))
         # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
-        verify = self._verify_step if settings.sampling is not None or self._verify is None else self._verify
-        return verify(drafted.base, drafted.tree, cache, end, settings.sampling, settings.typical)
+        eager = settings.sampling is not None or processors is not None
+        verify = self._verify_step if eager or self._verify is None else self._verify
+        return verify(drafted.base, drafted.tree, cache, end, settings.sampling, settings.typical, processors)
 
     def _replay(
         self,
@@ -344,21 +368,15 @@ class DecodingEngine:
         end: Tensor,
         sampling: Sampling | None,
         typical: TypicalAcceptance | None,
+        processors: TextProcessors | None = None,
     ) -> tuple[VerifiedStep, Tensor]:
         """`verify_step` for one sequence, and the tensor for `PendingReadback`."""
         accept = self._accept if typical is None else typical
         depth, layers = self.drafter.max_depth, self.drafter.target_layers
         one = base[None], tree.map(lambda x: x[None]), depth, end[None]
-        step = verify_step(self.target, cache, *one, sampling, accept, layers).map(lambda x: x[0])
+        step = verify_step(self.target, cache, *one, sampling, accept, layers, processors).map(lambda x: x[0])
         assert step.source is not None
         read = [step.count[None], step.next_tokens, step.source]
         if self.drafter.reads_choices and step.choices is not None:
             read.append(step.choices)
         return step, torch.cat(read)
-
-
-def padded_nodes(nodes: int) -> int:
-    """The size to which trees of at most `nodes` nodes are padded: 8, 16, 32, 64, then multiples of 64; 0 stays 0."""
-    if nodes > 64:
-        return -(-nodes // 64) * 64
-    return nodes and max(8, 1 << (nodes - 1).bit_length())

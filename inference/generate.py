@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     GenerationMixin,
+    LogitNormalization,
     LogitsProcessorList,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -35,6 +36,7 @@ from draft_heads.inference.generate_arguments import (
     padding_of,
 )
 from draft_heads.inference.generation import Generation, GenerationSettings
+from draft_heads.inference.processors import of_the_text
 from draft_heads.inference.target.target import TARGET_OF, Target
 
 _WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k", TopPLogitsWarper: "top_p"}
@@ -54,7 +56,9 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         **model_kwargs: Any,
     ) -> Tensor:
         attention_mask = model_kwargs.get("attention_mask")  # a parameter of this name would be passed twice
-        sampling = sampling_options(generation_config, logits_processor)
+        most_padding = 0 if attention_mask is None else max(padding_of(row) for row in attention_mask.tolist())
+        processors = of_the_text(logits_processor, len(input_ids), most_padding)
+        sampling = sampling_options(generation_config, logits_processor, processors)
         given = _arguments_of_generate(model)
         streamer = given.get("streamer")
         check_config(generation_config, given.get("assistant_model"))
@@ -71,7 +75,7 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
             engine, most = engines[id(model)], generation_config.max_length - input_ids.shape[1]
 
             def answer(row: int, most: int, stop: Callable[[list[int]], int | None] | None) -> list[int]:
-                settings = GenerationSettings(most, (), stop=stop, **draws[row])
+                settings = GenerationSettings(most, (), stop=stop, processors=processors, **draws[row])
                 result = Generation()
                 for tokens in engine.stream(prompts[row], settings, result):
                     for token in tokens if streamer is not None else ():
@@ -143,19 +147,29 @@ def _stop_rule(criteria: StoppingCriteriaList, prompt: Tensor) -> Callable[[list
     return stop
 
 
-def sampling_options(config: Any, processors: LogitsProcessorList) -> dict[str, Any]:
+def sampling_options(
+    config: Any, processors: LogitsProcessorList, of_text: LogitsProcessorList | tuple[()] = ()
+) -> dict[str, Any]:
     """The sampling that `generate` prepared, as fields of `GenerationSettings`; {} for greedy decoding.
 
-    ValueError for any logits processors but temperature, top-k and top-p as `generate` makes them, in its order.
+    ValueError for any logits processors but temperature, top-k and top-p as `generate` makes them, in its order: behind
+    those `of_text`, which the engine applies.
     """
     names = list(_WARPERS.values())
     options: dict[str, Any] = {}
     for processor in processors:
+        if processor in of_text:
+            if options and type(processor) is not LogitNormalization:  # a sum that is 1 again changes no choice
+                raise ValueError(
+                    f"drafting applies processors of the text before temperature, top_k and top_p; got a "
+                    f"{type(processor).__name__} behind them; give {', '.join(options)} as settings, or {WITHOUT}"
+                )
+            continue
         name, told = _WARPERS.get(type(processor)), type(processor).__name__
         if name is None:
             raise ValueError(
-                f"drafting supports no logits processors but temperature, top_k and top_p; got {told}; leave its "
-                f"setting out, or {WITHOUT}"
+                f"drafting supports temperature, top_k, top_p and transformers' processors of the text so far; got "
+                f"{told}; leave its setting out, or {WITHOUT}"
             )
         if any(names.index(other) >= names.index(name) for other in options):
             raise ValueError(

@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+from transformers import LogitsProcessorList
+
 from draft_heads.data.labeller import checked_ids
 from draft_heads.data.options import check_number, check_whole
 from draft_heads.data.rendering import render_prompt
@@ -33,6 +35,7 @@ class GenerationSettings:
     temperature     above 0: lossless sampling; 0: greedy
     top_k, top_p    sample among the most probable tokens only: so many (0: all), or of this total probability (1: all)
     seed            of sampling
+    processors      transformers' logits processors, which must depend on the text alone; None: the checkpoint's own
     typical         lossy acceptance of drafts that are typical of the target; None: exact verification
     """
 
@@ -44,6 +47,7 @@ class GenerationSettings:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    processors: LogitsProcessorList | None = None
     typical: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:

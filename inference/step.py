@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draft_heads.inference.processors import TextProcessors
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
@@ -102,6 +103,7 @@ def verify_step(
     sampling: Sampling | None = None,
     accept: Accept = accept_exact,
     target_layers: Sequence[int] = (),
+    processors: TextProcessors | None = None,
 ) -> VerifiedStep:
     """Verify one tree after each of B cached texts, commit the accepted paths to `cache`; copies nothing to the host.
 
@@ -110,15 +112,18 @@ def verify_step(
     max_depth  no tree is deeper
     end        [B] int64, the length at which each text must end: nothing deeper is accepted; None: no bound
     target_layers  whose outputs the drafter reads
+    processors     what changes the logits by the text; it reads the tokens on the host
     """
     if len(tree) == 0:
-        return _plain_step(target, cache, base, tree, max_depth, sampling, target_layers)
+        return _plain_step(target, cache, base, tree, max_depth, sampling, target_layers, processors)
     sees = ancestor_rows(tree.parents, max_depth)  # [B, R, R]
     depth = depths(sees)  # [B, R]
     if end is not None:
         tree = tree.limit_depth((end - cache.lengths - 1)[:, None], depth[:, 1:])
     rows = torch.cat([base[:, None], tree.tokens], dim=1)  # [B, R]
     hidden, logits, aux_hidden = target.forward_tree(rows, depth, sees, cache, target_layers)
+    if processors is not None:
+        logits = processors(logits, rows, sees)
     chosen = choices(logits, depth + cache.lengths[:, None] + 1, sampling)
     path, count, next_base = accept(tree, chosen, logits, sees, depth, max_depth)
     cache.commit(path, count)
@@ -141,11 +146,14 @@ def _plain_step(
     max_depth: int,
     sampling: Sampling | None,
     target_layers: Sequence[int],
+    processors: TextProcessors | None,
 ) -> VerifiedStep:
     """`verify_step` of empty trees in fewer operations: nothing to accept, and nothing to move in the cache."""
     depth = torch.zeros_like(base)[:, None]
     sees = torch.ones_like(depth, dtype=torch.bool)[..., None]
     hidden, logits, aux_hidden = target.forward_tree(base[:, None], depth, sees, cache, target_layers)
+    if processors is not None:
+        logits = processors(logits, base[:, None], sees)
     chosen = choices(logits, cache.lengths[:, None] + 1, sampling)  # [B, 1]
     count = torch.ones_like(base)
     cache.lengths += count

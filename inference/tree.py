@@ -116,6 +116,13 @@ class DraftTree:
         )
 
 
+def padded_nodes(nodes: int) -> int:
+    """The size to which trees of at most `nodes` nodes are padded: 8, 16, 32, 64, then multiples of 64; 0 stays 0."""
+    if nodes > 64:
+        return -(-nodes // 64) * 64
+    return nodes and max(8, 1 << (nodes - 1).bit_length())
+
+
 def kept_parents(parents: Tensor, order: Tensor) -> Tensor:
     """[K] parents of the nodes `order [K]` (see `DraftTree.take`), as indices into `order`."""
     return torch.searchsorted(order, parents[order], right=True) - 1

@@ -14,6 +14,7 @@ from draft_heads.data.config_file import OptionParser, parse_with_config
 
 from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.files import write_text
+from draft_heads.data.generation_config import processor_settings, unapplied_settings
 from draft_heads.data.loops import LoopDetector
 from draft_heads.data.options import DTYPES, add_threads, dtype_name, dtype_named, use_threads
 from draft_heads.data.processes import own_device
@@ -226,4 +227,6 @@ def describe_run(options: argparse.Namespace, target: Target) -> dict[str, Any]:
     model |= {"device": str(target.device), "fingerprint": target.fingerprint()}
     lossy = {"acceptance": "typical (LOSSY)"} if options.acceptance == "typical" else {}
     settings = {name: getattr(options, name) for name in REPORTED} | {"forward": target.forward_kind}
+    own = target.model.generation_config
+    settings |= {"own_settings_applied": processor_settings(own), "own_settings_not_applied": unapplied_settings(own)}
     return {"target": model, "settings": settings | lossy}

@@ -1,7 +1,7 @@
 """transformers' own `generate`: the oracle's answers, and a baseline that reports show beside vanilla.
 
-It uses its own cache and its own loop, greedily or with the project's fixed sampling noise. Stop rules other than EOS
-and length are `stop_length`'s.
+It uses its own cache and its own loop, greedily or with the project's fixed sampling noise, and the checkpoint's own
+generation config (`data.generation_config`). Stop rules other than EOS and length are `stop_length`'s.
 
 Shapes: L length, V vocabulary.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -25,6 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from draft_heads.data.generation_config import generate_config, with_config, without_processors
 from draft_heads.inference.generation import Generation, GenerationSettings, room
 from draft_heads.inference.sampling import Sampling, gumbel
 from draft_heads.inference.target.target import Target
@@ -72,26 +72,17 @@ def hf_generate(
 ) -> list[int]:
     """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it."""
     ids_1L = torch.tensor([list(prompt)], device=target.device)
-    ends = settings.ends(target)
-    options = GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=limit,
-        eos_token_id=list(ends) or None,
-        pad_token_id=(*ends, 0)[0],
+    config = generate_config(target.model, limit, settings.ends(target))
+    if settings.processors is not None:  # they stand for the checkpoint's
+        config = without_processors(config)
+    processors = [*(settings.processors or ()), *sampling_processors(settings.sampling)]
+    output_1L = with_config(target.model, config).generate(
+        input_ids=ids_1L,
+        attention_mask=torch.ones_like(ids_1L),
+        generation_config=config,
+        logits_processor=LogitsProcessorList(processors),
+        stopping_criteria=StoppingCriteriaList(criteria),
     )
-    own = target.model.generation_config
-    target.model.generation_config = GenerationConfig()  # `generate` would take unset values from the checkpoint's
-    try:
-        output_1L = target.model.generate(
-            input_ids=ids_1L,
-            attention_mask=torch.ones_like(ids_1L),
-            generation_config=options,
-            logits_processor=sampling_processors(settings.sampling),
-            stopping_criteria=StoppingCriteriaList(criteria),
-        )
-    finally:
-        target.model.generation_config = own
     return output_1L[0, len(prompt) :].tolist()
 
 

@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessorList
 
+from draft_heads.data.generation_config import processed
 from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
 from draft_heads.inference.evaluation.parts import Difference
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.processors import processors_of
 from draft_heads.inference.target.target import Target
 
 NOISE_PROMPTS = 4
@@ -70,11 +73,11 @@ class Oracle:
         At every position of up to `NOISE_PROMPTS` answered prompts, spread evenly, with their answers.
         """
         if self._noise is None:
-            texts = [prompt + tuple(answer) for prompt, answer in sorted(self._answers.items())]
+            texts = sorted(self._answers.items())
             if not texts:
                 raise ValueError("noise is measured on answered prompts; call answer() first")
             chosen = texts[:: max(1, len(texts) // NOISE_PROMPTS)][:NOISE_PROMPTS]
-            noise = max(gap_noise(self.target.model, text, self.target.device) for text in chosen)
+            noise = max(self._noise_of(prompt, answer) for prompt, answer in chosen)
             sampling = self.settings.sampling
             self._noise = noise if sampling is None else noise / sampling.temperature
         return self._noise
@@ -84,13 +87,23 @@ class Oracle:
         """The noise if a difference required measuring it, else None."""
         return self._noise
 
+    def _noise_of(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        own = self._processors(prompt)
+        changed = None if own is None else (own, len(prompt))
+        return gap_noise(self.target.model, (*prompt, *answer), self.target.device, changed)
+
+    def _processors(self, prompt: Sequence[int]) -> LogitsProcessorList | None:
+        limit = min(self.settings.max_new_tokens, self.target.max_positions - len(prompt))
+        return processors_of(self.target, self.settings, prompt, limit)
+
     @torch.no_grad()
-    def gap(self, context: Sequence[int], token: int, other: int) -> float:
-        """Distance of two next-token logits after `context`, in the next higher precision than the target's."""
-        ids_1L = torch.tensor([list(context)], device=self.target.device)
+    def gap(self, prompt: Sequence[int], answer: Sequence[int], token: int, other: int) -> float:
+        """Distance of two logits of the token that follows `answer` to `prompt`, in the next higher precision than the
+        target's."""
+        ids_1L = torch.tensor([[*prompt, *answer]], device=self.target.device)
         with higher_precision(self.target.model, HIGHER_PRECISION[self.target.dtype]):
             logits_1V = self.target.model(input_ids=ids_1L, use_cache=False).logits[:, -1]
-        for process in sampling_processors(self.settings.sampling):
+        for process in (*(self._processors(prompt) or ()), *sampling_processors(self.settings.sampling)):
             logits_1V = process(ids_1L, logits_1V)
         return abs(float(logits_1V[0, token]) - float(logits_1V[0, other]))
 
@@ -121,16 +134,34 @@ def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def gap_noise(model: Any, tokens: Sequence[int], device: torch.device | str) -> float:
-    """max over positions of |top-two gap by prefill - by one-by-one decode|, on transformers' own forward."""
+def gap_noise(
+    model: Any,
+    tokens: Sequence[int],
+    device: torch.device | str,
+    changed: tuple[LogitsProcessorList, int] | None = None,
+) -> float:
+    """max over positions of |top-two gap by prefill - by one-by-one decode|, on transformers' own forward.
+
+    changed: what changes the logits, and the prompt's length, before which it changes nothing and nothing counts.
+    """
     ids_1L = torch.tensor([list(tokens)], device=device)
-    prefill_L = top_two_gap(model(input_ids=ids_1L, use_cache=False).logits[0])
-    cache, gaps = None, []
-    for position in range(ids_1L.shape[1]):
-        output = model(input_ids=ids_1L[:, position : position + 1], past_key_values=cache, use_cache=True)
+    processors, start = changed or (None, 1)
+
+    def gap(length: int, logits_V: Tensor) -> Tensor:
+        if processors is not None:
+            logits_V = processed(processors, ids_1L[:, :length], logits_V[None])[0]
+        return top_two_gap(logits_V)
+
+    rows = model(input_ids=ids_1L, use_cache=False).logits[0]
+    prefill = [gap(length, rows[length - 1]) for length in range(start, len(tokens) + 1)]
+    cache, decoded = None, []
+    for length in range(1, len(tokens) + 1):
+        output = model(input_ids=ids_1L[:, length - 1 : length], past_key_values=cache, use_cache=True)
         cache = output.past_key_values
-        gaps.append(top_two_gap(output.logits[0, -1]))
-    return float((prefill_L - torch.stack(gaps)).abs().max())
+        if length >= start:
+            decoded.append(gap(length, output.logits[0, -1]))
+    noise = (torch.stack(prefill) - torch.stack(decoded)).abs()
+    return float(noise.nan_to_num(nan=0.0).max())  # of a forced token both gaps are infinite
 
 
 def top_two_gap(logits: Tensor) -> Tensor:
@@ -190,7 +221,7 @@ def judge(oracle: Oracle, prompt: Sequence[int], tokens: Sequence[int]) -> Diffe
     token, other = (answer[position] if position < len(answer) else None for answer in (expected, tokens))
     if token is None or other is None or oracle.target.dtype not in HIGHER_PRECISION:
         return Difference(position, token, other, near_tie=False)
-    gap = oracle.gap((*prompt, *expected[:position]), token, other)
+    gap = oracle.gap(prompt, expected[:position], token, other)
     return Difference(position, token, other, gap <= oracle.noise, gap, oracle.noise)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draft_heads.data.generation_config import shown
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows
 
@@ -200,11 +201,16 @@ def setting_sentence(report: dict[str, Any]) -> str:
     parts = [
         f"Target `{target['path']}`, {target['parameters']:,} parameters",
         f"{target['dtype']} on {target['device']}",
-        ", ".join(f"{key} {value}" for key, value in report["settings"].items()),
+        ", ".join(f"{key} {setting(value)}" for key, value in report["settings"].items()),
         f"torch {machine['torch']}, transformers {machine['transformers']}, {machine['threads']} threads",
         *([machine["accelerator"]] if machine["accelerator"] else []),
     ]
     return "; ".join(parts) + "."
+
+
+def setting(value: Any) -> str:
+    """A setting's value as text; of the checkpoint's own generation settings `repetition_penalty=1.3`, or none."""
+    return (shown(value) or "none") if isinstance(value, dict) else str(value)
 
 
 def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -15,10 +15,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draft_heads.data.chat_template import load_tokenizer
 from draft_heads.data.fingerprint import target_fingerprint, weights_hash
+from draft_heads.data.generation_config import check_file, check_settings
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named, memory_explained
 from draft_heads.data.pretrained import load_config
@@ -28,6 +28,7 @@ from draft_heads.inference.target import sharded
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
+from draft_heads.inference.target.labels import label
 from draft_heads.inference.target.linear import DraftingView, half_precision_product
 from draft_heads.inference.target.loading import LESS_MEMORY, load_model
 from draft_heads.inference.target.module_decoder import ModuleDecoder
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
 """The id of a transformers model → the newest target that wraps it."""
-_LOGIT_ROWS = 4096  # logits of so many positions exist at once in labelling: 4096 × 128k × 4 B = 2 GiB
 
 
 class TargetOutput(NamedTuple):
@@ -190,6 +190,7 @@ class Target:
         chat_template: str | None = None,
         split: bool = False,
         lend_to: torch.device | None = None,
+        drafts: bool = False,
     ) -> Target:
         """Load a local folder or hub id; ValueError for what cannot be a target.
 
@@ -199,6 +200,7 @@ class Target:
         chat_template  a bundled name or a .jinja file, instead of the tokenizer's own (older Vicunas have none)
         split          the weights are split among the processes of the run (`inference.target.sharded`)
         lend_to        only embedding and LM head go to this device; the rest will not be run and stays in its files
+        drafts         it drafts for another target, by its logits alone: its generation settings concern no answer
         """
         if not isinstance(dtype, torch.dtype):
             dtype = dtype_named("--dtype", dtype)
@@ -207,6 +209,7 @@ class Target:
         device = lend_to or torch.device(default if not device or device == "auto" else device)
         config = load_config(path)
         check_decoder_only(config, path)
+        check_file(path)
         tokenizer = load_tokenizer(path, chat_template)
         model, sampled = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
@@ -216,6 +219,8 @@ class Target:
             target.lm_head.to(lend_to, lent_in)
         if sampled:
             target._weights_hash = sampled
+        if target.runs and not drafts:
+            check_settings(model, path)
         return target
 
     @property
@@ -373,28 +378,12 @@ class Target:
         hidden, aux_hidden = self.forward_rows(*rows, target_layers)
         return {"hidden": hidden} if aux_hidden is None else {"hidden": hidden, "aux_hidden": aux_hidden}
 
-    def choices(self, hidden: Tensor) -> Tensor:
-        """[N, H] → [N] int64, the model's greedy tokens, through its own modules."""
-        product = half_precision_product(self.lm_head, hidden)
-        return self.rule(self.lm_head(hidden) if product is None else product).argmax(-1)
-
-    @torch.inference_mode()
-    def label(self, rows: list[list[int]], keep_hidden: bool, target_layers: Sequence[int] = ()) -> list[Labelled]:
+    def label(
+        self,
+        rows: list[list[int]],
+        keep_hidden: bool,
+        target_layers: Sequence[int] = (),
+        masks: Sequence[Sequence[bool]] | None = None,
+    ) -> list[Labelled]:
         """See `data.labeller.Labeller`; from one forward."""
-        lengths = [len(row) for row in rows]
-        # padding is masked: any token will do that has a row in the embedding, as a tokenizer's own may not
-        ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=0)
-        real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        positions = torch.arange(max(lengths)).expand_as(ids_BL)  # padding on the right is not seen
-        hidden_BLH, aux_BLK = self.modules(
-            ids_BL.to(self.device), positions.to(self.device), target_layers=target_layers
-        )
-        hidden_NH = hidden_BLH[real_BL.to(self.device)]
-        choices = torch.cat([self.choices(part) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
-        aux_BLK = hidden_BLH[..., :0] if aux_BLK is None else aux_BLK
-        labelled = []
-        for hidden_LH, aux_LK, chosen in zip(hidden_BLH, aux_BLK, choices.split(lengths)):
-            greedy = [-100, *chosen[:-1].tolist()]
-            kept = [x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK)]
-            labelled.append(Labelled(greedy, *kept))
-        return labelled
+        return label(self, rows, keep_hidden, target_layers, masks)

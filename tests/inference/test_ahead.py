@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.engine import DecodingEngine, padded_nodes
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, CudaGraph, Rerun, current
 from draft_heads.inference.target.kv_cache import PerLayerKVCache
 from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import padded_nodes
 from draft_heads.inference.verify import TypicalAcceptance
 from tests.inference.models import (
     RANDOM_TARGETS,

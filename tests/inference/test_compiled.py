@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from draft_heads.inference.drafters.base import VanillaDrafter
-from draft_heads.inference.engine import DecodingEngine, padded_nodes
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.compiled import host_sync_allowed, no_host_sync
+from draft_heads.inference.tree import padded_nodes
 from tests.inference.models import (
     load_target,
 )

@@ -147,7 +147,10 @@ def test_a_streamer_receives_every_token_once(target, drafter):
 @pytest.mark.parametrize(
     "settings,told",
     [
-        ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor"),
+        (
+            {"do_sample": True, "min_p": 0.1},
+            "drafting supports temperature, top_k, top_p and transformers' processors of the text so far; got MinP",
+        ),
         ({"num_beams": 2}, "num_beams=2"),
         (
             {"num_return_sequences": 2, "do_sample": True, "streamer": Collector()},
@@ -164,6 +167,23 @@ def test_what_drafting_cannot_honour_is_refused(target, settings, told):
             **{"do_sample": False, **settings},
             custom_generate=generate_fn(VanillaDrafter(target.device)),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [{}, {"repetition_penalty": 1.5}])
+@pytest.mark.parametrize("asked", [{}, {"repetition_penalty": 1.0}, {"repetition_penalty": 1.2, "min_new_tokens": 9}])
+def test_processors_of_the_text_are_those_of_the_call(drafter, own, asked):
+    """Not those of the checkpoint, where the call says otherwise."""
+    target, prompt = load_target("llama", torch.float64), [5, 6, 7, 5, 6]
+    target.model.generation_config.update(**own)
+    both(target, NgramDrafter(), [prompt], eos_token_id=[3, 5, 9, 30, 40], max_new_tokens=24, **asked)
+
+
+def test_processors_of_the_text_take_one_sequence():
+    target = load_target("llama", torch.float64)
+    with pytest.raises(ValueError, match="one sequence without padding; got 2 sequences and padding of 0 tokens"):
+        both(target, VanillaDrafter(), [[5, 6, 7], [5, 6, 8]], repetition_penalty=1.2)
+    with pytest.raises(ValueError, match="got 1 sequences and padding of 1 tokens"):
+        both(target, VanillaDrafter(), [[0, 6, 7]], attention_mask=torch.tensor([[0, 1, 1]]), repetition_penalty=1.2)
 
 
 def test_images_and_padding_behind_a_text_are_refused(target):

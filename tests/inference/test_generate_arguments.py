@@ -15,6 +15,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -127,18 +128,7 @@ def test_a_warper_handed_in_before_a_setting_is_refused(model):
         ({"dola_layers": "low"}, "got dola_layers=low, which ask for dola_generation"),
         ({"prompt_lookup_num_tokens": 3}, "got prompt_lookup_num_tokens=3, which ask for assisted_generation"),
         ({"num_beams": 3}, "got num_beams=3"),
-        ({"repetition_penalty": 1.2}, "got RepetitionPenaltyLogitsProcessor"),
-        ({"no_repeat_ngram_size": 2}, "got NoRepeatNGramLogitsProcessor"),
-        ({"bad_words_ids": [[5]]}, "got NoBadWordsLogitsProcessor"),
-        ({"min_new_tokens": 3, "eos_token_id": 9}, "got Min"),
-        ({"forced_eos_token_id": 9}, "got ForcedEOSTokenLogitsProcessor"),
-        ({"forced_bos_token_id": 9}, "got ForcedBOSTokenLogitsProcessor"),
-        ({"suppress_tokens": [9]}, "got SuppressTokensLogitsProcessor"),
-        ({"begin_suppress_tokens": [9]}, "got SuppressTokensAtBeginLogitsProcessor"),
-        ({"sequence_bias": [[[9], 2.0]]}, "got SequenceBiasLogitsProcessor"),
         ({"guidance_scale": 2.0}, "got UnbatchedClassifierFreeGuidanceLogitsProcessor"),
-        ({"renormalize_logits": True}, "got LogitNormalization"),
-        ({"prefix_allowed_tokens_fn": lambda row, ids: [5, 6]}, "got PrefixConstrainedLogitsProcessor"),
         ({"do_sample": True, "min_p": 0.1}, "got MinPLogitsWarper"),
         ({"do_sample": True, "typical_p": 0.5}, "got TypicalLogitsWarper"),
         ({"do_sample": True, "epsilon_cutoff": 0.1}, "got EpsilonLogitsWarper"),
@@ -150,6 +140,45 @@ def test_a_warper_handed_in_before_a_setting_is_refused(model):
 )
 def test_what_would_be_ignored_is_refused(model, settings, told):
     refused(model, told, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.2},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5]]},
+        {"min_new_tokens": 3, "eos_token_id": 9},
+        {"forced_eos_token_id": 9},
+        {"forced_bos_token_id": 9},
+        {"suppress_tokens": [9]},
+        {"begin_suppress_tokens": [9]},
+        {"sequence_bias": [[[9], 2.0]]},
+        {"renormalize_logits": True},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [5, 6, 7, int(ids[-1]) % 20]},
+        {"logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor([9], "cpu")])},
+    ],
+)
+def test_processors_of_the_text_are_applied(model, settings):
+    assert torch.equal(run(model, generate_fn(NgramDrafter()), **settings), run(model, **settings))
+    prompts = [PROMPT, PROMPT]
+    refused(model, "supported for one sequence without padding; got 2", prompts=prompts, **settings)
+
+
+def test_a_setting_of_the_call_stands_for_the_checkpoints(model):
+    own, model.generation_config.repetition_penalty = model.generation_config.repetition_penalty, 1.5
+    try:
+        free, penalised = run(model, repetition_penalty=1.0), run(model)
+        assert not torch.equal(free, penalised)
+        assert torch.equal(run(model, generate_fn(NgramDrafter()), repetition_penalty=1.0), free)
+        assert torch.equal(run(model, generate_fn(NgramDrafter())), penalised)
+    finally:
+        model.generation_config.repetition_penalty = own
+
+
+def test_a_processor_of_the_text_behind_a_warper_is_refused(model):
+    processors = LogitsProcessorList([P, SuppressTokensLogitsProcessor([9], "cpu")])
+    refused(model, "got a SuppressTokensLogitsProcessor behind", logits_processor=processors, do_sample=True, top_k=0)
 
 
 def test_an_assistant_model_is_refused(model):

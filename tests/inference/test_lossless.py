@@ -79,13 +79,47 @@ def test_the_oracle_is_the_greedy_loop():
     assert Oracle(target, settings()).answer(PROMPT) == greedy(target.model, PROMPT, 12)
 
 
-def test_the_checkpoints_generation_config_has_no_say():
+def test_the_checkpoints_sampling_limits_and_strategy_have_no_say():
     target = make_target(torch.float64)
     plain = greedy(target.model, PROMPT, 12)
-    own = GenerationConfig(repetition_penalty=3.0, no_repeat_ngram_size=1, eos_token_id=plain[1], max_length=7)
+    own = dict(do_sample=True, temperature=9.0, top_k=3, num_beams=4, num_return_sequences=2, max_length=7, min_p=0.5)
+    own |= dict(use_cache=False, return_dict_in_generate=True, output_scores=True, prompt_lookup_num_tokens=3)
+    own = GenerationConfig(**own, stop_strings=["a"], eos_token_id=plain[1], length_penalty=2.0, penalty_alpha=0.6)
     target.model.generation_config = own
     assert Oracle(target, settings()).answer(PROMPT) == plain
     assert target.model.generation_config is own
+
+
+def test_the_checkpoints_processors_are_the_oracles():
+    target = make_target(torch.float64)
+    plain = greedy(target.model, PROMPT, 12)
+    target.model.generation_config = GenerationConfig(suppress_tokens=[plain[0]])
+    assert Oracle(target, settings()).answer(PROMPT)[0] == greedy_without(target.model, PROMPT, plain[0])
+
+
+def greedy_without(model, prompt, token):
+    logits = model(torch.tensor([prompt])).logits[0, -1]
+    logits[token] = -torch.inf
+    return int(logits.argmax())
+
+
+def test_noise_and_gaps_are_those_of_the_processed_logits():
+    """A bias of 1000 on one token is added in single precision: the gap to the next token is that much larger."""
+    target = make_target(torch.float32)
+    plain = Oracle(target, settings())
+    gap = plain.gap(PROMPT, (), 3, 39)
+    target.model.generation_config = GenerationConfig(sequence_bias=[[[3], 1000.0]], suppress_tokens=[5])
+    biased = Oracle(target, settings())
+    biased.answer(PROMPT)
+    assert biased.gap(PROMPT, (), 3, 39) == pytest.approx(1000, abs=gap + 1)
+    assert 1e-6 < biased.noise < 1e-3  # no infinite gap counts, and rounding at 1000 does
+
+
+def test_a_forced_token_has_no_noise():
+    target = make_target(torch.float32)
+    target.model.generation_config = GenerationConfig(forced_eos_token_id=7)
+    oracle = Oracle(target, settings(max_new_tokens=1, eos_token_ids=(7,)))
+    assert oracle.answer(PROMPT) == [7] and 0 <= oracle.noise < 1e-4
 
 
 def test_eos_ends_the_answer_and_counts():
@@ -178,7 +212,7 @@ def test_the_gap_is_measured_one_precision_higher_without_a_second_model():
     target = make_target()
     before = {name: (p.data_ptr(), p.clone()) for name, p in target.model.named_parameters()}
     logits = copy.deepcopy(target.model).double()(input_ids=torch.tensor([PROMPT])).logits[0, -1].detach()
-    assert Oracle(target, settings()).gap(PROMPT, 3, 39) == float((logits[3] - logits[39]).abs())
+    assert Oracle(target, settings()).gap(PROMPT, (), 3, 39) == float((logits[3] - logits[39]).abs())
     assert all(
         (p.data_ptr(), p.dtype) == (before[name][0], torch.float32) for name, p in target.model.named_parameters()
     )

@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.target.kv_cache import PerLayerKVCache
+from draft_heads.inference.target.labels import own_logits
 from draft_heads.inference.target.linear import half_precision_product
 from draft_heads.inference.target.probe import _gaps
 from draft_heads.inference.target.target import Target
@@ -47,7 +48,7 @@ def test_states_and_logits_come_back_to_the_first_device(tied):
     ids = torch.zeros(2, 8, dtype=torch.long, device=FIRST)
     hidden, aux_hidden = target.modules(ids, ids, target_layers=[1])  # as rows are trained on
     assert hidden.device == aux_hidden.device == FIRST
-    assert target.choices(hidden[0]).shape == (8,)
+    assert own_logits(target, hidden[0]).argmax(-1).shape == (8,)
 
     cache = target.new_cache(32)
     assert all(value.device == FIRST for value in target.prefill(ids[0], cache, [1]))

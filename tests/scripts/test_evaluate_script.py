@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -108,6 +109,19 @@ def test_transformers_is_a_baseline_with_a_row_of_its_own(drawn, command, tmp_pa
     assert rows["vanilla"]["time_share"]["draft"] == 0.0
     assert (tmp_path / "out" / "answers" / "transformers.jsonl").is_file()
     assert "over transformers" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_checkpoint_with_a_penalty_is_checked_against_its_own_generate(command, target, tmp_path, capsys):
+    folder, out = tmp_path / "penalised", tmp_path / "out"
+    shutil.copytree(target, folder)
+    own = {"eos_token_id": 0, "repetition_penalty": 1.3, "do_sample": True, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    assert lossless.main([*command, "--target", str(folder), "--drafters", "ngram"]) == 0
+    found = json.loads((out / "lossless.json").read_text())["settings"]
+    assert found["own_settings_applied"] == {"repetition_penalty": 1.3}
+    assert found["own_settings_not_applied"] == {"do_sample": True, "temperature": 0.6}
+    assert evaluate.main([*command, "--target", str(folder), "--drafters", "ngram", "--overwrite"]) == 0
+    assert "own_settings_applied repetition_penalty=1.3, own_settings_not" in (out / "report.md").read_text()
 
 
 def test_lossless_has_no_row_that_compares_generate_with_itself(command, capsys):

@@ -100,7 +100,7 @@ def load_draft_model(kind: str, path: str, target: Target) -> Target:
     if not path:
         raise ValueError(f"{kind} drafts with a smaller model; got no path; write {kind}=DIR")
     load_config(path, f"the model of {kind}")  # a sentence, should there be none
-    model = Target.from_pretrained(path, target.dtype, target.device)
+    model = Target.from_pretrained(path, target.dtype, target.device, drafts=True)
     check_same_tokens(kind, model, target)
     model.draft_only_below(target.vocab_size)
     if target.compiled and model.fused is not None:

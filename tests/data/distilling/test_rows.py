@@ -1,6 +1,7 @@
 """From a conversation file to labelled shards: what the rows hold, what is counted and refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,28 @@ def test_generate_answers_every_turn_and_keeps_the_targets_own_tokens(target, so
     assert manifest["counts"]["agreement"] == 1.0
     assert 0 < manifest["counts"]["unfinished"] < 10
     assert manifest["counts"]["cut"] == 0
+
+
+def test_answers_and_labels_follow_the_checkpoints_own_penalty(target, source, tmp_path):
+    own = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "temperature": 0.5, "eos_token_id": [2, 138]}
+    penalised = shutil.copytree(target, tmp_path / "penalised")
+    (penalised / "generation_config.json").write_text(json.dumps(own))
+    options = dict(labels="generate", max_new_tokens=20)
+    plain = run_distill(target, source, str(tmp_path / "plain"), **options)
+    manifest = run_distill(str(penalised), source, str(tmp_path / "out"), **options)
+    model, changed = AutoModelForCausalLM.from_pretrained(penalised), 0
+    for row, other in zip(rows_of(tmp_path / "out"), rows_of(tmp_path / "plain")):
+        start = row["assistant_mask"].index(True)
+        end = (row["assistant_mask"] + [False]).index(False, start)
+        ids = torch.tensor([row["input_ids"][:start]])
+        ends = {"eos_token_id": [2, 4, 138], "pad_token_id": 0}
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, **ends)
+        assert row["input_ids"][start:end] == found[0, start:].tolist()
+        changed += row["input_ids"] != other["input_ids"]
+    assert changed and manifest["counts"]["agreement"] == 1.0  # the labels are those of the same penalty
+    asked = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2}
+    assert manifest["settings"]["own_generation_settings"] == asked
+    assert "own_generation_settings" not in plain["settings"]
 
 
 def test_questions_asked_before_are_answered_once_and_counted(target, source, tmp_path):

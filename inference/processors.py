@@ -1,0 +1,112 @@
+"""Logits processors that read the text so far, applied to a draft tree: each node has its own path.
+
+transformers' processors run on the host, row by row, and eagerly: a step that has any is neither compiled nor captured
+and does not start ahead. Without any, no step is different in anything.
+
+Shapes: B slots, R rows of a forward (row 0 = base token), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from draft_heads.data.generation_config import own_processors, processed
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.target import Target
+
+OF_THE_TEXT = (
+    *(EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor, ExponentialDecayLengthPenalty),
+    *(ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization),
+    *(MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor),
+    *(NoRepeatNGramLogitsProcessor, PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor),
+    *(SequenceBiasLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor),
+)
+"""transformers' processors that depend on the text so far and remember nothing else: a path of a tree is a text."""
+
+
+def of_the_text(processors: LogitsProcessorList, sequences: int, padding: int) -> LogitsProcessorList:
+    """Those of a call of `generate` that can be applied to draft trees; ValueError where texts are padded.
+
+    transformers counts the padding of a batch as text in some of them, and makes one processor for all its rows.
+    """
+    found = LogitsProcessorList(one for one in processors if type(one) in OF_THE_TEXT)
+    if found and (sequences > 1 or padding):
+        names = ", ".join(type(one).__name__ for one in found)
+        raise ValueError(
+            f"processors that read the text ({names}) are supported for one sequence without padding; got {sequences} "
+            f"sequences and padding of {padding} tokens; generate them one by one"
+        )
+    return found
+
+
+def processors_of(
+    target: Target, settings: GenerationSettings, prompt: Sequence[int], limit: int
+) -> LogitsProcessorList | None:
+    """What changes the logits of an answer to `prompt` of at most `limit` tokens; None for nothing.
+
+    The settings' own processors if they have any, else those of the target's checkpoint.
+    """
+    if settings.processors is not None:
+        return settings.processors or None
+    return own_processors(target, prompt, limit, settings.ends(target))
+
+
+@dataclass(frozen=True)
+class TextProcessors:
+    """The processors of B slots, None for one without any, and their texts, which grow: prompt, answer, base token."""
+
+    lists: Sequence[LogitsProcessorList | None]
+    texts: Sequence[list[int]]
+
+    @classmethod
+    def of_one(cls, processors: LogitsProcessorList | None, text: list[int]) -> TextProcessors | None:
+        """Of one slot; None without processors."""
+        return None if processors is None else cls([processors], [text])
+
+    def after_prompt(self, logits: Tensor) -> Tensor:
+        """[B, V] float32: `logits [B, V]` of what follows each text, changed."""
+        return torch.stack([self._changed(slot, [], row) for slot, row in enumerate(logits)])
+
+    def __call__(self, logits: Tensor, tokens: Tensor, sees: Tensor) -> Tensor:
+        """[B, R, V] float32: `logits` of the rows `tokens [B, R]`, which see each other as `sees [B, R, R]` says.
+
+        In the worked example of `inference.tree`, after the text t: row 3 (z) is changed as what follows t b x z.
+        """
+        rows, visible = tokens.tolist(), sees.tolist()
+        changed = []
+        for slot, logits_RV in enumerate(logits):
+            for row, logits_V in enumerate(logits_RV):
+                path = [token for token, seen in zip(rows[slot], visible[slot][row]) if seen]
+                changed.append(self._changed(slot, path, logits_V))
+        return torch.stack(changed).view_as(logits)
+
+    def _changed(self, slot: int, path: list[int], logits: Tensor) -> Tensor:
+        """[V] float32, as `generate` has it: `logits [V]` of what follows a text and a path from its base token on."""
+        processors, text = self.lists[slot], self.texts[slot]
+        if processors is None:
+            return logits.float()
+        ids = torch.tensor([text[: len(text) - bool(path)] + path], device=logits.device)
+        return processed(processors, ids, logits[None])[0]

@@ -1,0 +1,86 @@
+"""A target's labels of texts: its own token at every position, and its hidden states, from one forward.
+
+In an assistant's turn it is the token that decoding would write there: chosen from logits that the checkpoint's own
+processors have changed (`data.generation_config`), if it asks for any.
+
+Shapes: B rows, L length, N tokens of all rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from draft_heads.data.generation_config import own_processors, processed
+from draft_heads.data.labeller import Labelled
+from draft_heads.inference.target.linear import half_precision_product
+
+Target = Any  # a `target.Target`, whose module imports this one
+
+_LOGIT_ROWS = 4096  # logits of so many positions exist at once: 4096 × 128k × 4 B = 2 GiB
+
+
+@torch.inference_mode()
+def label(
+    target: Target,
+    rows: list[list[int]],
+    keep_hidden: bool,
+    target_layers: Sequence[int] = (),
+    masks: Sequence[Sequence[bool]] | None = None,
+) -> list[Labelled]:
+    """See `data.labeller.Labeller`."""
+    lengths = [len(row) for row in rows]
+    # padding is masked: any token will do that has a row in the embedding, as a tokenizer's own may not
+    ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=0)
+    real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    positions = torch.arange(max(lengths)).expand_as(ids_BL)  # padding on the right is not seen
+    device = target.device
+    hidden_BLH, aux_BLK = target.modules(ids_BL.to(device), positions.to(device), target_layers=target_layers)
+    hidden_NH = hidden_BLH[real_BL.to(device)]
+    choices = torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
+    aux_BLK = hidden_BLH[..., :0] if aux_BLK is None else aux_BLK
+    labelled = []
+    for hidden_LH, aux_LK, chosen, row, mask in zip(
+        hidden_BLH, aux_BLK, choices.split(lengths), rows, masks or [()] * len(rows)
+    ):
+        greedy = [-100, *chosen[:-1].tolist()]
+        for start, end in turns(mask):
+            greedy[start:end] = processed_choices(target, row, hidden_LH, start, end) or greedy[start:end]
+        kept = [x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK)]
+        labelled.append(Labelled(greedy, *kept))
+    return labelled
+
+
+def own_logits(target: Target, hidden: Tensor) -> Tensor:
+    """[N, H] → [N, V], the model's own, through its own modules."""
+    product = half_precision_product(target.lm_head, hidden)
+    logits: Tensor = target.rule(target.lm_head(hidden) if product is None else product)
+    return logits
+
+
+def turns(mask: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """(start, end) of every run of true values, without the first token. (1, 1, 0, 1, 1) → (1, 2), (3, 5)."""
+    place = 0
+    for trained, run in groupby(mask):
+        start, place = place, place + len(list(run))
+        if trained and place > max(start, 1):
+            yield max(start, 1), place
+
+
+def processed_choices(target: Target, row: list[int], hidden_LH: Tensor, start: int, end: int) -> list[int]:
+    """The tokens of `row[start:end]` that decoding would choose there after the text before; [] without processors."""
+    processors = own_processors(target, row[:start], target.max_positions - start)
+    if processors is None:
+        return []
+    ids_1L, chosen = torch.tensor([row], device=target.device), []
+    for first in range(start, end, _LOGIT_ROWS):
+        logits_NV = own_logits(target, hidden_LH[first - 1 : min(first + _LOGIT_ROWS, end) - 1]).to(target.device)
+        for place, logits_V in enumerate(logits_NV, start=first):
+            chosen.append(processed(processors, ids_1L[:, :place], logits_V[None]).argmax(-1))
+    tokens: list[int] = torch.cat(chosen).tolist()
+    return tokens
