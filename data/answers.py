@@ -46,6 +46,7 @@ def answer_prompts(
     """
     if not prompts:
         return []
+    target.refresh()
     prompts = [checked_ids(target, prompt) for prompt in prompts]
     answers = [Answer() for _ in prompts]
     detectors = [LoopDetector() if cut_loops else None for _ in prompts]

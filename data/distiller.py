@@ -48,6 +48,7 @@ class Distiller:
     """Turns conversations into labelled rows; `distill` adds the files."""
 
     def __init__(self, target: Labeller, options: DistillOptions, answerer: Answerer | None = None) -> None:
+        target.refresh()
         if not target.end_token_ids:
             raise ValueError(
                 f"neither the tokenizer nor the config of {target.name} names an end-of-turn token; set eos_token"

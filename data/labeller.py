@@ -51,6 +51,9 @@ class Labeller(Protocol):
     def max_positions(self) -> int:
         """How many tokens fit, prompt and answer together."""
 
+    def refresh(self) -> None:
+        """Notice what happened to the model's weights since the last answer."""
+
     def new_cache(self, capacity: int, batch: int = 1) -> Any:
         """A cache with room for `capacity` tokens of each of `batch` sequences."""
 

@@ -73,6 +73,7 @@ class BatchEngine:
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None) -> list[Generation]:
         """The answers in the prompts' order, the run's seconds shared by tokens; ContextError if one is too long."""
+        self.target.refresh()
         settings = settings or GenerationSettings()
         ids = [prompt_ids(self.target, prompt) for prompt in prompts]
         limits = [room(self.target, len(prompt), settings.max_new_tokens) for prompt in ids]

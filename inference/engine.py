@@ -72,6 +72,7 @@ class DecodingEngine:
         self._accept: Accept = accept_exact
         self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
         self._cache: KVCache | None = None
+        self._changes = target.changes
         self._busy, self._text = threading.Lock(), object()  # held within a step; the text that the memory is of
         self._end = torch.zeros((), dtype=torch.long, device=target.device)  # length at which the text must end
         self._warmed_up = False
@@ -126,6 +127,10 @@ class DecodingEngine:
             yield tokens
 
     def _steps(self, prompt: Prompt, settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
+        self.target.refresh()
+        if self._changes != self.target.changes:
+            check_vocabulary(self.drafter, self.target)
+            self._changes, self._cache = self.target.changes, None  # its layers may differ now
         ids = prompt_ids(self.target, prompt)
         limit = room(self.target, len(ids), settings.max_new_tokens)
         stopper = Stopper(settings, self.target, limit)
@@ -250,7 +255,7 @@ class DecodingEngine:
         """What graphs are captured for: the rule of acceptance, room, and where the memory lies that they write to."""
         drafting = self.drafter.memory() if self.ahead else ()  # else the verification alone is captured
         addresses = (x.data_ptr() for x in (*cache.memory(), *drafting))
-        return settings.typical, self.reserved, *addresses
+        return settings.typical, self.reserved, self.target.changes, *addresses
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -286,7 +291,8 @@ class DecodingEngine:
     ) -> tuple[VerifiedStep, Tensor]:
         """One target step: what it committed, and the tensor for `PendingReadback`, both on the device."""
         captured = self._captured
-        if step.tree is None or settings.sampling is not None or processors is not None:
+        fused = self.target.fused is not None
+        if not fused or step.tree is None or settings.sampling is not None or processors is not None:
             captured = None  # a graph would contain the seed, and processors work on the host
         # the accepted path must lie within the visible length; a graph is captured for one visible length
         rows = self.drafter.max_depth if captured is None else self._captured_rows

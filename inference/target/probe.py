@@ -74,6 +74,7 @@ def _gaps(ours: Tensor, own: Tensor) -> Tensor:
 
     On the CPU, wherever the layers lie.
     """
+    own = own[..., : ours.shape[-1]]  # a draft model may choose among its first rows only
     ours, own = ours.double(), own.to(ours.device).double()
     return ((ours - own).square().mean(-1).sqrt() / own.std(-1).clamp(min=1e-30)).cpu()
 

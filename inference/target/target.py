@@ -34,6 +34,7 @@ from draft_heads.inference.target.loading import LESS_MEMORY, load_model
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
+from draft_heads.inference.target.weights import WeightsSeen, merge_weights, take_in_changes
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +106,29 @@ class Target:
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
             torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every size of tree and text
         self._fused: FusedDecoder | None = None
-        self._modules_only = True  # the probe asks the modules
+        self.modules_only = True  # the probe asks the modules
+        self.changes = 0  # how often the model was found to have other weights (`refresh`)
+        self._whole: tuple[Target, Collection[int]] | None = None  # of a target without some of its layers
         if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the grouped product of experts has no float64
         if self.split:
             sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
         rules = set(logits_rules(self.config))
-        self.rule, self._one_size = probe(self) if runs or len(rules) > 1 else (rules.pop(), False)
-        self._modules_only = self.split or not (self._one_size and FusedDecoder.can_drive(model))
+        self.rule, self.one_size = probe(self) if runs or len(rules) > 1 else (rules.pop(), False)
+        self.modules_only = self.split or not (self.one_size and FusedDecoder.can_drive(model))
+        self.seen = None if self.split or not runs else WeightsSeen(model)
+
+    def refresh(self) -> None:
+        """Notice what happened to the model's weights since they were merged; whoever begins an answer calls it.
+
+        ValueError for changes that what was made for the old weights cannot follow.
+        """
+        if self._whole is not None:
+            whole, skipped = self._whole
+            if self.changes != whole.changes:
+                self.__dict__.update(whole.without_layers(skipped).__dict__)
+        elif self.seen is not None and not self.seen.still_in(self.model):
+            take_in_changes(self)
 
     @property
     def fused(self) -> FusedDecoder | None:
@@ -120,19 +136,8 @@ class Target:
 
         It is probed as the modules were; where it answers differently it is not used.
         """
-        if self._fused is None and not self._modules_only:
-            fits = False
-            try:
-                with torch.inference_mode(False):  # the model's weights become parts of merged ones
-                    self._fused = FusedDecoder(self.model, self.layer_types, self.window)
-                    probe(self)
-                fits = True
-            except ValueError as error:
-                logger.info("%s runs through its modules: %s", self.name, error)
-                self._modules_only = True
-            finally:
-                if not fits:
-                    self._fused = None
+        if self._fused is None and not self.modules_only:
+            merge_weights(self)
         return self._fused
 
     @property
@@ -151,6 +156,7 @@ class Target:
         left = copy(self)
         left._fused = whole.without_layers(skipped)
         left.layer_types = [layer.layer_type for layer in left._fused.layers]
+        left._whole = self, skipped
         return left
 
     def attend(self, path: str) -> None:
@@ -298,7 +304,7 @@ class Target:
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
-        if any(device != self.device for device in self.layer_devices) or not self._one_size:
+        if any(device != self.device for device in self.layer_devices) or not self.one_size:
             return self.per_layer_cache(capacity, batch)
         return KVCache(len(self.layer_types), capacity, batch, self.device)
 

@@ -47,7 +47,7 @@ def test_batched_answers_equal_generate_one_by_one(make, one_size):
     free = [generate(model.double(), prompt, 24, None) for prompt in PROMPTS]
     ends = sorted({free[0][3], free[2][8], free[5][15], 2})  # tokens the model does say, so that answers end
     target = target_of(model, ends)
-    target._one_size, target._modules_only = one_size, not one_size
+    target.one_size, target.modules_only = one_size, not one_size
     answers = answer_prompts(target, PROMPTS, [24] * 7, batch_size=4)
     assert [answer.tokens for answer in answers] == [generate(model, prompt, 24, ends) for prompt in PROMPTS]
     assert [answer.finish for answer in answers] == [

@@ -137,7 +137,7 @@ def through_modules(name):
     """A random target that decodes through transformers' modules."""
     torch.manual_seed(0)
     target = Target(RANDOM_TARGETS[name]().double())
-    target._modules_only = True
+    target.modules_only = True
     return target
 
 

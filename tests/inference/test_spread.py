@@ -60,7 +60,7 @@ def test_states_and_logits_come_back_to_the_first_device(tied):
 
 def test_a_target_wholly_on_another_device_than_its_embedding_has_a_cache_there():
     target = spread_target(tied=False)
-    target.layer_devices, target._one_size = [LAST, LAST], True
+    target.layer_devices, target.one_size = [LAST, LAST], True
     assert isinstance(target.new_cache(32), PerLayerKVCache)
 
 

@@ -166,6 +166,7 @@ class HeadDrafter(Drafter):
         block: whose rotations are kept, if any.
         """
         self.head: Any = prepare_for_drafting(head)
+        self._target, self._changes = target, target.changes
         self.max_nodes = check_max_nodes(max_nodes)
         self.max_depth = min(levels, max_nodes)
         self.vocabulary = head.config.vocab_size
@@ -201,7 +202,13 @@ class HeadDrafter(Drafter):
     def memory(self) -> list[Tensor]:
         return [self.length, *(buffer for kept in self._kept for buffer in kept.memory())]
 
+    def lend(self) -> None:
+        """Take what the head reads of the target's weights, here nothing; again after they have changed."""
+
     def begin(self, prompt: Tensor, capacity: int) -> None:
+        if self._changes != self._target.changes:
+            self._changes = self._target.changes
+            self.lend()
         self.length.zero_()
         for kept in self._kept:
             kept.reserve(capacity + self._behind)

@@ -198,13 +198,16 @@ class ChimeraDrafter(HeadDrafter):
         behind = (max_nodes + 1) * head.config.heads + 1
         super().__init__(head, target, max_nodes, head.config.heads, caches, behind, head.block)
         self.chain = check_tree(tree)
-        self.view = target.drafting_view(head)
+        self.lend()
         self.cache = KGramCache(kgram_cache) if kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
         self.carries_over = self.cache is not None
         self._recent = torch.full((head.config.order - 1,), -1, device=target.device)
         self._context: ChimeraContext
         self._base: Tensor
+
+    def lend(self) -> None:
+        self.view = self._target.drafting_view(self.head)
 
     @staticmethod
     def propose_from(head: ChimeraHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:

@@ -59,13 +59,16 @@ class CTCDrafter(HeadDrafter):
             )
         caches = [BlockCache(head) for _ in head.blocks]
         super().__init__(head, target, max_nodes, head.config.frames, caches, behind=2 * head.config.frames + 1)
-        self.view = target.drafting_view(head)
+        self.lend()
         if tree == "prefix" and target.device.type == "cpu":
             library.load_library()  # compile now, not during the first answer
         self.tree = tree
         self.on_device = tree in ("prefix", "chain")  # the trees of the published code are built on the host
         self._state: Tensor  # c_n, [H]
         self._base: Tensor
+
+    def lend(self) -> None:
+        self.view = self._target.drafting_view(self.head)
 
     @staticmethod
     def propose_from(head: CTCHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:

@@ -65,9 +65,12 @@ class Eagle3Drafter(HeadDrafter):
         behind = (max_nodes + 1) * levels + 1
         super().__init__(head, target, max_nodes, levels, [self._cache], behind, head.block)
         self.chain = check_tree(tree)
-        self.view = target.view()
+        self.lend()
         self._state: Tensor  # g_n, [H]
         self._base: Tensor
+
+    def lend(self) -> None:
+        self.view = self._target.view()
 
     @staticmethod
     def propose_from(head: Eagle3Head, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:

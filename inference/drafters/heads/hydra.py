@@ -49,9 +49,12 @@ class HydraDrafter(HeadDrafter):
         caches = [BlockCache(head)] if head.config.prefix_attention else []
         super().__init__(head, target, max_nodes, head.config.heads, caches, behind=head.config.heads + 1)
         self.chain = check_tree(tree)
-        self.view = target.view()
+        self.lend()
         self._state: Tensor  # s_n, [H]
         self._base: Tensor
+
+    def lend(self) -> None:
+        self.view = self._target.view()
 
     @staticmethod
     def propose_from(head: HydraHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:

@@ -29,7 +29,7 @@ class DraftLoop:
         """inner: a drafter whose trees the draft model verifies; None: token by token."""
         self.model, self.inner = model, inner
         self.forwards = self.drafted = 0
-        self._capacity = 0
+        self._capacity, self._changes = 0, model.changes
         self._cache: KVCache | None = None
         self._hidden: Tensor | None = None  # of every cached token, [capacity, H], for the inner drafter
         self._aux: Tensor | None = None  # likewise [capacity, k·H], if it reads more layers
@@ -44,6 +44,9 @@ class DraftLoop:
 
     def begin(self, capacity: int) -> None:
         """Start a new text; it and its answer have at most `capacity` tokens."""
+        self.model.refresh()
+        if self._changes != self.model.changes:
+            self._changes, self._cache = self.model.changes, None
         self._capacity = min(capacity, self.model.max_positions)
         extra = 0 if self.inner is None else self.inner.max_depth + max(self.inner.max_nodes, self.inner.max_depth) + 2
         rows = self._capacity + extra + 1

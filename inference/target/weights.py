@@ -1,0 +1,127 @@
+"""Whether a model still has the weights that were merged, copied or captured, and what is done where it has not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from draft_heads.inference.target.fused_decoder import FusedDecoder
+from draft_heads.inference.target.module_decoder import ModuleDecoder
+from draft_heads.inference.target.probe import probe
+
+Target = Any  # a `target.Target`, whose module imports this one
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsSeen:
+    """What a model held when it was looked at; looking again copies nothing from a GPU.
+
+    Compared are the modules and parameters themselves, the parameters' addresses and the counters of their updates.
+    An update through `.data` changes none of these, so in float32 on a CPU, where the decoder holds copies, about one
+    value of each row is compared too: of [N, K] those at 0, K+1, 2(K+1), … of all. Elsewhere the decoder reads the
+    updated memory itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held, self._numbers = _held(model)
+        parameters = [one for one in self._held if isinstance(one, nn.Parameter)]
+        self.place = parameters[0].device, parameters[0].dtype
+        self._views = [_sampled(one) for one in parameters if one.device.type == "cpu" and one.dtype == torch.float32]
+        self._values = self._sample()
+
+    def still_in(self, model: nn.Module) -> bool:
+        """Whether nothing was laid on, replaced, moved or updated."""
+        held, numbers = _held(model)
+        return (
+            numbers == self._numbers
+            and len(held) == len(self._held)
+            and all(one is other for one, other in zip(held, self._held))
+            and self._values == self._sample()
+        )
+
+    def _sample(self) -> bytes:
+        return np.concatenate(self._views).tobytes() if self._views else b""
+
+
+def _held(model: nn.Module) -> tuple[list[Any], list[int]]:
+    """Every module and parameter of a model; every parameter's counter of updates and address."""
+    held: list[Any] = []
+    numbers: list[int] = []
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            continue
+        held.append(module)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                held.append(parameter)
+                numbers.append(_updates(parameter))
+                # a quantised weight, of a class of its own, may have no address
+                numbers.append(parameter.data_ptr() if type(parameter) is nn.Parameter else 0)
+        waiting += module._modules.values()
+    return held, numbers
+
+
+def _updates(parameter: Tensor) -> int:
+    """How often it was written to in place; 0 where torch does not count: tensors that were made in inference mode."""
+    try:
+        return parameter._version
+    except RuntimeError:
+        return 0
+
+
+def _sampled(parameter: Tensor) -> NDArray[np.float32]:
+    """A view of about one value of each row: it shows what is in the memory whenever it is read."""
+    values = parameter.detach().numpy().ravel(order="K")
+    return values[:: parameter.shape[-1] + 1 if parameter.ndim > 1 else 1]
+
+
+def merge_weights(target: Target) -> None:
+    """Give the target its fused forward; where that answers differently than the modules, none, and a line says so."""
+    fits = False
+    try:
+        with torch.inference_mode(False):  # the model's weights become parts of merged ones
+            target._fused = FusedDecoder(target.model, target.layer_types, target.window)
+            probe(target)
+        fits = True
+    except ValueError as error:
+        logger.info("%s runs through its modules: %s", target.name, error)
+        target.modules_only = True
+    finally:
+        if not fits:
+            target._fused = None
+        if target.seen is not None:
+            target.seen = WeightsSeen(target.model)  # merging moves weights
+
+
+def take_in_changes(target: Target) -> None:
+    """Merge and probe the model anew; ValueError for what was made for the old weights and cannot follow."""
+    target.decoder, target.embedding = target.model.get_decoder(), target.model.get_input_embeddings()
+    target.lm_head = target.model.get_output_embeddings()
+    seen = WeightsSeen(target.model)
+    before, now = (f"{dtype} on {device}" for device, dtype in (target.seen.place, seen.place))
+    if before != now:
+        raise ValueError(
+            f"a target stays where it is and of its type; {target.name} was {before} and is {now}; make a new Target, "
+            "with new drafters and engines"
+        )
+    if target.compiled:
+        raise ValueError(
+            f"compiled programs keep the weights that they were made for; those of {target.name} have changed; make a "
+            "new Target, with new drafters and engines, or leave --compile out"
+        )
+    target.changes += 1
+    target.modules = ModuleDecoder(target.decoder, target.config, target.architecture, target.dtype)
+    target._fused, target.modules_only = None, True  # the probe asks the modules
+    target.__dict__.pop("_weights_hash", None)
+    target.rule, target.one_size = probe(target)
+    target.modules_only = not (target.one_size and FusedDecoder.can_drive(target.model))
+    target.seen = seen
+    logger.info("the weights of %s have changed: they were read and tried again", target.name)
