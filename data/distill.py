@@ -116,17 +116,24 @@ def distill(
         processes.wait()
         if processes.rank == 0:
             folder.finish()
+            _log_left_out(folder.manifest)
         processes.wait()
     _check_rows(folder, distiller.max_length)
     return folder.manifest
 
 
+def _log_left_out(manifest: dict[str, Any]) -> None:
+    """A line for each reason for which conversations were dropped or trimmed."""
+    bad_rows = []
+    for row in (row for shard in manifest["shards"] for row in [*shard["skipped"], *shard.get("trimmed", ())]):
+        reason, _, detail = row["reason"].partition(": ")
+        bad_rows.append(BadRow(row["place"], reason, detail, row.get("kept_turns", 0)))
+    for line in count_by_reason(bad_rows):
+        logger.warning("%s: %s", manifest["data"]["source"], line)
+
+
 def _check_rows(folder: ShardFolder, max_length: int) -> None:
-    """Count what was left out by reason; ValueError where every conversation was."""
-    listed = [row for shard in folder.manifest["shards"] for row in [*shard["skipped"], *shard.get("trimmed", ())]]
-    reasons = [(row, *row["reason"].partition(": ")[::2]) for row in listed]
-    for line in count_by_reason([BadRow(row["place"], *why, row.get("kept_turns", 0)) for row, *why in reasons]):
-        logger.warning("%s: %s", folder.manifest["data"]["source"], line)
+    """ValueError where every conversation was left out."""
     left_out = [row for shard in folder.manifest["shards"] for row in shard["skipped"]]
     if left_out and not folder.manifest["counts"]["rows"]:
         raise ValueError(

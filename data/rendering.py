@@ -298,16 +298,15 @@ def _first_token(offsets: list[tuple[int, int]], start: int) -> int:
 def _end_between(
     first: int, own: int, ids: list[int], offsets: list[tuple[int, int]], ends: Collection[int]
 ) -> int | None:
-    """The index after the first token of `ends` from token `first` on, among those that begin by character `own`.
+    """The index after the first token of `ends` from token `first` on to the one at character `own`.
 
-    The token at `own` counts whole: what follows a turn may have its first characters in common with another ending,
+    That token counts whole: what follows a turn may have its first characters in common with another ending,
     such as `<|user|>` and `</s>`.
     """
     for i in range(first, len(ids)):
-        begin, end = offsets[i]
-        if ids[i] in ends and begin <= own:
+        if ids[i] in ends:
             return i + 1
-        if end > own:
+        if offsets[i][1] > own:
             return None
     return None
 

@@ -18,7 +18,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
 from draft_heads.data.options import memory_explained
 from draft_heads.data.processes import Processes
 from draft_heads.data.progress import progress_bar
-from draft_heads.data.rendering import render_prompt
+from draft_heads.data.rendering import ConversationError
 from draft_heads.inference.evaluation.answers import write_answers
 from draft_heads.inference.evaluation.evaluate import (
     TRANSFORMERS,
@@ -68,6 +67,16 @@ def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
     return found
 
 
+def check_questions(target: Target, benchmarks: Sequence[Benchmark]) -> None:
+    """ValueError for a question that holds a control token of the target."""
+    for benchmark in benchmarks:
+        for question in benchmark.questions:
+            try:
+                target.renderer.check_texts([{"role": "user", "content": text} for text in question.turns])
+            except ConversationError as error:
+                raise ValueError(f"{benchmark.name}, question {question.question_id}: {error}") from None
+
+
 def same_number(answer: str, reference: str) -> bool:
     """Whether an answer to a word problem ends with the reference's number."""
     wanted = gsm8k_answer(reference)
@@ -87,6 +96,7 @@ def decode_and_judge(
 
     Processes that torchrun started share the questions; the first one judges, the others get None.
     """
+    check_questions(target, benchmarks)
     processes = Processes.started()
     # several batches, because slots are refilled and only the last ones run empty
     group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
@@ -104,7 +114,7 @@ def decode_and_judge(
         on_interrupt(lambda: parts.kept(groups)),
         progress_bar(console, show=processes.rank == 0) as progress,
     ):
-        oracle, render = Oracle(target, generation_settings(options)), partial(render_prompt, target.tokenizer)
+        oracle, render = Oracle(target, generation_settings(options)), target.renderer.prompt
         decode(engines, oracle, benchmarks, render, parts, progress, group_size, processes)
         processes.wait()
         evaluation = None if processes.rank else judged(engines, oracle, benchmarks, parts, group_size)

@@ -1,10 +1,13 @@
 """Templates that read texts in another form or leave some out, and what stands in texts and is no text."""
 
+import json
+
 import datasets
 import pytest
 
 from draft_heads.data.answers import Answer
 from draft_heads.data.chat_text import ControlTokenError
+from draft_heads.data.distill import distill
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Distiller
 from draft_heads.data.rendering import (
@@ -180,3 +183,20 @@ def test_control_tokens_in_texts_are_refused_trimmed_and_counted(role, text, kep
             prompt_ids(target, text)
     else:  # the target's own answers may hold them
         assert prompt_ids(target, [*chat, CHAT[0]])
+
+
+def test_rows_with_control_tokens_are_counted_by_reason(tmp_path, caplog):
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi </s>"}, CHAT[1]]},
+        {"messages": [*CHAT[:2], {"role": "user", "content": "<|user|>"}, CHAT[3]]},
+        {"messages": CHAT[:2]},
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    target = Target.from_pretrained("data/tiny_target")
+    manifest = distill(target, str(source), str(tmp_path / "out"), DistillOptions(skip_bad_rows=True), False, False)
+    assert "1 row dropped: a control token in someone's text (line 1)" in caplog.text
+    assert "1 row trimmed: a control token in someone's text (line 2)" in caplog.text
+    (shard,) = manifest["shards"]
+    assert [(row["place"], row["kept_turns"]) for row in shard["trimmed"]] == [("line 2", 2)]
+    assert manifest["counts"]["rows"] == 2 and shard["skipped"][0]["place"] == "line 1"

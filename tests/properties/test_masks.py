@@ -151,6 +151,7 @@ FORMS = {
     ),
     "another end at the last": Form("<turn>user\n{}<turn>\n", "<turn>model\n", "</turn>", "</s>", tail="\n"),
     "text before the end": Form("<|role|>user<|/role|>{}\n", "<|role|>bot<|/role|>", " (end)<|end|>", tail="\n"),
+    "text before two ends": Form("USER: {}\n", "BOT: ", " (end)<|end|>", " (end)</s>", tail="\n"),
     "vicuna": Form("USER: {} ", "ASSISTANT:", "</s>", lead=" ", system="{} ", first="<s>"),
     "words, </s> at the end": Form("USER: {}\n", "ASSISTANT:", "", lead=" ", tail="\n", final="</s>"),
     "words, no end": Form("### Human: {}\n", "### Assistant:", "", lead=" ", tail="\n"),
