@@ -151,7 +151,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
     role = ROLES[name]
     if not texts and role != "assistant":
         raise ConversationError(f"a turn has no key {names[1]!r}")
-    message = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
+    message: dict[str, Any] = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
     for key, value in rest.items():
         if key in TRAINED:
             trained = _is_trained(key, value)
