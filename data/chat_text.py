@@ -177,13 +177,15 @@ class ChatText:
 
     def _arguments(self, extra: Extra) -> dict[str, Any]:
         """The further arguments; ConversationError for a name that is `apply_chat_template`'s own."""
+        if not extra:
+            return {}
         own = set(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"tools", "documents", "kwargs"}
-        if taken := own & set(extra or ()):
+        if taken := own & set(extra):
             raise ConversationError(
                 f"a chat template's further arguments are named otherwise than {', '.join(sorted(own))}; got "
                 f"{', '.join(sorted(taken))}; leave it out"
             )
-        return dict(extra or {})
+        return dict(extra)
 
     def _check_shown(self, text: str, messages: Messages, extra: Extra, add_generation_prompt: bool) -> None:
         """ConversationError where `text`, the rendering of `messages`, leaves out what someone said.

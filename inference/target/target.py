@@ -261,8 +261,14 @@ class Target:
 
     @cached_property
     def scaffold(self) -> tuple[int, ...]:
-        """The tokens that the chat template puts before an answer: `TemplateProbe.scaffold`."""
-        return self.renderer.probe.scaffold if self.tokenizer is not None and self.tokenizer.chat_template else ()
+        """The tokens that the chat template puts before an answer (`TemplateProbe.scaffold`), if any."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            return ()
+        try:
+            return self.renderer.probe.scaffold
+        except ValueError as error:
+            logger.warning("answers are shown whole: %s", error)
+            return ()
 
     @cached_property
     def renderer(self) -> ChatRenderer:

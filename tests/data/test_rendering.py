@@ -233,3 +233,9 @@ def test_bundled_templates_with_any_bos(name, bos):
     ids, mask = render_conversation(tokenizer, CHAT)
     assert trained_runs(tokenizer, ids, mask) == TRAINED[name.replace("-", "")]
     assert tokenizer.decode(ids).startswith(bos or "Be kind.")
+
+
+def test_a_further_argument_with_a_name_of_the_rendering_itself_is_refused():
+    tokenizer = byte_tokenizer(template("chatml"))
+    with pytest.raises(ConversationError, match="got tokenize; leave it out"):
+        render_prompt(tokenizer, CHAT[:2], {"tokenize": False})

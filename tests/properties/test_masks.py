@@ -6,7 +6,7 @@ token for a character, and special tokens, so the pieces say the tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, strategies
@@ -195,6 +195,21 @@ def test_the_mask_of_a_form_is_that_of_its_pieces(form, messages, block):
             renderer.conversation(messages)
         return
     assert marked(tokenizer, *renderer.conversation(messages)) == marked(tokenizer, ids, mask)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(texts=strategies.tuples(TEXT, TEXT, TEXT))
+def test_the_next_turn_follows_the_end_of_an_answer(form, texts):
+    """Where the target generates the token that opens a user turn, that token is the next turn's first."""
+    form = FORMS[form]
+    tokenizer = character_tokenizer(form.template(), form.bos)
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), texts)]
+    pieces = replace(form, user_ends=False).pieces(messages)[:-1]
+    after = max(i for i, (text, trained) in enumerate(pieces) if text and trained)
+    expected, _ = tokens(tokenizer, [*pieces[after + 1 :], (form.prompt, False)])
+    renderer = ChatRenderer(tokenizer, [tokenizer.convert_tokens_to_ids("<|user|>")] if form.user_ends else [])
+    assert renderer.next_turn(messages) == expected
+    assert renderer.prompt(messages)[-len(expected) :] == expected
 
 
 def marked(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[bool]) -> str:
