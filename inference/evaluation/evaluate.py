@@ -161,8 +161,8 @@ def judged(
     first = {name: alike[0] for name, alike in drafters.items()}
     typical = oracle.settings.typical is not None
     lossy = frozenset(name for name, drafter in first.items() if typical and drafter.max_nodes)
-    descriptions = {**described(first), "findings": merged_findings(found), "carried_over": carried, "lossy": lossy}
-    return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **descriptions)
+    facts: dict[str, Any] = {"findings": merged_findings(found), "carried_over": carried, "lossy": lossy}
+    return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **(described(first) | facts))
 
 
 def evaluate(

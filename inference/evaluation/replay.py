@@ -162,8 +162,8 @@ def replay_all(
             records.append(TurnRecord(name, *question, turn.turn, drafter_name, prompt, turn.text, generation))
     progress("replayed", len(drafters) * len(turns), len(drafters) * len(turns))
     carried = carried_over({drafter_name: [drafter] for drafter_name, drafter in drafters.items()}, records)
-    descriptions = {**described(drafters), "carried_over": carried}
-    return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **descriptions)
+    facts: dict[str, Any] = {**described(drafters), "carried_over": carried}
+    return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **facts)
 
 
 def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) -> dict[str, Drafter]:

@@ -124,7 +124,11 @@ class DecodingRequest(BaseModel):
         if not temperature:
             return [GenerationSettings(tokens, ends)] * (self.n or 1)
         seed = secrets.randbits(62) if self.seed is None else self.seed
-        sampling = {"temperature": temperature, "top_k": max(self.top_k or 0, 0), "top_p": self.top_p or 1.0}
+        sampling: dict[str, Any] = {
+            "temperature": temperature,
+            "top_k": max(self.top_k or 0, 0),
+            "top_p": self.top_p or 1.0,
+        }
         try:
             return [GenerationSettings(tokens, ends, **sampling, seed=seed + index) for index in range(self.n or 1)]
         except ValueError as error:
