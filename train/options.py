@@ -135,6 +135,7 @@ class TrainingOptions:
             )
         if self.patience:
             self.load_best_model_at_end = True
+            self.metric_for_best_model = self.metric_for_best_model or "eval_loss"
             self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.logging_steps
         if self.max_minutes:
             if self.max_steps > 0:

@@ -33,7 +33,7 @@ def _offered() -> type:
     """The options of `HeadTrainingArguments` that are flags, as a dataclass: ours, and those of `READ`."""
     hints, ours = get_type_hints(HeadTrainingArguments), option_names(TrainingOptions)
     chosen: list[Any] = [
-        (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))  # type: ignore[call-overload]
+        (f.name, hints[f.name], field(default=f.default, default_factory=f.default_factory, metadata=f.metadata))
         for f in fields(HeadTrainingArguments)
         if f.name in READ or f.name in ours
     ]

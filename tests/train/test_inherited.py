@@ -126,4 +126,4 @@ def test_a_metric_that_is_not_measured_is_refused_before_anything_is_loaded(caps
     for good, more_is_better in (("eval_loss", False), ("accuracy_4", True)):
         training = parse_options(CTCConfig, [*GIVEN, *patient, "--metric_for_best_model", good])[2]
         assert training.greater_is_better is more_is_better and training.load_best_model_at_end
-    assert parse_options(CTCConfig, [*GIVEN, *patient])[2].metric_for_best_model == "loss"
+    assert parse_options(CTCConfig, [*GIVEN, *patient])[2].metric_for_best_model == "eval_loss"
