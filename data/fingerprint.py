@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,18 +19,18 @@ logger = logging.getLogger(__name__)
 
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 FIELDS = ("architecture", "vocab_size", "hidden_size", *SIZES, "tokenizer_hash", "chat_template_hash")
-WEIGHTS = ("quantization", "weights_hash")
+WEIGHTS = ("quantization", "weights_hash", "scales_hash")
 _VALUES_PER_WEIGHT = 16
 # Two vocabularies with equal entries may still split text differently: the hash covers how this text is split.
 _PROBE = "Don't split 1234.5 apples\n\n\tinto  three:  naïve café ≈ 日本 😀 def f(x):\n    return x_1 + 20"
 
 
 def target_fingerprint(
-    config: Any, tokenizer: PreTrainedTokenizerBase, sampled_weights: str | None = None
+    config: Any, tokenizer: PreTrainedTokenizerBase, sampled_weights: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """`FIELDS` of a target from its text config and its tokenizer; stable across library versions.
 
-    sampled_weights: its `weights_hash`; None leaves the weights out, which are then not compared
+    sampled_weights: its `weights_hashes`; None leaves the weights out, which are then not compared
     """
     fingerprint = {
         "architecture": str(config.model_type).removesuffix("_text"),  # one name alone and inside a multimodal model
@@ -43,7 +43,7 @@ def target_fingerprint(
     if sampled_weights is not None:
         quantization = getattr(config, "quantization_config", None)
         fingerprint["quantization"] = None if quantization is None else str(_quantization_method(quantization))
-        fingerprint["weights_hash"] = sampled_weights
+        fingerprint |= sampled_weights
     return fingerprint
 
 
@@ -52,14 +52,20 @@ def _quantization_method(config: Any) -> Any:
     return getattr(method, "value", method)
 
 
-def weights_hash(*modules: nn.Module, whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext) -> str:
-    """Hash of evenly spaced values of every weight (16 hex digits); alike in float32 and bfloat16.
+def weights_hashes(
+    *modules: nn.Module, whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+) -> dict[str, str]:
+    """Hashes of evenly spaced values of every weight (16 hex digits each); alike in float32 and bfloat16.
 
-    Values are rounded to bfloat16, then to 1/127 of the largest one sampled of their tensor, so that what float16
-    loses of the small ones of a bfloat16 checkpoint does not count. Packed values of quantised layers are left out.
-    whole([weight]): a context in which a weight that is split among processes is whole.
+    weights_hash  of the values, rounded to bfloat16, then to 1/127 of the largest one sampled of their tensor, so that
+                  what float16 loses of the small ones of a bfloat16 checkpoint does not count
+    scales_hash   of those largest values, in bfloat16; 0 where float16 has no full precision. Older fingerprints lack
+                  it: two models that differ in a tensor's scale alone are one to them
+
+    Packed values of quantised layers are left out. whole([weight]): a context in which a weight that is split among
+    processes is whole.
     """
-    digest = hashlib.sha256()
+    digest, scales = hashlib.sha256(), hashlib.sha256()
     for name, weight in (named for module in modules for named in module.named_parameters()):
         if type(weight) is not nn.Parameter or not weight.is_floating_point():
             continue
@@ -68,9 +74,11 @@ def weights_hash(*modules: nn.Module, whole: Callable[[Any], AbstractContextMana
             values = weight.detach().reshape(-1)[::step].cpu().to(torch.bfloat16).float()
         if not values.numel():
             continue
-        levels = (values / values.abs().max().clamp(min=1e-30) * 127).round().to(torch.int8)
+        largest = values.abs().max()
+        levels = (values / largest.clamp(min=1e-30) * 127).round().to(torch.int8)
         digest.update(name.encode() + levels.numpy().tobytes())
-    return digest.hexdigest()[:16]
+        scales.update(name.encode() + (largest * (largest >= 2**-14)).numpy().tobytes())
+    return {"weights_hash": digest.hexdigest()[:16], "scales_hash": scales.hexdigest()[:16]}
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -94,7 +102,8 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
     fine_tune: other weights, and with them another chat template, are allowed and reported in one line. A field that
     an older version did not write is not compared, which a line says too.
     """
-    missing = [name for name in (*FIELDS, *WEIGHTS) if name not in made_for and name in target]
+    expected = [*FIELDS, *WEIGHTS[: None if "scales_hash" in made_for else -1]]  # the values are hashed without it too
+    missing = [name for name in expected if name not in made_for and name in target]
     different = [
         name for name in (*FIELDS, *WEIGHTS) if name in made_for and name in target and made_for[name] != target[name]
     ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.data.pretrained import check_folder_or_hub_id
@@ -21,6 +23,8 @@ from draft_heads.heads.config import CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS
 MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [lambda values: values]
 """Item v makes the settings of version v those of version v + 1. Version 0 differs by the missing number only."""
 
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 HEADS = {
     "chimera": "draft_heads.heads.chimera:ChimeraHead:ChimeraConfig",
@@ -124,15 +128,7 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
         raise ValueError(
             f"{weights} cannot be read ({error}): it was cut short or is no safetensors file; copy it again"
         ) from error
-    expected = head.state_dict()
-    problems = [f"missing {name}" for name in sorted(set(expected) - set(state))]
-    problems += [f"unexpected {name}" for name in sorted(set(state) - set(expected))]
-    problems += [
-        f"{name} is {tuple(state[name].shape)}, config.json says {tuple(expected[name].shape)}"
-        for name in sorted(set(state) & set(expected))
-        if state[name].shape != expected[name].shape
-    ]
-    if problems:
+    if problems := misfits(head, state):
         raise ValueError(f"{weights} does not fit its config.json: {'; '.join(problems)}; copy both again")
     if "draft_vocab" in state:
         with malformed(weights):
@@ -140,6 +136,22 @@ def load_head(source: str | Path, target_fingerprint: dict[str, Any] | None = No
     head.load_state_dict(state)
     head.provenance = _provenance(folder / PROVENANCE)
     return head.float().eval()
+
+
+def misfits(head: DraftHead, state: Mapping[str, Tensor]) -> list[str]:
+    """What of tensors under the head's own names it cannot take: missing, of another shape, no finite numbers."""
+    expected = head.state_dict()
+    problems = [f"missing {name}" for name in sorted(set(expected) - set(state))]
+    problems += [f"unexpected {name}" for name in sorted(set(state) - set(expected))]
+    for name in sorted(set(state) & set(expected)):
+        tensor, wanted = state[name], expected[name]
+        if tensor.shape != wanted.shape:
+            problems.append(f"{name} is {tuple(tensor.shape)}, config.json says {tuple(wanted.shape)}")
+        elif wanted.is_floating_point() and tensor.dtype not in _FLOATS:
+            problems.append(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}, no floating-point weights")
+        elif wanted.is_floating_point() and (bad := int((~tensor.isfinite()).sum())):
+            problems.append(f"{name} has {bad:,} values that are infinite or not a number")
+    return problems
 
 
 def _provenance(path: Path) -> dict[str, Any]:

@@ -6,12 +6,15 @@ in `eagle_config`, to which SGLang adds one. A mistake by one changes no answer,
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.checkpoint import misfits
+from draft_heads.heads.draft_vocab import check_draft_vocab
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 
 BLOCK = {
@@ -98,7 +101,7 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     inner = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if inner is not None:
-        inner = [layer + 1 for layer in inner]
+        inner = [layer + 1 for layer in checked_layers(inner)]
         if layers not in (None, inner):
             raise ValueError(
                 f"config.json names the layers {layers}, and {inner} in eagle_config (counted from one less); give "
@@ -106,6 +109,43 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
             )
         layers = inner
     return assembled(config, tensors, "midlayer", layers)
+
+
+def checked_layers(layers: Any) -> list[int]:
+    """ValueError unless they are whole numbers, none below 0: "2" or -1 would be another layer, or none."""
+    if not isinstance(layers, list) or any(type(layer) is not int or layer < 0 for layer in layers):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids must be a list of layer numbers; got {layers!r}; give the right ones as "
+            "--target_layers LOW MIDDLE HIGH"
+        )
+    return layers
+
+
+def drafted_ids(tensors: dict[str, Tensor], classes: int, vocabulary: int) -> Tensor | None:
+    """[D] the ids that `d2t` stands for; None where the head drafts from all tokens. ValueError where `d2t` or `t2d`
+    cannot be read, or they contradict each other or the rows of the LM head."""
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None and classes != vocabulary:
+        raise ValueError(f"a head with {classes} of {vocabulary} tokens needs d2t, which its tensors lack")
+    ids = torch.arange(classes)
+    if d2t is not None:
+        if d2t.is_floating_point() or d2t.dtype == torch.bool or d2t.shape != (classes,):
+            raise ValueError(
+                f"d2t must be {classes} whole numbers, as many as lm_head.weight has rows; got {d2t.dtype} of shape "
+                f"{tuple(d2t.shape)}; copy the folder again"
+            )
+        ids = ids + d2t.long()
+        check_draft_vocab(ids, classes, vocabulary)
+    if t2d is not None:
+        marked = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, ids, True)
+        if t2d.shape != marked.shape or not torch.equal(t2d.bool(), marked):
+            differ = (
+                f"{int((t2d.bool() != marked).sum())} tokens differ" if t2d.shape == marked.shape else "another size"
+            )
+            raise ValueError(
+                f"t2d must mark the {classes} of {vocabulary} tokens that d2t names; {differ}; copy the folder again"
+            )
+    return None if classes == vocabulary else ids
 
 
 def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, layers: list[int] | None) -> Eagle3Head:
@@ -125,35 +165,42 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
         scaling = positions.get("rope_type") or positions.get("type") or "default"
         if scaling != "default":
             raise ValueError(f"the head's rotary positions are of type {scaling}; only the default type can be read")
-    d2t, classes = tensors.get("d2t"), len(tensors["lm_head.weight"])
+    classes = len(tensors["lm_head.weight"])
     vocabulary = config["vocab_size"]
     if (stated := config.get("draft_vocab_size")) not in (None, classes):
         raise ValueError(f"draft_vocab_size {stated} must be the rows of lm_head.weight, {classes}; copy both again")
-    head = Eagle3Head(
-        Eagle3Config(
-            hidden_size=config["hidden_size"],
-            vocab_size=vocabulary,
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            intermediate_size=config["intermediate_size"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            target_layers=list(layers),
-            draft_vocab_size=0 if classes == vocabulary else classes,
-        )
+    for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"):
+        if type(config[name]) is not int or config[name] < 1:
+            raise ValueError(f"{name} must be a whole number of 1 or more; got {config[name]!r}; copy it again")
+    ids = drafted_ids(tensors, classes, vocabulary)
+    made = Eagle3Config.from_dict(
+        {
+            "hidden_size": config["hidden_size"],
+            "vocab_size": vocabulary,
+            "num_attention_heads": config["num_attention_heads"],
+            "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+            "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            "intermediate_size": config["intermediate_size"],
+            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+            "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+            "target_layers": checked_layers(layers),
+            "draft_vocab_size": 0 if ids is None else classes,
+        }
     )
+    for name in ("rms_norm_eps", "rope_theta"):
+        if not 0 < getattr(made, name) < math.inf:
+            raise ValueError(f"{name} must be a positive number; got {getattr(made, name)}; copy it again")
+    head = Eagle3Head(made)
     names = {f"{layer}.{theirs}.weight": f"block.{ours}.weight" for theirs, ours in BLOCK.items()}
     names |= {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in OUTSIDE.items()}
     unknown = set(tensors) - set(names) - {"d2t", "t2d", "embed_tokens.weight"}
     if missing := sorted(set(names) - set(tensors)) or sorted(unknown):
         raise ValueError(f"this is no EAGLE-3 head of one layer: {', '.join(missing)} missing or unexpected")
     state = {ours: tensors[theirs] for theirs, ours in names.items()}
-    if head.draft_vocab is not None:
-        if d2t is None:
-            raise ValueError(f"a head with {classes} of {vocabulary} tokens needs d2t, which its tensors lack")
-        head.set_draft_vocab(torch.arange(classes) + d2t.long())
-        state["draft_vocab"] = head.draft_vocab
+    if ids is not None:
+        state["draft_vocab"] = ids
+    if problems := misfits(head, state):
+        raise ValueError(f"its tensors do not fit: {'; '.join(problems)}; copy the folder again")
     head.load_state_dict(state)
     return head.eval()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draft_heads.heads.checkpoint import misfits
 from draft_heads.heads.medusa import MedusaConfig, MedusaHead
 
 
@@ -73,9 +75,12 @@ def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     if kept not in (classes, vocabulary):
         raise ValueError(f"truncated_vocab_size {kept} must be the number of tokens that can be drafted, {classes}")
     head = assembled(names, tensors, layers, hidden, vocabulary, bool(config.get("medusa_fc_bias")))
+    scale = config.get("logit_scale", 1.0)
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ValueError(f"logit_scale must be a positive number; got {scale!r}; copy it again")
     with torch.no_grad():
         for one in head.offset_heads:
-            one.vocabulary.weight *= config.get("logit_scale", 1.0)
+            one.vocabulary.weight *= scale
     return head
 
 
@@ -94,7 +99,15 @@ def assembled(
     token_map = tensors.get("token_map")
     size = 0 if token_map is None else len(token_map)
     head = MedusaHead(
-        MedusaConfig(hidden_size=hidden, vocab_size=vocab_size, heads=heads, layers=layers, draft_vocab_size=size)
+        MedusaConfig.from_dict(
+            {
+                "hidden_size": hidden,
+                "vocab_size": vocab_size,
+                "heads": heads,
+                "layers": layers,
+                "draft_vocab_size": size,
+            }
+        )
     )
     state = {ours: tensors.get(theirs, torch.zeros(hidden)) for ours, theirs in names.items()}
     if token_map is not None:
@@ -103,6 +116,8 @@ def assembled(
             if name.endswith("vocabulary.weight") and len(weight) > size:
                 state[name] = weight[token_map]
         state["draft_vocab"] = token_map
+    if problems := misfits(head, state):
+        raise ValueError(f"its tensors do not fit: {'; '.join(problems)}; copy the folder again")
     head.load_state_dict(state)
     return head.eval()
 

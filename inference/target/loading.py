@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from draft_heads.data.fingerprint import weights_hash
+from draft_heads.data.fingerprint import weights_hashes
 from draft_heads.data.pretrained import check_folder_or_hub_id, model_class
 from draft_heads.inference.target import sharded
 
@@ -30,8 +30,8 @@ def load_model(
     spread: bool = False,
     split: bool = False,
     mapped: bool = False,
-) -> tuple[Any, str | None]:
-    """The model, and with an adapter the hash of its weights; ValueError for what cannot be loaded.
+) -> tuple[Any, dict[str, str] | None]:
+    """The model, and with an adapter the hashes of its weights; ValueError for what cannot be loaded.
 
     dtype   None: float32 on a CPU, the checkpoint's own elsewhere
     device  where it goes, unless it is `spread` over all devices, `split` among processes, or `mapped`
@@ -72,7 +72,7 @@ def load_model(
             raise ValueError(
                 f"--target_adapter {adapter} cannot be loaded ({error}); give a PEFT adapter's folder or hub id"
             ) from None
-        sampled = weights_hash(adapted)  # before the merge, whose rounding depends on the type
+        sampled = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
         model = adapted.merge_and_unload()
     if not placed and not split and not mapped:
         model.to(device)

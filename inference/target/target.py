@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.data.chat_template import load_tokenizer
-from draft_heads.data.fingerprint import target_fingerprint, weights_hash
+from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_file, check_settings
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named, memory_explained
@@ -218,7 +218,7 @@ class Target:
             target.embedding.to(lend_to, lent_in)
             target.lm_head.to(lend_to, lent_in)
         if sampled:
-            target._weights_hash = sampled
+            target._weights_hashes = sampled
         if target.runs and not drafts:
             check_settings(model, path)
         return target
@@ -277,11 +277,11 @@ class Target:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must agree between a target and the heads and datasets made for it."""
-        return target_fingerprint(self.config, self.tokenizer, self._weights_hash)
+        return target_fingerprint(self.config, self.tokenizer, self._weights_hashes)
 
     @cached_property
-    def _weights_hash(self) -> str:
-        return weights_hash(self.decoder, self.lm_head, whole=sharded.whole)
+    def _weights_hashes(self) -> dict[str, str]:
+        return weights_hashes(self.decoder, self.lm_head, whole=sharded.whole)
 
     @property
     def values_in_memory(self) -> int:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint, weights_hash
+from draft_heads.data.fingerprint import check_fingerprint, target_fingerprint, weights_hashes
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, template, word_tokenizer
 
@@ -12,7 +12,7 @@ CONFIG = random_llama().config
 
 
 def fingerprint(style="chatml", weights="w", config=CONFIG):
-    return target_fingerprint(config, byte_tokenizer(template(style)), weights)
+    return target_fingerprint(config, byte_tokenizer(template(style)), weights and {"weights_hash": weights})
 
 
 def test_using_the_tokenizer_keeps_the_fingerprint():
@@ -68,11 +68,28 @@ def test_what_an_older_version_did_not_write_is_not_compared_and_told(caplog):
 
 
 def test_weights_are_recognised_in_every_type_and_changed_ones_are_not():
-    ours = weights_hash(random_llama())
-    assert all(weights_hash(random_llama().bfloat16().to(dtype)) == ours for dtype in (torch.bfloat16, torch.float32))
-    assert weights_hash(random_llama().bfloat16().half()) == ours
+    ours = weights_hashes(random_llama())
+    assert all(weights_hashes(random_llama().bfloat16().to(dtype)) == ours for dtype in (torch.bfloat16, torch.float32))
+    assert weights_hashes(random_llama().bfloat16().half()) == ours
     tuned = random_llama()
     with torch.no_grad():
         tuned.model.layers[1].self_attn.v_proj.weight.add_(0.05 * torch.randn(16, 32))
-    assert weights_hash(tuned) != ours
+    assert weights_hashes(tuned) != ours
     assert Target(random_llama(), byte_tokenizer(template("chatml"))).fingerprint()["weights_hash"]
+
+
+@pytest.mark.parametrize("factor", [2.0, -1.0, 1.05, 0.0])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "lm_head.weight"])
+def test_another_scale_of_one_tensor_is_another_model_but_not_to_an_older_fingerprint(factor, name, caplog):
+    def of(model):
+        return target_fingerprint(CONFIG, byte_tokenizer(template("chatml")), weights_hashes(model))
+
+    scaled = random_llama()
+    scaled.get_parameter(name).data.mul_(factor)
+    with pytest.raises(ValueError, match="D was made with other weights of the same architecture"):
+        check_fingerprint(of(random_llama()), of(scaled), "--dataset D")
+    before = {key: value for key, value in of(random_llama()).items() if key != "scales_hash"}
+    check_fingerprint(before, of(random_llama()), "--dataset D")
+    if factor == 2:
+        check_fingerprint(before, of(scaled), "--dataset D")  # which knows no scales
+    assert not caplog.messages

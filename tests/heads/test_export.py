@@ -276,7 +276,7 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path, change, told):
         ("vllm-medusa", lambda config: config.update(num_hidden_layers=1), " 1 layers and .* has no blocks.0"),
         ("vllm-medusa", lambda config: config.update(num_heads="x"), "out as vllm-medusa cannot be used"),
         ("tgi-medusa", lambda config: config.update(medusa_num_layers=5), "as tgi-medusa .*needs a tensor 0.5.weight"),
-        ("eagle3", lambda config: config.update(hidden_size=48), "out as eagle3 cannot be used: .*size mismatch"),
+        ("eagle3", lambda config: config.update(hidden_size=48), "out as eagle3 cannot be used: .*, config.json says"),
         ("eagle3", lambda config: config.pop("intermediate_size"), "must have 'intermediate_size'"),
     ],
 )  # fmt: skip
@@ -321,8 +321,8 @@ def test_damaged_files_get_sentences_that_name_them(tmp_path):
         ("tgi-medusa", {"medusa_fc_bias": False}, "medusa_fc_bias false has no 0.0.linear.bias"),
         ("vllm-medusa", {"logit_scale": 0.5}, ["heads.0.vocabulary.weight", "log-probabilities"]),
         ("vllm-medusa", {"truncated_vocab_size": 40}, "truncated_vocab_size 40 must be .* 61"),
-        ("vllm-medusa", {"hidden_size": 48}, "size mismatch"),
-        ("tgi-medusa", {"vocab_size": 62}, "size mismatch"),
+        ("vllm-medusa", {"hidden_size": 48}, "is \\(32, 32\\), config.json says \\(48, 48\\)"),
+        ("tgi-medusa", {"vocab_size": 62}, "is \\(61, 32\\), config.json says \\(62, 32\\)"),
     ],
 )  # fmt: skip
 def test_a_setting_that_an_engine_would_read_otherwise_is_found(tmp_path, name, wrong, told):

@@ -1,0 +1,124 @@
+"""Heads from elsewhere whose files contradict themselves are refused with a sentence, whatever is wrong in them."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.export.formats import read_folder, write_folder
+from tests.heads.test_export import TARGET, eagle3, medusa
+
+
+def swapped(ids):
+    """The same tokens for other rows."""
+    tokens = torch.arange(len(ids)) + ids
+    tokens[[3, 7]] = tokens[[7, 3]]
+    return tokens - torch.arange(len(ids))
+
+
+def put(where, **changed):
+    """Replaces tensors or settings by functions of what they were."""
+    return lambda config, tensors: (config if where == "config" else tensors).update(
+        {name.replace("__", "."): new((config if where == "config" else tensors)[name.replace("__", ".")])
+         for name, new in changed.items()}
+    )  # fmt: skip
+
+
+def added(config, tensors):
+    """A permuting d2t of a head that drafts from all tokens, which would otherwise be left unread."""
+    tensors["d2t"] = swapped(torch.zeros(61, dtype=torch.int64))
+
+
+def poisoned(value):
+    return lambda x: x.index_fill(0, torch.tensor([1]), value)
+
+
+LAYERS = "eagle_aux_hidden_state_layer_ids must be a list of layer numbers; got"
+EAGLE = [
+    (40, put("tensors", d2t=swapped), "in no strictly ascending order"),
+    (
+        40,
+        put("tensors", d2t=lambda x: x.index_fill(0, torch.tensor([5]), int(x[4]) - 1)),
+        "no strictly ascending order",
+    ),
+    (40, put("tensors", d2t=lambda x: x - 1000), "out of range"),
+    (40, put("tensors", d2t=lambda x: x.float()), "d2t must be 40 whole numbers.*; got torch.float32"),
+    (40, put("tensors", d2t=lambda x: x[:-1]), r"d2t must be 40 whole numbers.* of shape \(39,\)"),
+    (
+        40,
+        put("tensors", t2d=lambda x: x.roll(1)),
+        r"t2d must mark the 40 of 61 tokens that d2t names; \d+ tokens differ",
+    ),
+    (40, put("tensors", t2d=lambda x: torch.ones(61, dtype=torch.bool)), "; 21 tokens differ; copy the folder again"),
+    (40, put("tensors", t2d=lambda x: x[:-1]), "t2d must mark .*; another size"),
+    (0, added, "in no strictly ascending order"),
+    (
+        0,
+        put("tensors", fc__weight=poisoned(math.nan)),
+        r"layer_projection.weight has \d+ values that are infinite or not",
+    ),
+    (0, put("tensors", norm__weight=poisoned(math.inf)), "norm.weight has 1 values that are infinite or not a number"),
+    (
+        0,
+        put("tensors", lm_head__weight=lambda x: x.to(torch.int8)),
+        "lm_head.weight is of type int8, no floating-point",
+    ),
+    (0, put("config", eagle_config=lambda x: x | {"eagle_aux_hidden_state_layer_ids": ["1", "4", "8"]}), LAYERS),
+    (0, put("config", eagle_config=lambda x: x | {"eagle_aux_hidden_state_layer_ids": [-1, 4, 8]}), LAYERS),
+    (0, put("config", eagle_config=lambda x: None, eagle_aux_hidden_state_layer_ids=lambda x: ["2", "5", "9"]), LAYERS),
+    (0, put("config", eagle_config=lambda x: None, eagle_aux_hidden_state_layer_ids=lambda x: 2.0), LAYERS),
+    (0, put("config", hidden_size=str), "hidden_size must be a whole number of 1 or more; got '32'"),
+    (
+        0,
+        put("config", num_attention_heads=lambda x: 0),
+        "num_attention_heads must be a whole number of 1 or more; got 0",
+    ),
+    (0, put("config", intermediate_size=lambda x: None), "intermediate_size must be a whole number.*; got None"),
+    (0, put("config", head_dim=str), "head_dim must be of type int; got"),
+    (0, put("config", rms_norm_eps=lambda x: math.inf), "rms_norm_eps must be a positive number; got inf"),
+    (
+        0,
+        put("config", rope_parameters=lambda x: x | {"rope_theta": -1.0}),
+        "rope_theta must be a positive number; got -1.0",
+    ),
+]
+MEDUSA = [
+    (
+        0,
+        put("tensors", lm_heads__0__weight=poisoned(math.nan)),
+        "heads.0.vocabulary.weight has 32 values that are infinite",
+    ),
+    (0, put("config", logit_scale=lambda x: math.nan), "logit_scale must be a positive number; got nan"),
+    (0, put("config", hidden_size=str), "hidden_size must be of type int; got '32'"),
+    (40, put("tensors", token_map=lambda x: x.flip(0)), "in no strictly ascending order"),
+    (40, put("tensors", token_map=lambda x: x.int()), "must be 40 ascending int64 token ids"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, size, change, told",
+    [("eagle3", *case) for case in EAGLE] + [("vllm-medusa", *case) for case in MEDUSA],
+)
+def test_what_contradicts_itself_is_refused(tmp_path, name, size, change, told):
+    head = (eagle3 if name == "eagle3" else medusa)(**({"draft_vocab_size": size} if size else {}))
+    write_folder(head, name, tmp_path, TARGET, "t")
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    config.setdefault("logit_scale", 1.0)
+    read_folder(tmp_path)
+    change(config, tensors)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=told):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_checkpoint_with_weights_that_are_no_numbers_is_refused(tmp_path, value):
+    head = medusa()
+    head.offset_heads[0].vocabulary.weight.data[3, 5] = value
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"heads.0.vocabulary.weight has 1 values that are infinite or not a number"):
+        load_head(tmp_path)
