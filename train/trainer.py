@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,15 +23,14 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from draft_heads.data.collate import DraftCollator, row_lengths
 from draft_heads.data.progress import ProgressLines
-from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches, leave_signals_to_trainer
+from draft_heads.train.held_out import loss_metrics, simulation_metrics
 from draft_heads.train.length import RunLength
 from draft_heads.train.optimizer import MuonWithAdamW
 from draft_heads.train.run_folder import kept
-from draft_heads.train.simulate import simulate_row
 from draft_heads.train.since_log import SinceLog
 from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.wall_clock import MinutesBar, Patience, TrainingLines, WallClock, wall_time_scheduler
@@ -343,7 +341,7 @@ class DraftHeadTrainer(Trainer):
         head = self.whole_head()
         was_training = head.training
         head.eval()
-        metrics = self._loss_metrics(head, dataset) | self._simulation_metrics(head)
+        metrics = loss_metrics(self, head, dataset) | simulation_metrics(self, head)
         head.train(was_training)
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         named[f"{metric_key_prefix}_seconds"] = round(seconds := time.monotonic() - start, 2)
@@ -368,53 +366,3 @@ class DraftHeadTrainer(Trainer):
     def final_evaluation(self) -> dict[str, float]:
         """`evaluate` after training, unless this step's head was evaluated while it trained."""
         return self._measured.get(self.steps) or self.evaluate()
-
-    def _batches(self, dataset: Any, size: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
-        """This process's share of held-out rows in batches, and whether a batch counts.
-
-        A split target needs all processes for a forward, so one that has a batch less than others repeats its first.
-        """
-        own = range(self.args.process_index, len(dataset), self.args.world_size)
-        longest_share = -(-len(dataset) // self.args.world_size)
-        for start in range(0, longest_share, size):
-            rows = own[start : start + size]
-            batch = self.data_collator([dataset[row] for row in rows or own[:size] or [0]])
-            yield self._prepare_inputs(batch), bool(rows)
-
-    @torch.no_grad()
-    def _loss_metrics(self, head: DraftHead, dataset: Any) -> dict[str, float]:
-        offsets = head.config.offsets
-        total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        hits = torch.zeros(offsets, TOP + 2, dtype=torch.float64, device=self.args.device)  # …, counted, scored
-        for batch, counts in self._batches(dataset, self.args.per_device_eval_batch_size):
-            with self.compute_loss_context_manager():
-                loss = self.head_loss(head, batch)
-            if not counts:
-                continue
-            total += torch.stack([loss.total.double(), loss.windows.double()])
-            if loss.correct is not None and loss.counted is not None and loss.scored is not None:
-                hits += torch.column_stack([loss.correct, loss.counted, loss.scored]).double()
-        summed, windows = self.accelerator.reduce(total).tolist()
-        every = self.accelerator.reduce(hits).tolist()
-        labels, scored = (sum(row[column] for row in every) for column in (TOP, TOP + 1))
-        # labels outside the draft vocabulary have no loss: each counts as the mean of those that have one
-        metrics = {"loss": summed / windows * labels / scored if scored else math.nan, "windows": windows}
-        if head.config.draft_vocab_size and labels:
-            metrics["outside_vocabulary"] = 1 - scored / labels
-        for offset, (top_1, *_, counted, _) in enumerate(every, start=1):
-            metrics[f"accuracy_{offset}"] = top_1 / counted if counted else math.nan
-        return metrics
-
-    @torch.no_grad()
-    def _simulation_metrics(self, head: DraftHead) -> dict[str, float]:
-        if self.propose_from is None or not self.simulate_dataset:
-            return {}
-        runs = []
-        for batch, counts in self._batches(self.simulate_dataset, 1):
-            with self.compute_loss_context_manager():
-                states = self.target.states_of(batch, head.config.target_layers)
-                if counts:
-                    runs += simulate_row(head, {**batch, **states}, self.view, self.propose_from)
-        totals = torch.tensor(runs, dtype=torch.float64, device=self.args.device).reshape(-1, 2).sum(0)
-        tokens, steps = self.accelerator.reduce(totals).tolist()
-        return {"simulated_beta": tokens / steps} if steps else {}  # no answer is the target's own text

@@ -33,8 +33,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),  # special tokens are no text here
+    "skip_special_tokens": (True, False),  # those that mark turns are never shown, others (`<filename>`) always
+    "spaces_between_special_tokens": (True, False),
     "detokenize": (True,),
     "include_reasoning": (True,),
     "separate_reasoning": (True,),

@@ -5,7 +5,6 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -22,7 +21,7 @@ from draft_heads.data.generation_config import check_file, check_settings
 from draft_heads.data.labeller import Labelled
 from draft_heads.data.options import dtype_named, memory_explained
 from draft_heads.data.pretrained import load_config
-from draft_heads.data.rendering import ChatRenderer, answer_tokens, end_token_ids
+from draft_heads.data.rendering import ChatRenderer, answer_tokens, end_token_ids, scaffold_of
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
@@ -35,8 +34,6 @@ from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
 from draft_heads.inference.target.weights import WeightsSeen, merge_weights, take_in_changes
-
-logger = logging.getLogger(__name__)
 
 TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
 """The id of a transformers model → the newest target that wraps it."""
@@ -262,13 +259,7 @@ class Target:
     @cached_property
     def scaffold(self) -> tuple[int, ...]:
         """The tokens that the chat template puts before an answer (`TemplateProbe.scaffold`), if any."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            return ()
-        try:
-            return self.renderer.probe.scaffold
-        except ValueError as error:
-            logger.warning("answers are shown whole: %s", error)
-            return ()
+        return scaffold_of(self.tokenizer, self.end_token_ids)
 
     @cached_property
     def renderer(self) -> ChatRenderer:

@@ -120,7 +120,7 @@ def take_in_changes(target: Target) -> None:
     target.changes += 1
     target.modules = ModuleDecoder(target.decoder, target.config, target.architecture, target.dtype)
     target._fused, target.modules_only = None, True  # the probe asks the modules
-    target.__dict__.pop("_weights_hash", None)
+    target.__dict__.pop("_weights_hashes", None)
     target.rule, target.one_size = probe(target)
     target.modules_only = not (target.one_size and FusedDecoder.can_drive(target.model))
     target.seen = seen
