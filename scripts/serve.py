@@ -3,9 +3,9 @@
     python scripts/serve.py --target Qwen/Qwen3-8B --drafter ctc=RUN/head
 
 Paths: /v1/chat/completions, /v1/completions (both also as server-sent events), /v1/models, /health, /metrics
-(Prometheus, with β and accepted lengths). Answers are the target's own, whatever drafts; requests are decoded one after
-another, in the order in which they come. On Ctrl-C or SIGTERM, running requests have --shutdown_seconds to finish; the
-rest get an error.
+(Prometheus, with β and accepted lengths). Answers are the target's own, whatever drafts, up to near ties in half
+precision; requests are decoded one after another, in the order in which they come. On Ctrl-C or SIGTERM, running
+requests have --shutdown_seconds to finish; the rest get an error.
 """
 
 from __future__ import annotations
