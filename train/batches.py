@@ -46,6 +46,8 @@ class RowBatches(BatchSampler):
     the order a … g, size 2 and two processes give [a b] [c d], then [e] [f g]; of 5 rows the last step is [] [e].
     """
 
+    sampler: EpochSampler  # accelerate calls its set_epoch
+
     def __init__(self, rows: int, size: int, seed: int, processes: int = 1, drop_last: bool = False) -> None:
         """drop_last: leave out a last step that is not full."""
         self.sampler = EpochSampler(rows, seed)
