@@ -69,11 +69,14 @@ def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
 
 
 def check_questions(target: Target, benchmarks: Sequence[Benchmark]) -> None:
-    """ValueError for a question that holds a control token of the target."""
+    """ValueError for a question that holds a control token of the target, or what its chat template does not read."""
     for benchmark in benchmarks:
         for question in benchmark.questions:
             try:
-                target.renderer.check_texts([{"role": "user", "content": text} for text in question.turns])
+                asked = [*question.opening, *({"role": "user", "content": text} for text in question.turns)]
+                target.renderer.check_texts(asked)
+                if question.opening or question.extra:
+                    target.renderer.prompt(asked[: len(question.opening) + 1], question.extra)
             except ConversationError as error:
                 raise ValueError(f"{benchmark.name}, question {question.question_id}: {error}") from None
 
