@@ -78,8 +78,9 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
                 settings = GenerationSettings(most, (), stop=stop, processors=processors, **draws[row])
                 result = Generation()
                 for tokens in engine.stream(prompts[row], settings, result):
-                    for token in tokens if streamer is not None else ():
-                        streamer.put(torch.tensor([token]))
+                    if streamer is not None:
+                        for token in tokens:
+                            streamer.put(torch.tensor([token]))
                 if result.finish_reason == "context":
                     positions, length = engine.target.max_positions, len(prompts[row])
                     raise ValueError(

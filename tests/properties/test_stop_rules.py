@@ -27,12 +27,12 @@ class Letters:
 @st.composite
 def settings_and_limits(draw, tokens, strings):
     """Any mixture of rules, and the room that the context leaves."""
-    most = draw(st.integers(1, 30))
-    at = draw(st.one_of(st.none(), st.tuples(st.integers(1, 25), st.integers(0, 30))))
+    most = draw(st.one_of(st.integers(1, 30), st.just(60)))
+    at = draw(st.one_of(st.tuples(st.integers(6, 20), st.integers(0, 22)), st.none()))
     rule = None if at is None else lambda given: at[1] if len(given) >= at[0] else None
-    ends = tuple(draw(st.lists(tokens, max_size=2, unique=True)))
-    stops = tuple(draw(st.lists(strings, max_size=2)))
-    return GenerationSettings(most, ends, stops, rule), draw(st.sampled_from([most, most, 1, 7, 19]))
+    ends = tuple(draw(st.one_of(st.just([]), st.lists(tokens, max_size=2, unique=True))))
+    stops = tuple(draw(st.one_of(st.just([]), st.lists(strings, max_size=2))))
+    return GenerationSettings(most, ends, stops, rule), draw(st.sampled_from([most, most, most, 7, 19]))
 
 
 def one_by_one(tokens, settings, limit, decode):
@@ -51,9 +51,10 @@ def one_by_one(tokens, settings, limit, decode):
     return tokens, "", len(tokens)
 
 
-@given(st.data(), st.lists(st.integers(0, len(LETTERS) - 1), min_size=1, max_size=40))
+@given(st.data(), st.lists(st.integers(0, len(LETTERS) - 1), min_size=20, max_size=40))
 def test_runs_end_where_single_tokens_end(data, tokens):
-    letters, text = Letters(), st.text(LETTERS, min_size=1, max_size=4)
+    letters, whole = Letters(), Letters().decode(tokens)
+    text = st.integers(3, len(tokens) - 4).map(lambda at: whole[at : at + 4])  # it spans several runs
     settings, limit = data.draw(settings_and_limits(st.integers(0, len(LETTERS) - 1), text))
     limit = min(limit, settings.max_new_tokens)
     stopper = Stopper(settings, SimpleNamespace(tokenizer=letters, end_token_ids=(0,)), limit)
