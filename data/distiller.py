@@ -92,10 +92,10 @@ class Distiller:
         for row in rows:
             if row.skipped is None and not any(row.mask):
                 all_trained = all(turn.get("trained", True) for turn in row.messages)
-                first = "first answer" if all_trained else "first answer to train on"
+                answer = "first answer" if all_trained else "first answer to train on"
                 beyond = f"begins beyond max_length {self.max_length}"
                 unfinished = bool(row.ids) and not row.cut  # an earlier answer, which is not to be trained on
-                row.skipped = f"its {first} {'follows an unfinished one' if unfinished else beyond}"
+                row.skipped = f"its {answer} {'follows an unfinished one' if unfinished else beyond}"
         return rows
 
     def label(self, rows: list[Row]) -> Iterator[dict[str, Any]]:
@@ -108,14 +108,11 @@ class Distiller:
         labelled: dict[int, dict[str, Any]] = {}
         for start in range(0, len(order), self.options.batch_size):
             batch = order[start : start + self.options.batch_size]
-            texts, masks, layers = (
-                [rows[i].ids for i in batch],
-                [rows[i].mask for i in batch],
-                self.options.target_layers,
-            )
+            texts, masks = [rows[i].ids for i in batch], [rows[i].mask for i in batch]
+            layers = self.options.target_layers
             for i, (greedy, *states) in zip(batch, self.target.label(texts, dtype is not None, layers, masks)):
                 row = rows[i]
-                record = dict(id=row.id, conversation=row.conversation)
+                record: dict[str, Any] = dict(id=row.id, conversation=row.conversation)
                 record |= dict(input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
                 if dtype is not None:
                     columns = zip(STATE_COLUMNS[: 1 + bool(layers)], states)
