@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from draft_heads.inference.target.library_names import builds_lock_by_a_file
 
@@ -185,8 +188,7 @@ def check_build_locks(pause: float = 2.0) -> None:
     """
     if not builds_lock_by_a_file():
         return
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    for lock in folder.glob("**/lock"):
+    for lock in _builds_folder().glob("**/lock"):
         if not (builders := _working_in(lock.parent)):
             time.sleep(pause)  # a build has its lock for a moment before and after the compiler runs
             builders = _working_in(lock.parent)
@@ -201,6 +203,18 @@ def check_build_locks(pause: float = 2.0) -> None:
         if os.environ.get("RANK", "0") == "0":
             at_work = f" by {', '.join(builders)}" if builders else ""
             print(f"waiting for a build of DeepSpeed's operators{at_work} ({lock})", flush=True)
+
+
+def _builds_folder() -> Path:
+    """Where the installed torch builds operators: a folder for this Python and accelerator, if none is named."""
+    if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(named)
+    from torch.utils.cpp_extension import get_default_build_root  # takes a moment
+
+    versions = {"rocm": torch.version.hip, "cu": torch.version.cuda}
+    accelerator = next((f"{name}{one.replace('.', '')}" for name, one in versions.items() if one), "cpu")
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(get_default_build_root()) / f"{python}_{accelerator}"
 
 
 def _working_in(folder: Path) -> list[str] | None:

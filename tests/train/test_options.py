@@ -284,6 +284,20 @@ def test_torch_leaves_the_lock_file_of_a_build_only_where_it_locks_nothing(tmp_p
     assert (tmp_path / "lock").exists() != builds_lock_by_a_file()
 
 
+def test_builds_of_another_python_or_torch_are_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    monkeypatch.setattr("draft_heads.train.zero_config.builds_lock_by_a_file", lambda: True)
+    own = Path(cpp_extension._get_build_directory("operator", False))
+    other = own.parent.with_name("py27_cu11") / "operator"
+    other.mkdir(parents=True)
+    (other / "lock").touch()
+    check_build_locks(pause=0)
+    (own / "lock").touch()
+    with pytest.raises(ValueError, match="a build of DeepSpeed's operators was killed"):
+        check_build_locks(pause=0)
+
+
 def test_a_lock_that_a_killed_build_left_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("draft_heads.train.zero_config.builds_lock_by_a_file", lambda: True)
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
