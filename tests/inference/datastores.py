@@ -18,6 +18,7 @@ def write_datastore(folder, corpora, vocabulary, monkeypatch):
     source = folder.with_suffix(".json")
     source.write_text(json.dumps(rows))
     monkeypatch.setattr(draft_heads.data.datastore, "tokenizer_hash", lambda tokenizer: tokenizer.hash)
+    monkeypatch.setattr(draft_heads.data.datastore, "ChatRenderer", StubRenderer)
     build_datastore(str(source), StubTokenizer(vocabulary), folder)
     return Datastore.open(folder)
 
@@ -31,11 +32,24 @@ class StubTokenizer:
     def get_vocab(self):
         return {str(token): token for token in range(self.vocabulary)}
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-        return messages[0]["content"]
-
     def __call__(self, texts, **options):
         return {"input_ids": [json.loads(text) for text in texts]}
+
+
+class StubRenderer:
+    """A conversation is the text of its first message."""
+
+    def __init__(self, tokenizer):
+        pass
+
+    def check_texts(self, messages):
+        pass
+
+    def check_read(self, messages, extra):
+        pass
+
+    def text(self, messages, extra):
+        return messages[0]["content"]
 
 
 def target(tokenizer, vocab_size):

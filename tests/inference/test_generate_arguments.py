@@ -26,6 +26,7 @@ from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.generate import generate_fn, sampling_options
 from draft_heads.inference.generate_arguments import CHANGING_NOTHING, MODES, OUTPUTS, PREPARED, check_config
 from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import random_llama, save_target
 
@@ -135,7 +136,7 @@ def test_a_warper_handed_in_before_a_setting_is_refused(model):
         ({"do_sample": True, "watermarking_config": {}}, "got WatermarkLogitsProcessor"),
         ({"output_hidden_states": True}, "token ids only; got output_hidden_states"),
         ({"synced_gpus": True}, "got synced_gpus"),
-        ({"past_key_values": DynamicCache()}, "has its own cache and fills no other; got past_key_values"),
+        ({"past_key_values": DynamicCache()}, f"has its own cache and fills no other; got {CACHE}"),
     ],
 )
 def test_what_would_be_ignored_is_refused(model, settings, told):

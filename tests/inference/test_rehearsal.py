@@ -21,6 +21,7 @@ from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Clock, GenerationSettings
 from draft_heads.inference.target import target as target_module
+from draft_heads.inference.target import weights as weights_module
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RECIPES, SHAPES
 from tests.meta import MetaOnly, NoHostValues
@@ -34,7 +35,8 @@ DRAFTING = {"eagle3": 0.35}  # of the verify step's: seven blocks one after anot
 
 
 def make_engine(model, kind, monkeypatch):
-    monkeypatch.setattr(target_module, "probe", lambda target: (LogitsRule(), True))  # needs values
+    for module in (target_module, weights_module):  # a probe needs values
+        monkeypatch.setattr(module, "probe", lambda target: (LogitsRule(), True))
     monkeypatch.setattr(F, "rms_norm", lambda states, *_: states.clone())  # one kernel on CUDA, many on meta
     model_class, config_class, shape = MODELS[model]
     with torch.device("meta"):

@@ -69,7 +69,7 @@ def test_the_folder_holds_the_report(command, tmp_path, capsys):
     assert rows[None, "ngram"]["questions"] == 2 and rows[None, "ngram"]["turns"] == 3
     text = (tmp_path / "out" / "report.md").read_text()
     assert "| benchmark | drafter | β | new tokens | target steps |" in text
-    assert "| category | vanilla | ngram | tree | prompt_lookup | rest |" in text
+    assert "| category | vanilla | ngram | tree (ngram) | prompt_lookup | rest |" in text
     assert "×" not in text and "None" not in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "accepted_length.png",

@@ -202,6 +202,7 @@ def test_values_that_change_nothing_are_accepted(served, name, path):
     assert post(**neutral).json()["choices"] == post().json()["choices"]
     harmless = {"n", "stop", "seed", "top_k", "stop_token_ids", "stream_options", "metadata", "store", "service_tier"}
     harmless |= {
+        "skip_special_tokens",
         "spaces_between_special_tokens",
         "request_id",
         "rid",
