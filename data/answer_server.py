@@ -38,7 +38,9 @@ class AnswerServer:
         model: str | None,
         concurrency: int,
         cut_loops: bool,
+        repetition_penalty: float = 1.0,
     ) -> None:
+        """repetition_penalty: that of the target's own generation settings"""
         self.url = base_url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"--base_url {base_url} is no http(s) URL; pass for example http://127.0.0.1:8000/v1")
@@ -46,6 +48,8 @@ class AnswerServer:
         self._vocab_size = vocab_size
         self._concurrency = concurrency
         self._cut_loops = cut_loops
+        # a server may take others from its own copy of the generation config, and the text would not be the target's
+        self._penalties = {"repetition_penalty": repetition_penalty, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         self._answered = time.monotonic()  # when the server last answered any request
         if model is None:
             if not (models := self._call("/models", None).get("data")):
@@ -96,9 +100,7 @@ class AnswerServer:
 
     def _answer(self, prompt: list[int], limit: int) -> Answer:
         asked = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
-        asked |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True}
-        # a server may take others from the model's generation config, and the text would not be the greedy one
-        asked |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        asked |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True, **self._penalties}
         found = self._call("/completions", asked)
         choice = found["choices"][0] if found.get("choices") else {}
         tokens = choice.get("token_ids")
@@ -113,6 +115,8 @@ class AnswerServer:
                 f"--base_url {self.url} returns tokens that the target has not (of {self._vocab_size}: "
                 f"{tokens[:8]} …); serve the model that --target names"
             )
+        # the answer ends there, whatever a server that does not know these tokens writes behind
+        tokens = tokens[: next((i for i, token in enumerate(tokens, 1) if token in self._end_token_ids), None)]
         if self._cut_loops and (end := loop_start(tokens)) is not None and end < len(tokens):
             return Answer(tokens[:end], "loop")
         if tokens and tokens[-1] in self._end_token_ids:

@@ -20,7 +20,7 @@ from draft_heads.data.conversations import turns_of, with_system
 from draft_heads.data.final_number import gsm8k_answer
 from draft_heads.data.json_rows import MalformedJson, read_rows
 from draft_heads.data.rendering import ConversationError, Messages
-from draft_heads.data.row_keys import TURN_LISTS, further_of_row, message_of
+from draft_heads.data.row_keys import TURN_LISTS, further_of_row, message_of, present
 
 __all__ = ["BenchmarkError", "Question", "gsm8k_answer", "load_benchmark"]
 
@@ -60,6 +60,7 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
                 raise BenchmarkError(str(record))
             if not isinstance(record, dict):
                 raise BenchmarkError(f"a row is an object, received {_describe(record)}")
+            record = present(record)
             reader = reader or _reader_of(record)
             question = reader(record, row)
             if not isinstance(question.question_id, int | str):
@@ -83,10 +84,12 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
 
 def _reader_of(record: dict[str, Any]) -> Callable[[dict[str, Any], int], Question]:
     """The reader of the form that a file's first row has."""
-    if "turns" in record or isinstance(record.get("prompt"), list):
-        return _fastchat
-    if "conversations" in record or "messages" in record:
+    turns, prompt = record.get("turns"), record.get("prompt")
+    messages = isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt)
+    if messages or (not isinstance(turns, list) and any(key in record for key in TURN_LISTS)):
         return _conversation
+    if "turns" in record or isinstance(prompt, list):
+        return _fastchat
     for keys, reader in ((("question", "answer"), _gsm8k), (("task_id", "prompt"), _humaneval)):
         if set(keys) <= set(record):
             return reader

@@ -28,7 +28,7 @@ class ConversationError(ValueError):
 
 
 class ControlTokenError(ConversationError):
-    """A text that holds a control token; `turn` is the index of its message."""
+    """A text that holds a control token; `turn` is the index of its message, 0 beside the messages."""
 
     def __init__(self, message: str, turn: int) -> None:
         super().__init__(message)
@@ -125,23 +125,25 @@ class ChatText:
                 f"(roles {[m.get('role') for m in messages]}): {error}"
             ) from None
 
-    def check_texts(self, messages: Messages, answers: bool = True) -> None:
-        """ControlTokenError where a text of a message holds a token that marks turns, such as `<|im_end|>`.
+    def check_texts(self, messages: Messages, answers: bool = True, extra: Extra = None) -> None:
+        """ControlTokenError where a text of a message or of `extra` holds a token that marks turns, as `<|im_end|>`.
 
         The tokenizer would make the token itself of it, which ends or begins a turn for the target. Other special
         tokens (`<filename>`) are texts as any.
 
         answers: read the assistant's texts too; the target's own may hold what it has generated
         """
-        for number, message in enumerate(messages):
-            role = message.get("role")
+        said = [(number, f"turn {number} ({m.get('role')})", m) for number, m in enumerate(messages)]
+        said += [(0, repr(name), {name: value}) for name, value in (extra or {}).items()]
+        for number, where, mapping in said:
+            role = mapping.get("role")
             if role == "assistant" and not answers:
                 continue
             control = self._control if role == "assistant" else self._control | self._in_source
-            for text in _texts({key: value for key, value in message.items() if key != "role"}):
+            for text in _texts({key: value for key, value in mapping.items() if key != "role"}):
                 if found := next((token for token in control if token in text), None):
                     raise ControlTokenError(
-                        f"a control token in someone's text: {found!r} in turn {number} ({role}) would be encoded as "
+                        f"a control token in someone's text: {found!r} in {where} would be encoded as "
                         "that token and not as its characters; write it otherwise, for example with a space",
                         number,
                     )

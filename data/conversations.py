@@ -185,7 +185,9 @@ def turns_of(record: Any) -> tuple[list[Any], str]:
     if not isinstance(record, dict):
         raise ConversationError(f"a row is an object, received {type(record).__name__}")
     row = present(record)
-    found = [key for key in TURN_LISTS if key in row] or [key for key in ("prompt",) if key in row]
+    lists = [key for key in TURN_LISTS if key in row]
+    # an empty list is a column of the other form
+    found = [key for key in lists if row[key] != []] or [key for key in ("prompt",) if key in row] or lists[:1]
     if len(found) > 1 and not _same_turns(row[found[0]], row[found[1]]):
         raise ConversationError(f"a row has one list of turns, received {found[0]!r} and {found[1]!r}, which differ")
     if not found:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.conversations import conversation_of, read_conversations
-from draft_heads.data.files import checksum, write_text
+from draft_heads.data.files import checksum, names_path, write_text
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.rendering import ChatRenderer, ConversationError
 
@@ -183,7 +183,7 @@ def build_datastore(
         texts: list[str] = []
         for place, (messages, extra) in zip([row["place"] for row in batch], conversations):
             try:
-                renderer.check_texts(messages)
+                renderer.check_texts(messages, extra=extra)
                 renderer.check_read(messages, extra)
                 texts.append(renderer.text(messages, extra=extra))
             except ConversationError as error:
@@ -217,7 +217,8 @@ def build_datastore(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)  # written last: a folder without one is not a datastore
     for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+        with names_path(folder / f"{name}.npy"):
+            np.save(folder / f"{name}.npy", array, allow_pickle=False)
     manifest["checksums"] = {name: checksum(folder / f"{name}.npy") for name in ARRAYS}
     write_text(folder / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     return manifest

@@ -44,7 +44,7 @@ from draft_heads.data.conversations import (
 )
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.distiller import Answerer, Distiller
-from draft_heads.data.generation_config import processor_settings
+from draft_heads.data.generation_config import processor_settings, shown
 from draft_heads.data.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labeller import Labeller
 from draft_heads.data.options import dtype_name, memory_explained
@@ -240,13 +240,23 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
 
 
 def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | None:
-    """The server that answers with `--engine openai`; None when the target itself answers."""
+    """The server that answers with `--engine openai`; None when the target itself answers.
+
+    ValueError for a target whose own generation settings change its answers in a way that no server can be asked for.
+    """
     if options.engine == "local":
         return None
     assert options.base_url is not None
+    own = processor_settings(target.model.generation_config)
+    penalty = own.pop("repetition_penalty", 1.0)
+    if further := {name: own[name] for name in own.keys() - {"renormalize_logits", "remove_invalid_values"}}:
+        raise ValueError(
+            f"--engine openai asks a server for no generation settings but repetition_penalty; {target.name} has "
+            f"{shown(further)} in its generation_config.json; use --engine local, or take them out of a copy"
+        )
     ends, vocab_size = target.end_token_ids, target.vocab_size
     server = AnswerServer(
-        options.base_url, ends, vocab_size, options.model_name, options.concurrency, options.cut_loops
+        options.base_url, ends, vocab_size, options.model_name, options.concurrency, options.cut_loops, penalty
     )
     return server.answers
 

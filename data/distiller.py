@@ -11,7 +11,7 @@ import torch
 
 from draft_heads.data.answers import Answer, answer_prompts
 from draft_heads.data.chat_text import ControlTokenError
-from draft_heads.data.conversations import conversation_of
+from draft_heads.data.conversations import Conversation, conversation_of
 from draft_heads.data.distill_options import DistillOptions
 from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_bytes, stored_as
 from draft_heads.data.labeller import Labeller, checked_ids
@@ -171,15 +171,19 @@ class Distiller:
         return row
 
     def _sound_turns(self, row: Row) -> Messages:
-        """The row's messages; with --skip_bad_rows those before one that holds a control token, if they are enough."""
+        """The row's messages; with --skip_bad_rows those before one that holds a control token, if they are enough.
+
+        Recorded answers that the target writes anew are not read.
+        """
         try:
-            self.renderer.check_texts(row.messages)
+            self.renderer.check_texts(row.messages, answers=self.options.labels == "argmax", extra=row.extra)
         except ControlTokenError as error:
             sound = row.messages[: error.turn]
             needed = "assistant" if self.options.labels == "argmax" else "user"
             if not self.options.skip_bad_rows or all(turn["role"] != needed for turn in sound):
                 raise
             row.messages, row.trimmed = sound, str(error)
+            row.conversation = Conversation(sound, row.extra).key
         return row.messages
 
     def _reject(self, row: Row, error: ConversationError) -> None:

@@ -26,13 +26,15 @@ _FULL = {
     errno.EFBIG: "takes no larger file",
 }
 _FULL_SIGNS = ("No space left", "inline_container", "PytorchStreamWriter", *map(os.strerror, _FULL))
+_FULL_SIGNS += ("requested and",)  # numpy: "1026 requested and 109 written"
 
 
 @contextmanager
 def names_path(path: Path, remedy: Callable[[], str] = lambda: "free some, or name another disk") -> Iterator[None]:
     """Inside, an error of a disk that is full becomes a ValueError that names the path and the remedy.
 
-    Libraries wrap the system's error: torch in a RuntimeError, safetensors in its own, with or without its number.
+    Libraries wrap the system's error: torch in a RuntimeError, safetensors in its own, with or without its number;
+    numpy drops it.
     """
     try:
         yield

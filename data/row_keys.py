@@ -56,11 +56,14 @@ NOT_READ |= {
     "training_detail",
     "train_on_inputs",
     "mask",
+    "loss_mask",
     "function_call",
     "refusal",
     "prefix",
 }
 """Keys that change the text or the mask in ways that nothing here can follow."""
+
+_ASK_NOTHING_IF_FALSE = ("prefix", "train_on_inputs")
 
 METADATA = {
     *("id", "_id", "idx", "index", "uuid", "uid", "hash", "key", "place", "title", "type", "kind", "tag", "tags"),
@@ -120,6 +123,8 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
         elif key in COPIES:
             if not _repeats(value, [_text_or_none(turn) for turn in turns]):
                 raise ConversationError(f"the key {key!r} holds text that no turn has: write it into the turns")
+        elif key in _ASK_NOTHING_IF_FALSE and value is False:
+            continue
         elif key in NOT_READ or (key == "turns" and isinstance(value, list)):
             raise ConversationError(f"the key {key!r} changes the text or the mask, and nothing reads it")
         elif not carries_no_meaning(key):
@@ -159,14 +164,15 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
                 message["trained"] = False
             elif role != "assistant" and trained:
                 unknown.append(f"the key {key!r} asks for a {role} turn to be trained on, and only answers are")
-        elif value in ("", [], {}):
+        elif value in ("", [], {}) or (key in _ASK_NOTHING_IF_FALSE and value is False):
             continue
         elif key in TURN_TEXTS:
             if not isinstance(value, str):
                 raise ConversationError(f"{key!r} of a turn is a text, received {type(value).__name__}")
             message[key] = value
         elif key == TOOL_CALLS:
-            message[key] = _tool_calls(value)
+            if calls := _tool_calls(value):
+                message[key] = calls
         elif key in NOT_READ or key in SYSTEM or key in ARGUMENTS:
             raise ConversationError(f"the key {key!r} of a turn changes the text or the mask, and nothing reads it")
         elif key in COPIES and not _repeats(value, [message["content"]]):
@@ -243,9 +249,11 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
             raise ConversationError(f"{key!r} is an object, received {type(value).__name__}")
         found: dict[str, Any] = {}
         for name, one in present(value).items():
+            if one in ("", [], {}):
+                continue
             if name in ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt"):
                 raise ConversationError(f"{name!r} among {key!r} is not an argument of a row")
-            found |= _arguments(name, one) if name in LISTS else {name: one}
+            found |= {name: one} if name == key else _arguments(name, one)
         return found
     if key in LISTS:
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):

@@ -74,7 +74,7 @@ def check_questions(target: Target, benchmarks: Sequence[Benchmark]) -> None:
         for question in benchmark.questions:
             try:
                 asked = [*question.opening, *({"role": "user", "content": text} for text in question.turns)]
-                target.renderer.check_texts(asked)
+                target.renderer.check_texts(asked, extra=question.extra)
                 if question.opening or question.extra:
                     target.renderer.prompt(asked[: len(question.opening) + 1], question.extra)
             except ConversationError as error:

@@ -258,3 +258,30 @@ def test_transformers_serve_which_returns_no_token_ids_is_refused(folder):
                 served.answers([[1, 5], [1, 6]], [8, 8])
         finally:
             server.kill()
+
+
+@pytest.mark.parametrize(
+    ("own", "asked"), [({}, 1.0), ({"repetition_penalty": 1.3}, 1.3), ({"renormalize_logits": True}, 1.0)]
+)
+def test_a_server_is_asked_for_the_checkpoints_own_penalty(folder, tmp_path, own, asked):
+    target, seen = Target.from_pretrained(folder), []
+    target.model.generation_config.update(**own)
+
+    def complete(request):
+        seen.append(request["repetition_penalty"])
+        return {"token_ids": [target.end_token_ids[0]], "finish_reason": "stop"}
+
+    source = write_sharegpt(tmp_path / "chat.json", conversations=1)
+    with serving(complete) as url:
+        options = DistillOptions(labels="generate", engine="openai", base_url=url)
+        distill(target, source, str(tmp_path / "o"), options, show_progress=False)
+        assert set(seen) == {asked}
+        target.model.generation_config.no_repeat_ngram_size = 3  # of which no server can be told
+        with pytest.raises(ValueError, match=r"has no_repeat_ngram_size=3 in its gen.*; use --engine local"):
+            distill(target, source, str(tmp_path / "p"), options, show_progress=False)
+
+
+def test_what_a_server_writes_behind_an_end_token_that_it_does_not_know_is_left_out():
+    with serving(lambda request: {"token_ids": [9, 2, 7, 8], "finish_reason": "length"}) as url:
+        (answer,) = AnswerServer(url, [2], 300, None, 2, cut_loops=True).answers([[1]], [4])
+    assert (answer.tokens, answer.finish) == ([9, 2], "end")

@@ -27,6 +27,16 @@ def test_fastchat_questions_keep_their_turns(tmp_path):
         ]
 
 
+def test_every_list_of_turns_is_a_conversation_and_none_is_absent(tmp_path):
+    hi = [{"role": "user", "content": "Hi"}]
+    for key in ("conversation", "messages", "prompt"):
+        assert load_benchmark("q", write(tmp_path / "c.jsonl", {key: hi, "turn": 1})) == [
+            Question("row-1", None, ["Hi"])
+        ]
+    nothing = dict.fromkeys(("question_id", "category", "reference", "messages"))
+    assert load_benchmark("q", write(tmp_path / "n.jsonl", {"turns": ["Hi"], **nothing})) == [Question(0, None, ["Hi"])]
+
+
 def test_word_problems_and_code_prompts(tmp_path):
     file = write(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "2+2=4\n#### 4"})
     assert load_benchmark("gsm8k", file) == [Question(0, None, ["2+2?"], "2+2=4\n#### 4", numeric=True)]

@@ -6,6 +6,7 @@ import os
 import resource
 import stat
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -58,6 +59,12 @@ def test_a_full_disk_says_the_path_what_is_left_and_the_remedy(error, tmp_path):
     rule = r"new/file could not be written: its disk has [\d,]+ MiB left; free some, or name another disk"
     with pytest.raises(ValueError, match=rule), names_path(tmp_path / "new" / "file"):
         raise error
+
+
+def test_an_array_that_does_not_fit_is_named(no_larger_files, tmp_path):
+    path = tmp_path / "tokens.npy"
+    with pytest.raises(ValueError, match=rf"^{path} could not be written: its disk has"), names_path(path):
+        np.save(path, np.zeros(5000))
 
 
 def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):

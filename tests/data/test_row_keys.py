@@ -279,3 +279,20 @@ def test_a_prompt_has_the_tools_of_its_conversation():
     tokenizer = byte_tokenizer(READS)
     with_tools = tokenizer.decode(render_prompt(tokenizer, [USER], {"tools": TOOLS}))
     assert '"name": "add"' in with_tools and with_tools.endswith(tokenizer.decode(render_prompt(tokenizer, [USER])))
+
+
+def test_what_is_empty_or_off_is_absent_at_every_depth(tmp_path):
+    chat = {"messages": [USER, ANSWER]}
+    off = {"custom_instructions": "", "enable_thinking": False, "python_tools": [], "xml_tools": []}
+    rows = [
+        chat | {"chat_template_kwargs": off},  # as SmolTalk2 has it
+        {"messages": [USER, ANSWER | {"tool_calls": "[]", "prefix": False}], "train_on_inputs": False},
+        chat | {"conversations": []},
+        {"messages": [], "conversations": PAIR},
+    ]
+    found = [extra for messages, extra in read(tmp_path, *rows)[0] if messages == [USER, ANSWER]]
+    assert found == [{"enable_thinking": False}, {}, {}, {}]
+    with pytest.raises(ConversationError, match="'enable_thinking' of a row is true or false, received str"):
+        read(tmp_path, chat | {"chat_template_kwargs": {"enable_thinking": "false"}})
+    with pytest.raises(ConversationError, match="an empty answer"):
+        read(tmp_path, {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": "[]"}]})

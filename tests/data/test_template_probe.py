@@ -1,6 +1,7 @@
 """Templates that read texts in another form or leave some out, and what stands in texts and is no text."""
 
 import json
+import re
 
 import datasets
 import pytest
@@ -17,8 +18,10 @@ from draft_heads.data.rendering import (
     render_conversation,
     render_prompt,
 )
+from draft_heads.data.shards import load_distilled
 from draft_heads.inference.generation import TextPieces, prompt_ids
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.distill import summary
 from tests.data.test_chat_forms import CHAT, FORMS, SYSTEM, tokenizer_of
 from tests.tiny_chat import CHATML, byte_tokenizer, random_llama, template, trained_runs
 
@@ -185,7 +188,7 @@ def test_control_tokens_in_texts_are_refused_trimmed_and_counted(role, text, kep
         assert prompt_ids(target, [*chat, CHAT[0]])
 
 
-def test_rows_with_control_tokens_are_counted_by_reason(tmp_path, caplog):
+def test_rows_with_control_tokens_are_counted_by_reason(tmp_path, caplog, capsys):
     rows = [
         {"messages": [{"role": "user", "content": "Hi </s>"}, CHAT[1]]},
         {"messages": [*CHAT[:2], {"role": "user", "content": "<|user|>"}, CHAT[3]]},
@@ -200,3 +203,24 @@ def test_rows_with_control_tokens_are_counted_by_reason(tmp_path, caplog):
     (shard,) = manifest["shards"]
     assert [(row["place"], row["kept_turns"]) for row in shard["trimmed"]] == [("line 2", 2)]
     assert manifest["counts"]["rows"] == 2 and shard["skipped"][0]["place"] == "line 1"
+    # what is left asks what the third row asks: they are held out together
+    assert len({row["conversation"] for row in load_distilled(str(tmp_path / "out")).dataset}) == 1
+    summary(manifest, "out")
+    shown = capsys.readouterr().out
+    assert re.search(r"bad rows trimmed +│ +1 ", shown) and "1 row trimmed: a control token" in shown
+
+
+def test_recorded_answers_that_are_written_anew_may_hold_control_tokens():
+    tokenizer = byte_tokenizer(CHATML.replace("[GEN]", "").replace("[END]", ""))
+    distiller = Distiller(own_target(tokenizer), DistillOptions(labels="generate", max_new_tokens=4))
+    (row,) = distiller.rows(dataset([CHAT[0], {"role": "assistant", "content": "It is <|im_end|>."}]))
+    assert row.skipped is None and any(row.mask)
+
+
+def test_control_tokens_in_the_descriptions_of_tools_are_refused():
+    form = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    renderer = ChatRenderer(byte_tokenizer(form + CHATML.replace("[GEN]", "").replace("[END]", "")))
+    tools = [{"type": "function", "function": {"name": "f", "description": "Ends with <|im_end|>."}}]
+    with pytest.raises(ControlTokenError, match=r"'<\|im_end\|>' in 'tools' would be encoded as that token"):
+        renderer.check_texts(CHAT, extra={"tools": tools})
+    renderer.check_texts(CHAT, extra={"tools": [{"name": "f", "description": "Ends."}], "thinking": True})
