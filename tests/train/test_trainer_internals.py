@@ -27,7 +27,6 @@ TRAINER = {  # what each method of `DraftHeadTrainer` is called with by `Trainer
     "log": "logs start_time",
     "_clip_grad_norm": "model",
     "_get_num_items_in_batch": "batch_samples device",
-    "_get_train_sampler": "train_dataset",
     "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
     "_run_epoch": "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
     "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch",
