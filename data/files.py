@@ -59,6 +59,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     with names_path(path):
         try:
+            partial.unlink(missing_ok=True)  # what a kill left may have other rights
             partial.touch()
             rights = partial.stat().st_mode  # libraries make files that nobody else may read
             yield partial

@@ -7,6 +7,7 @@ epoch has had already. Workers that load batches leave signals to the trainer.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -49,11 +50,16 @@ class RowBatches(BatchSampler):
     sampler: EpochSampler  # accelerate calls its set_epoch
 
     def __init__(self, rows: int, size: int, seed: int, processes: int = 1, drop_last: bool = False) -> None:
-        """drop_last: leave out a last step that is not full."""
+        """drop_last: leave out a last step that is not full; ValueError if then no step is left."""
         self.sampler = EpochSampler(rows, seed)
         self.processes, self.drop_last = processes, False  # accelerate would drop more than that step
         self.rows_per_step = size * processes
         self.steps = rows // self.rows_per_step if drop_last else -(-rows // self.rows_per_step)
+        if not self.steps:
+            raise ValueError(
+                f"--dataloader_drop_last leaves no step: one takes {self.rows_per_step:,} rows, and there are {rows:,} "
+                "to train on; lower --per_device_train_batch_size, or leave --dataloader_drop_last out"
+            )
 
     def __len__(self) -> int:
         return self.steps * self.processes
@@ -125,11 +131,12 @@ def leave_signals_to_trainer(worker: int) -> None:
     """
     if not hasattr(signal, "sigwaitinfo"):
         return
-    numbers, trainer = (signal.SIGTERM, signal.SIGINT), os.getppid()
+    numbers, trainer = (signal.SIGTERM, signal.SIGINT), multiprocessing.parent_process()
+    assert trainer is not None
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
     def wait() -> None:
-        while signal.sigwaitinfo(numbers).si_pid != trainer:
+        while signal.sigwaitinfo(numbers).si_pid != trainer.pid:  # no getppid: under forkserver that is the server's
             pass
         os._exit(0)
 

@@ -131,6 +131,20 @@ def _plain(value: Any) -> str:
 
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 Entry = tuple[tuple[str, ...], str, Callable[[Any], bool], str]
+
+
+def _by_steps(what: str) -> Entry:
+    """--eval_steps and its like beside a strategy that counts none; of --patience, which says itself that it does not
+    read --save_steps, not."""
+
+    def counts_none(values: Any) -> bool:
+        strategy = _plain(getattr(values, f"{what}_strategy"))
+        return strategy != "steps" and not (what == "save" and values.patience)
+
+    why = f"it counts no steps; leave it out, or pass --{what}_strategy steps"
+    return (f"{what}_steps",), f"{what}_strategy", counts_none, why
+
+
 NO_EFFECT: tuple[Entry, ...] = (
     (("optim",), "head_optimizer", lambda v: v.head_optimizer == "muon", "Muon is the optimizer; drop one of the two"),
     (
@@ -150,6 +164,29 @@ NO_EFFECT: tuple[Entry, ...] = (
         "eval_strategy",
         lambda v: _plain(v.eval_strategy) == "no",
         "nothing is evaluated before the end; leave it out, or pass --eval_strategy steps",
+    ),
+    (
+        ("save_strategy",),
+        "patience",
+        lambda v: v.patience > 0,
+        "it saves at every evaluation; leave it out, or set --eval_strategy",
+    ),
+    *(_by_steps(what) for what in ("eval", "save", "logging")),
+    (
+        ("warmup_steps",),
+        "lr_scheduler_type",
+        lambda v: (
+            v.warmup_steps > 0
+            and not v.max_minutes  # whose schedule warms up to whatever follows
+            and _plain(v.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau", "greedy")
+        ),
+        "it has no warm-up; leave it out, or take constant_with_warmup or another",
+    ),
+    (
+        ("lr_scheduler_kwargs",),
+        "lr_scheduler_type",
+        lambda v: bool(v.lr_scheduler_kwargs) and _plain(v.lr_scheduler_type).startswith("constant"),
+        "it has no settings of its own; leave it out",
     ),
     (
         ("metric_for_best_model",),

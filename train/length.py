@@ -15,15 +15,15 @@ def settle_end(given: Mapping[str, Any], defaults: dict[str, Any], source: str) 
     """Take out of a recipe's `defaults` what would end the run otherwise than the command line's `given` says.
 
     Minutes stand alone; of steps and epochs, steps count. source: what names a user's own file in errors, "" for a
-    bundled recipe. Raises ValueError for minutes beside steps or epochs, and for values that are not above 0.
+    bundled recipe. Raises ValueError for minutes beside steps or epochs, and for values that are no numbers above 0.
     """
-    for name in ("max_steps", "num_train_epochs"):
-        value = given.get(name)
-        if value is not None and not value > 0 and (name, value) != ("max_steps", -1):  # -1: by epochs
-            raise ValueError(f"--{name} must be above 0; got {value}")
-    _check_one_end(given, "")
-    if source:
-        _check_one_end(defaults, source)
+    for options, where in ((given, ""), (defaults, source)):
+        for name in ("max_steps", "num_train_epochs"):
+            value = options.get(name)
+            if value is not None and not 0 < value < math.inf and (name, value) != ("max_steps", -1):  # -1: by epochs
+                raise ValueError(f"{where}--{name} must be a number above 0; got {value}")
+        if where or options is given:
+            _check_one_end(options, where)
     if given.get("max_minutes"):
         others: tuple[str, ...] = ("max_steps", "num_train_epochs")
     elif "max_steps" in given:
@@ -86,9 +86,18 @@ class RunLength:
             for kind in ("logging", "eval", "save")
             if getattr(args, f"{kind}_strategy") == "steps" and getattr(args, f"{kind}_steps") > self.steps
         ]
+        if args.eval_strategy == "steps" and args.eval_delay > self.steps:
+            late.append(f"--eval_delay {args.eval_delay:g}")
         if late:
             found.append(
                 f"{', '.join(late)}: later than the last step, {self.steps:,}, so this happens at the end only; pass "
                 f"{max(1, self.steps // 5)}"
             )
         return found
+
+
+def too_few_in(minutes: float, steps: int) -> list[str]:
+    """A line about a run that ended by time, whose number of steps was not known before."""
+    if steps >= ENOUGH_STEPS:
+        return []
+    return [f"{minutes:g} minutes had {steps:,} steps: a head needs a few hundred at least; raise --max_minutes"]

@@ -54,6 +54,8 @@ class RunOptions:
             raise ValueError(f"--held_out must be at least 1 row; got {self.held_out}")
         if self.max_length < 0 or 0 < self.max_length < 8:
             raise ValueError(f"--max_length must be 0 (the dataset's own) or at least 8; got {self.max_length}")
+        if self.simulate_rows < 0:
+            raise ValueError(f"--simulate_rows must be at least 0 rows; got {self.simulate_rows}")
         if self.simulate_nodes < 1:
             raise ValueError(f"--simulate_nodes must be at least 1; got {self.simulate_nodes}")
         if self.target_device not in (None, "auto"):
@@ -107,11 +109,19 @@ class TrainingOptions:
                 raise ValueError(reason)
         if self.optim not in OPTIMIZERS:
             raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}; got {self.optim}")
-        for name in ("max_minutes", "patience", "learning_rate", "max_grad_norm", "weight_decay", "adam_epsilon"):
+        rates = ("learning_rate", "max_grad_norm", "weight_decay", "adam_epsilon", "warmup_steps")
+        for name in ("max_minutes", "patience", *rates, "dataloader_num_workers"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed must be at least 0 and below 2^32; got {self.seed}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 0 and below 1; got {getattr(self, name)}")
+        for name in ("save_steps", "eval_steps", "logging_steps"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"--{name} must be above 0; got {getattr(self, name)}")
+        for name in ("seed", "data_seed"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 2**32:
+                raise ValueError(f"--{name} must be at least 0 and below 2^32; got {getattr(self, name)}")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1; got {getattr(self, name)}")
@@ -123,10 +133,10 @@ class TrainingOptions:
                 f"--{fractions[0]} must be a number of steps with --max_minutes, whose number of steps is not known; "
                 f"got {getattr(self, fractions[0])}"
             )
-        if self.save_total_limit == 1:
+        if (limit := self.save_total_limit) is not None and (limit == 1 or limit < 0):
             raise ValueError(
-                "--save_total_limit must be at least 2, got 1: should the newest checkpoint be damaged, the one before "
-                "it is needed; raise it"
+                f"--save_total_limit must be at least 2, got {limit}: should the newest checkpoint be damaged, the one "
+                "before it is needed; raise it"
             )
         if self.patience and self.eval_strategy == "no":
             raise ValueError(

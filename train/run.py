@@ -31,6 +31,7 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.target.target import Target
+from draft_heads.train.length import too_few_in
 from draft_heads.train.loss_plot import save_loss_plot
 from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.run_folder import begin, check_folder, kept, run_settings
@@ -109,6 +110,9 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             save_loss_plot(trainer.state.log_history, folder / "loss.png")
         exported = export(trainer, run, settings, data)
     if args.process_index == 0:
+        if trainer.clock.progress >= 1:  # by time
+            for line in too_few_in(args.max_minutes, trainer.state.global_step):
+                print(f"warning: {line}", flush=True)
         print(f"{measured(trainer.final_metrics)}\nhead: {exported}\n{folder / 'loss.png'}", flush=True)
 
 

@@ -16,6 +16,7 @@ from draft_heads.heads.config import HeadConfig
 from draft_heads.train.inherited import NO_EFFECT, OF_HEADS, OF_RUNS, READ, check_effects, refused
 from draft_heads.train.length import settle_end
 from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, find_recipe, recipe_defaults
+from draft_heads.train.wall_clock import check_schedule
 
 
 @dataclass
@@ -76,6 +77,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         training = HeadTrainingArguments(**vars(offered))
         asked = set(given), set() if bundled else set(defaults)
         check_effects(training, NO_EFFECT, *asked)
+        check_schedule(training)
         check_effects(run, OF_RUNS, *asked)
         if run.packing and training.tokens_per_batch:
             raise ValueError(

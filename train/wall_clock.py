@@ -251,3 +251,21 @@ def wall_time_scheduler(name: Any, optimizer: Any, warmup: float, clock: WallClo
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     return LambdaLR(optimizer, at)
+
+
+def check_schedule(args: Any) -> None:
+    """ValueError if --lr_scheduler_type, with its --lr_scheduler_kwargs, makes no schedule: asked before data loads."""
+    kind, options = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type), args.lr_scheduler_kwargs
+    if options is not None and not isinstance(options, dict):
+        raise ValueError(f"--lr_scheduler_kwargs must be a JSON object; got {options}")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    try:
+        if args.max_minutes:
+            wall_time_scheduler(kind, optimizer, args.warmup_steps, WallClock(args.max_minutes), options)
+        else:
+            get_scheduler(
+                kind, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION, scheduler_specific_kwargs=options
+            )
+    except (TypeError, ValueError) as error:
+        given = f" and --lr_scheduler_kwargs {options}" if options else ""
+        raise ValueError(f"--lr_scheduler_type {kind}{given} make no schedule: {error}") from error

@@ -57,8 +57,16 @@ def test_a_step_of_two_processes_has_the_rows_of_a_batch_of_one(rows):
     for whole, first, second in zip(one, batches[::2], batches[1::2], strict=True):
         assert first + second == whole and 0 <= len(second) - len(first) <= 1
     assert sorted(row for batch in batches for row in batch) == list(range(rows))
+    if rows < 4:
+        return  # without its last step, nothing
     whole_steps = RowBatches(rows, 2, seed=3, processes=2, drop_last=True)
     assert list(whole_steps) == batches[: 2 * (rows // 4)] and len(whole_steps) == 2 * (rows // 4)
+
+
+def test_dropping_the_only_step_is_refused():
+    assert len(RowBatches(8, 4, seed=0, processes=2, drop_last=True)) == 2
+    with pytest.raises(ValueError, match="--dataloader_drop_last leaves no step: one takes 8 rows, and there are 7"):
+        RowBatches(7, 4, seed=0, processes=2, drop_last=True)
 
 
 def test_a_batch_must_hold_the_longest_row():
@@ -67,24 +75,33 @@ def test_a_batch_must_hold_the_longest_row():
 
 
 WORKER = """
-import os, signal, subprocess, sys, time
+import multiprocessing, os, signal, subprocess, sys, time
 from draft_heads.train.batches import leave_signals_to_trainer
-ready, tell = os.pipe()
-if (worker := os.fork()) == 0:
+
+def work(ready):
     leave_signals_to_trainer(0)
-    os.write(tell, b"x")
+    ready.set()
     time.sleep(60)
-os.read(ready, 1)
-for number in (signal.SIGTERM, signal.SIGINT):
-    subprocess.run(["kill", f"-{int(number)}", str(worker)], check=True)
-time.sleep(0.2)
-assert os.waitpid(worker, os.WNOHANG) == (0, 0), "a signal of another process ended it"
-os.kill(worker, signal.SIGTERM)
-print("ended with", os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]))
+
+if __name__ == "__main__":
+    start = multiprocessing.get_context(sys.argv[1])
+    worker = start.Process(target=work, args=(ready := start.Event(),), daemon=True)
+    worker.start()
+    ready.wait(60)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)
+    worker.join(0.2)
+    assert worker.is_alive(), "a signal of another process ended it"
+    worker.terminate()
+    worker.join(10)
+    print("ended with", worker.exitcode, flush=True)
+    os._exit(0)  # multiprocessing would wait for one that lives
 """
 
 
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the system does not tell who sent a signal")
-def test_only_the_trainer_ends_a_worker_by_a_signal():
-    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])  # the default since Python 3.14, whose server is the parent
+def test_only_the_trainer_ends_a_worker_by_a_signal(tmp_path, method):
+    (tmp_path / "worker.py").write_text(WORKER)
+    done = subprocess.run([sys.executable, tmp_path / "worker.py", method], capture_output=True, text=True)
     assert done.stdout == "ended with 0\n", done.stderr

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from draft_heads.heads.chimera import ChimeraConfig
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.inherited import NO_EFFECT, NOT_OFFERED, READ, REFUSED
+from draft_heads.train.options import TrainingOptions
 from draft_heads.train.training_arguments import parse_options, transformers_help
 from tests.train.runs import run
 
@@ -85,6 +86,15 @@ def test_a_flag_that_is_said_to_be_read_is_read(dataset, tmp_path, monkeypatch):
         ("--dataloader_drop_last --tokens_per_batch 900", "--tokens_per_batch 900: batches hold every row"),
         ("--per_device_train_batch_size 2 --tokens_per_batch 900", "--tokens_per_batch 900"),
         ("--eval_steps 5 --eval_strategy no", "--eval_strategy no: nothing is evaluated"),
+        ("--eval_steps 5 --eval_strategy epoch", "--eval_strategy epoch: it counts no steps"),
+        ("--save_steps 5 --save_strategy epoch", "--save_strategy epoch: it counts no steps"),
+        ("--logging_steps 5 --logging_strategy no", "--logging_strategy no: it counts no steps"),
+        ("--save_strategy epoch --patience 2 --eval_strategy steps", "--patience 2: it saves at every evaluation"),
+        (
+            "--warmup_steps 5 --lr_scheduler_type constant --max_steps 9",
+            "--lr_scheduler_type constant: it has no warm-up",
+        ),
+        ('--lr_scheduler_kwargs {"x":2} --lr_scheduler_type constant --max_steps 9', "constant: it has no settings"),
         ("--metric_for_best_model accuracy_1", "--load_best_model_at_end False: the last checkpoint is exported"),
         ("--simulate_nodes 4 --simulate_rows 0", "--simulate_rows 0: nothing is simulated"),
         ("--decay 0.5 --labels 1", "--labels 1: one offset has no other"),
@@ -114,7 +124,7 @@ def test_an_encoder_of_single_tokens_has_no_k_grams(capsys):
 
 
 def test_every_entry_of_no_effect_names_options():
-    names = {f.name for f in fields(TrainingArguments)} | {"head_optimizer", "tokens_per_batch"}
+    names = {f.name for f in fields(TrainingArguments)} | {f.name for f in fields(TrainingOptions)}
     assert all({*flags, other} <= names for flags, other, _, _ in NO_EFFECT)
 
 

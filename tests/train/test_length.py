@@ -1,6 +1,7 @@
 """What ends a run, and what its plan says of one that is too short."""
 
 import json
+import math
 import re
 import shutil
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainingArguments
 
-from draft_heads.train.length import RunLength, settle_end
+from draft_heads.train.length import RunLength, settle_end, too_few_in
 from tests.train.runs import losses, run
 
 
@@ -27,9 +28,16 @@ def test_the_command_lines_end_replaces_the_recipes():
         assert defaults == left
     with pytest.raises(ValueError, match="got --max_minutes 15 and --num_train_epochs 2; drop one"):
         settle_end(epochs | minutes, {}, "")
-    for name, value in (("max_steps", 0), ("max_steps", -2), ("num_train_epochs", -1.0)):
-        with pytest.raises(ValueError, match=f"--{name} must be above 0; got {value}"):
+    for name, value in (
+        ("max_steps", 0),
+        ("max_steps", -2),
+        ("num_train_epochs", -1.0),
+        ("num_train_epochs", math.inf),
+    ):
+        with pytest.raises(ValueError, match=f"^--{name} must be a number above 0; got {value}"):
             settle_end({name: value}, {}, "")
+        with pytest.raises(ValueError, match=f"^--config r.yaml: --{name} must be a number above 0; got {value}"):
+            settle_end({}, {name: value}, "--config r.yaml: ")  # an untrained head would be exported
 
 
 def arguments(**options):
@@ -54,6 +62,8 @@ def test_intervals_after_the_end_are_warned_of():
     late = arguments(logging_steps=500, eval_strategy="steps", eval_steps=400, save_strategy="steps", save_steps=401)
     (told,) = RunLength(400, 4).warnings(late)
     assert told.startswith("--logging_steps 500, --save_steps 401: later than the last step, 400, so")
+    (told,) = RunLength(400, 4).warnings(arguments(eval_strategy="steps", eval_steps=4, eval_delay=401))
+    assert told.startswith("--eval_delay 401: later than the last step, 400, so")
     assert RunLength(400, 4).warnings(arguments(logging_steps=0.5)) == []
     assert RunLength(400, 4).warnings(arguments(logging_strategy="epoch", logging_steps=500)) == []
     (told,) = RunLength(400, 4).warnings(arguments(warmup_steps=400))
@@ -90,3 +100,6 @@ def test_the_training_loss_is_that_of_all_steps_after_a_resume_too(dataset, tmp_
 
 def test_a_run_by_time_has_no_step_limit():
     assert RunLength(13_000_000, 13, 15).warnings(SimpleNamespace()) == []
+    assert too_few_in(15, 300) == []
+    (told,) = too_few_in(15, 43)
+    assert told == "15 minutes had 43 steps: a head needs a few hundred at least; raise --max_minutes"

@@ -53,10 +53,10 @@ TRAINING = {  # lists of flags, one of which is drawn
     "held_out": ("--held_out 1", "--held_out 4"),
     "simulated": ("--simulate_nodes 1", "--simulate_nodes 6", "--simulate_nodes 64", "--simulate_rows 0"),
     "evaluation": ("--eval_strategy no", "--eval_strategy steps --eval_steps 1", "--eval_strategy epoch"),
-    "best": ("", "", "--patience 1", "--load_best_model_at_end true --save_strategy best"),
+    "best": ("--save_steps 2", "", "--patience 1", "--load_best_model_at_end true --save_strategy best"),
     "epsilon": ("", "--adam_epsilon 1e-3", "--weight_decay 0.3"),
 }
-ALWAYS = "--max_steps 2 --logging_steps 1 --save_steps 2 --per_device_eval_batch_size 3 --report_to none --threads 1"
+ALWAYS = "--max_steps 2 --logging_steps 1 --per_device_eval_batch_size 3 --report_to none --threads 1"
 
 
 def draw(kind, rng):

@@ -152,6 +152,7 @@ def test_patience_ends_training_and_exports_the_best_checkpoint(dataset, tmp_pat
     assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
     provenance = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
     assert provenance["steps"] == 1 + measured.index(min(measured))
+    assert provenance["metrics"]["eval_loss"] == pytest.approx(min(measured), rel=1e-3)
     shutil.rmtree(tmp_path / "run" / "head")
     status, told = run(dataset, tmp_path / "run", *patient, kind="medusa")
     assert status == 0 and "resuming" in told, told
@@ -220,11 +221,12 @@ def test_a_copy_of_a_checkpoint_is_the_users(tmp_path):
 def test_a_resumed_run_may_save_at_other_steps_but_not_learn_from_other_rows(dataset, tmp_path):
     other = tmp_path / "data"
     shutil.copytree(dataset, other)
-    status, told = run(str(other), tmp_path / "run", "--max_steps", "4", "--lr_scheduler_type", "constant")
+    few = ("--max_steps", "4", "--lr_scheduler_type", "constant", "--warmup_steps", "0")
+    status, told = run(str(other), tmp_path / "run", *few)
     assert status == 0, told
     for name in ("head", "checkpoint-4"):
         shutil.rmtree(tmp_path / "run" / name)
-    extra = ("--max_steps", "4", "--lr_scheduler_type", "constant", "--save_steps", "1", "--logging_steps", "2")
+    extra = (*few, "--save_steps", "1", "--logging_steps", "2")
     status, told = run(f"{other}/", tmp_path / "run", *extra, "--per_device_eval_batch_size", "2")
     assert status == 0 and "resuming" in told, told
     assert (tmp_path / "run" / "checkpoint-3").is_dir()

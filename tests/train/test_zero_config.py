@@ -62,6 +62,11 @@ def test_what_no_flag_says_is_kept():
         ({"gradient_allreduce_op": "sum"}, "'gradient_allreduce_op' is not one"),
         ({"zero_optimization": {"stage": "auto"}}, "no flag fills zero_optimization.stage 'auto'; write a value"),
         ({"communication_data_type": "auto"}, "no flag fills communication_data_type 'auto'"),
+        ({"zero_optimization": None}, 'zero_optimization must be a mapping such as {"stage": 2}; got null'),
+        ({"zero_optimization": 2}, 'zero_optimization must be a mapping such as {"stage": 2}; got 2'),
+        ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage must be 0, 1, 2 or 3; got "2"'),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage must be 0, 1, 2 or 3; got 4"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, 'offload_optimizer must be a mapping .*; got "cpu"'),
     ],
 )
 def test_what_a_file_says_otherwise_is_refused(entry, told):
