@@ -119,6 +119,8 @@ class BatchEngine:
         prompt = torch.tensor(prompt_ids, device=self.target.device)
         drafting = "draft" if drafter.max_nodes else "other"
         drafter.begin(prompt, len(prompt_ids) + stopper.limit)
+        for member in drafter.members():
+            member.drafts_for = answer
         clock.lap(drafting)
         single.clear()
         hidden, logits, aux_hidden = self.target.prefill(prompt, single, drafter.target_layers)

@@ -114,10 +114,8 @@ class DecodingEngine:
             if not self._busy.acquire(blocking=False):
                 raise RuntimeError(f"an engine decodes for one thread at a time; {ONE_TEXT}")
             try:
-                if text is not None and self._text is not text and not result.finish_reason:
-                    raise RuntimeError(f"another text was begun before this one had ended; {ONE_TEXT}")
-                if text is not None and any(one.drafts_for is not text for one in self.drafter.members()):
-                    raise RuntimeError(f"another engine began a text with this one's drafter; {ONE_TEXT}")
+                if text is not None and not result.finish_reason:
+                    self._check_begun(text)
                 tokens = next(steps, None)
                 text = self._text
             finally:
@@ -125,6 +123,15 @@ class DecodingEngine:
             if tokens is None:
                 return
             yield tokens
+
+    def _check_begun(self, text: object) -> None:
+        """RuntimeError unless the engine's, drafter's and target's memory is still that of this text."""
+        if self._text is not text:
+            raise RuntimeError(f"another text was begun before this one had ended; {ONE_TEXT}")
+        if any(one.drafts_for is not text for one in self.drafter.members()):
+            raise RuntimeError(f"another engine began a text with this one's drafter; {ONE_TEXT}")
+        if self._changes != self.target.changes:
+            raise RuntimeError("the target's weights were changed before this text had ended; begin it again")
 
     def _steps(self, prompt: Prompt, settings: GenerationSettings, result: Generation) -> Iterator[list[int]]:
         self.target.refresh()

@@ -67,6 +67,10 @@ class GenerationSettings:
         check_whole("seed", self.seed)
         if self.typical is not None and not isinstance(self.typical, TypicalAcceptance):
             raise ValueError(f"typical is a TypicalAcceptance or None; got {self.typical!r}; leave it out")
+        if self.processors is not None and not isinstance(self.processors, LogitsProcessorList):
+            raise ValueError(
+                f"processors is a LogitsProcessorList or None; got {self.processors!r}; write LogitsProcessorList([…])"
+            )
         if self.temperature < 0:
             raise ValueError(f"--temperature must be 0 (greedy) or more; got {self.temperature:g}")
         if self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0):

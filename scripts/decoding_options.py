@@ -121,9 +121,11 @@ def _acceptance(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_target(options: argparse.Namespace) -> Target:
-    """Load the target as the options say; lines tell how it runs, and what graphs engines capture."""
+    """Load the target as the options say; lines tell how it runs, what of its own generation settings is applied, and
+    what graphs engines capture."""
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("draft_heads.inference").setLevel(logging.INFO)
+    for name in ("draft_heads.inference", "draft_heads.data.generation_config"):
+        logging.getLogger(name).setLevel(logging.INFO)
     target = Target.from_pretrained(
         *(options.target, options.dtype, own_device(options.device), options.target_adapter, options.chat_template)
     )

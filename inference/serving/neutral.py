@@ -24,9 +24,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     # vLLM and SGLang
     "min_p": (0,),
-    "min_tokens": (0,),
-    "min_new_tokens": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -54,7 +51,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "watermark": (False,),
     # llama.cpp
-    "repeat_penalty": (1,),
     "tfs_z": (1,),
     "top_a": (0,),
     "top_n_sigma": (-1,),
@@ -79,6 +75,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "timings_per_token": (False,),
 }
 """Parameter → the values that change nothing. null never does: clients send it for what they leave out."""
+
+CHECKPOINTS: dict[str, tuple[str, float]] = {
+    "repetition_penalty": ("repetition_penalty", 1),
+    "repeat_penalty": ("repetition_penalty", 1),
+    "min_tokens": ("min_new_tokens", 0),
+    "min_new_tokens": ("min_new_tokens", 0),
+}
+"""Parameter → the checkpoint's own generation setting that decides instead, and what holds where it has none. A request
+may say what holds anyway; nothing else is neutral."""
 
 IGNORED = frozenset(
     (

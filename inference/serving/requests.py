@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from draft_heads.data.generation_config import processor_settings
 from draft_heads.data.labeller import checked_ids
 from draft_heads.data.rendering import ConversationError, check_unicode
 from draft_heads.data.row_keys import present, prompt_messages
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
-from draft_heads.inference.serving.neutral import IGNORED, NEUTRAL, is_neutral
+from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, NEUTRAL, is_neutral
 from draft_heads.inference.target.target import Target
 
 
@@ -58,7 +59,7 @@ class DecodingRequest(BaseModel):
     n            answers to each prompt; answer i takes seed + i
 
     `stop_token_ids` and `return_token_ids` are vLLM's: tokens that end an answer beside the target's own, and choices
-    with their `token_ids`.
+    with their `token_ids`. Those of `neutral.CHECKPOINTS` may say what the checkpoint's own settings say.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -77,6 +78,10 @@ class DecodingRequest(BaseModel):
     n: Choices | None = None
     stop_token_ids: list[int] | None = None
     return_token_ids: bool | None = False
+    repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
+    min_tokens: float | None = None
+    min_new_tokens: float | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -119,6 +124,7 @@ class DecodingRequest(BaseModel):
         if unknown := [token for token in self.stop_token_ids or () if not 0 <= token < target.vocab_size]:
             told = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}"
             raise ParameterError(told, "stop_token_ids")
+        self._check_checkpoints_own(target)
         temperature = server.temperature if self.temperature is None else self.temperature
         ends = tuple({*target.end_token_ids, *(self.stop_token_ids or ())})
         if not temperature:
@@ -133,6 +139,14 @@ class DecodingRequest(BaseModel):
             return [GenerationSettings(tokens, ends, **sampling, seed=seed + index) for index in range(self.n or 1)]
         except ValueError as error:
             raise ParameterError(str(error).removeprefix("--"), "temperature") from None
+
+    def _check_checkpoints_own(self, target: Target) -> None:
+        own = processor_settings(getattr(target.model, "generation_config", None))
+        for name, (field, unset) in CHECKPOINTS.items():
+            asked, holds = getattr(self, name), own.get(field, unset)
+            if asked is not None and asked != holds:
+                why = f"the checkpoint's own {field} is {holds:g}" if field in own else f"{name} is not supported"
+                raise ParameterError(f"{why}; got {asked:g}; leave {name} out", name)
 
     def new_tokens(self, server: ServerLimits) -> int:
         """The longest answer that is asked for."""

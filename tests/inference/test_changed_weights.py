@@ -242,3 +242,16 @@ def test_a_target_without_layers_follows_the_whole_one():
     prompt = torch.tensor(PROMPT)
     old, new = (one.prefill(prompt, one.new_cache(16)).logits for one in (left, expected))
     assert torch.equal(old, new) and left.changes == target.changes == 1
+
+
+def test_a_text_ends_where_another_engine_noticed_other_weights():
+    """What it has in its cache is of the old weights; what it would go on with, of the new ones."""
+    target = Target(random_llama())
+    first, second = (DecodingEngine(target, VanillaDrafter()) for _ in range(2))
+    text = first.stream(PROMPT, SETTINGS)
+    next(text)
+    new_parameter(target.model)
+    assert second.generate(PROMPT, SETTINGS).tokens == expected_tokens(target.model)
+    with pytest.raises(RuntimeError, match="weights were changed before this text had ended; begin it again"):
+        next(text)
+    assert first.generate(PROMPT, SETTINGS).tokens == expected_tokens(target.model)

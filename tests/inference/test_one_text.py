@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
@@ -35,3 +37,24 @@ def test_a_second_text_in_an_engine_ends_the_first_and_a_second_thread_is_refuse
         engine.generate(PROMPT, GenerationSettings(60))
     engine._busy.release()
     assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
+
+
+@pytest.mark.parametrize("other", [DecodingEngine, lambda target, drafter: BatchEngine(target, lambda: drafter, 1)])
+def test_a_drafter_that_another_engine_began_with_ends_the_first_text_unless_it_had_ended(other):
+    target, drafter = load_target("llama", torch.float64), NgramDrafter()
+    engine, second = DecodingEngine(target, drafter), other(target, drafter)
+    settings = GenerationSettings(24, ())
+
+    def answer():
+        return second.generate(PROMPT if isinstance(second, DecodingEngine) else [PROMPT], settings)
+
+    text = engine.stream(PROMPT, settings)
+    next(text)
+    answer()
+    with pytest.raises(RuntimeError, match="another engine began a text with this one's drafter"):
+        next(text)
+    ended = Generation()
+    for _ in engine.stream(PROMPT, settings, ended):
+        if ended.finish_reason:
+            answer()
+    assert len(ended.tokens) == 24

@@ -52,6 +52,7 @@ def test_a_setting_that_counts_is_a_whole_number(name, value):
         ({"temperature": 1.0, "top_p": float("nan")}, "--top_p must be above 0 and at most 1"),
         ({"temperature": float("inf")}, "--temperature must be above 1e-99"),
         ({"typical": True}, "typical is a TypicalAcceptance or None; got True"),
+        ({"processors": []}, "processors is a LogitsProcessorList or None; got"),
     ],
 )
 def test_other_settings_say_their_rule(settings, told):

@@ -136,6 +136,35 @@ def test_tokens_that_the_target_has_not_are_bad_requests_on_every_path(tmp_path,
     assert re.search(told, printed.err) and printed.out.count("β") == 1
 
 
+def test_control_tokens_in_a_message_are_bad_requests(tmp_path):
+    """They would begin or end a turn. What the target itself has written comes back, and a text of /v1/completions is
+    taken as it is."""
+    target = Target.from_pretrained(save_target(tmp_path), device="cpu")
+    with serve(DecodingEngine(target, VanillaDrafter())) as (client, *_):
+        for role in ("system", "user"):
+            for text in ("Hi<|im_end|>", "<|im_start|>user", [{"type": "text", "text": "a <|im_end|> b"}]):
+                messages = [{"role": role, "content": text}, {"role": "user", "content": "Hi"}]
+                for stream in (False, True):
+                    with pytest.raises(openai.BadRequestError, match="a control token in someone's text"):
+                        client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, stream=stream)
+        said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<|im_start|> Hi"}]
+        messages = [*said, {"role": "user", "content": "Hi"}]
+        assert client.chat.completions.create(model="tiny", messages=messages, max_tokens=4).choices
+        assert client.completions.create(model="tiny", prompt="Hi<|im_end|>", max_tokens=4).choices
+
+
+def test_what_contradicts_the_checkpoints_own_settings_is_not_neutral(tmp_path):
+    target = Target.from_pretrained(save_target(tmp_path), device="cpu")
+    target.model.generation_config.repetition_penalty, target.model.generation_config.min_new_tokens = 1.3, 2
+    with serve(DecodingEngine(target, VanillaDrafter())) as (client, *_):
+        own = chat(client, "Hi", max_tokens=8).choices
+        same = {"repetition_penalty": 1.3, "repeat_penalty": 1.3, "min_tokens": 2, "min_new_tokens": 2}
+        assert chat(client, "Hi", max_tokens=8, extra_body=same).choices == own
+        for name, value in {"repetition_penalty": 1, "repeat_penalty": 1, "min_tokens": 0, "min_new_tokens": 0}.items():
+            with pytest.raises(openai.BadRequestError, match=f"the checkpoint's own .* got {value}; leave {name} out"):
+                chat(client, "Hi", extra_body={name: value})
+
+
 def test_other_errors_have_the_same_form(served):
     client, _, address, _ = served
     key = {"Authorization": f"Bearer {KEY}"}
