@@ -42,7 +42,7 @@ class StubRenderer:
     def __init__(self, tokenizer):
         pass
 
-    def check_texts(self, messages):
+    def check_texts(self, messages, extra):
         pass
 
     def check_read(self, messages, extra):
