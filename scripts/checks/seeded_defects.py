@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def kills(defect: Defect) -> bool:
         environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
         pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", ""]  # the slow tests too
         done = subprocess.run(
-            [*pytest, *defect.tests.split(maxsplit=9)], cwd=copy, env=environment, capture_output=True, text=True
+            [*pytest, *shlex.split(defect.tests)], cwd=copy, env=environment, capture_output=True, text=True
         )
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest could not run for {defect.name!r}: {done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -293,9 +293,14 @@ def test_a_batch_without_end_tokens_goes_on_until_its_last_sequence_ends(tmp_pat
     target = Target.from_pretrained(save_target(tmp_path), "float64", "cpu")
     prompts = [[5, 6, 7], [9, 8, 7], [20, 21, 22]]
     free = run(target.model, prompts=prompts)[:, 3:]
-    stop = next(text for token in free[0, 3:] if (text := target.tokenizer.decode([int(token)])).strip())
+    first, second, third = ([target.tokenizer.decode([int(token)]) for token in row] for row in free)
+    stop = next(text for text in third[3:] if text.isascii() and text.strip() and text not in "".join(first + second))
     criteria = StoppingCriteriaList([StopStringCriteria(target.tokenizer, [stop])])
     expected = run(target.model, prompts=prompts, stopping_criteria=criteria)
+    assert (
+        torch.equal(expected[:, 3:], free)
+        and run(target.model, None, prompts[2:], stopping_criteria=criteria).shape[1] < 15
+    )
     assert torch.equal(run(target.model, generate_fn(NgramDrafter()), prompts, stopping_criteria=criteria), expected)
 
 

@@ -76,6 +76,14 @@ def test_runs_end_where_single_tokens_end(data, tokens):
         assert shown == (expected[:-1] if reason == "eos" else expected)
 
 
+def test_a_stop_string_may_begin_in_an_earlier_run():
+    settings, target = GenerationSettings(9, (), ("abc",)), SimpleNamespace(tokenizer=Letters(), end_token_ids=(0,))
+    stopper, answer = Stopper(settings, target, 9), Generation()
+    stopper.extend(answer, [4, 0], [0, 1])
+    stopper.extend(answer, [1, 2, 3], [2, 3, 4])
+    assert (answer.tokens, answer.finish_reason) == ([4, 0, 1, 2], "stop")
+
+
 @functools.cache
 def tiny():
     """The embedded target, a prompt, and its free answer."""
