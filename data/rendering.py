@@ -114,13 +114,6 @@ def scaffold_of(tokenizer: PreTrainedTokenizerBase | None, end_token_ids: Collec
         return ()
 
 
-def rendered_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None
-) -> str:
-    """The messages as text; ConversationError where the chat template refuses them."""
-    return ChatRenderer(tokenizer).text(messages, add_generation_prompt, extra)
-
-
 class ChatRenderer(ChatText):
     """Messages to tokens and the assistant's mask, with one tokenizer's chat template."""
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokeniz
 from draft_heads.data.console import plain_console
 from draft_heads.data.options import add_threads, use_threads
 from draft_heads.data.progress import progress_bar
-from draft_heads.data.rendering import render_prompt
+from draft_heads.data.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answers import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
@@ -60,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     questions = match_questions(answers, asked)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     drafters = text_drafters(specs, tokenizer, options.max_nodes)
-    render = partial(render_prompt, tokenizer) if options.questions else None
+    render = ChatRenderer(tokenizer).prompt if options.questions else None
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
         turns = list(recorded_turns(answers, questions, tokenizer, render))

@@ -21,7 +21,6 @@ from draft_heads.data.config_file import exit_status, parse_with_config
 
 from draft_heads.data.benchmarks import Question, load_benchmark
 from draft_heads.data.progress import track
-from draft_heads.data.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
@@ -69,7 +68,7 @@ def search(
 def fitting_prompts(questions: Sequence[Question], target: Target) -> list[list[int]]:
     """The first turns of questions as prompts; those that leave no room in the context are left out, counted aloud."""
     prompts = [
-        render_prompt(target.tokenizer, [*one.opening, {"role": "user", "content": one.turns[0]}], one.extra)
+        target.renderer.prompt([*one.opening, {"role": "user", "content": one.turns[0]}], one.extra)
         for one in questions
     ]
     kept = [prompt for prompt in prompts if len(prompt) < target.max_positions]
