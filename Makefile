@@ -49,7 +49,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p build/typed/draft_heads
-	for room in data heads inference train; do ln -sfn "$(CURDIR)/$$room" build/typed/draft_heads/$$room; done
+	for room in configs data heads inference train; do ln -sfn "$(CURDIR)/$$room" build/typed/draft_heads/$$room; done
 	$(BIN)/mypy
 
 # TARGETS adds folders of real targets to the matrix: make lossless TARGETS="path/to/model"

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from draft_heads.data.hidden_cache import STATE_COLUMNS, hidden_from_bytes
-from draft_heads.data.processes import Processes
+from draft_heads.data.common.processes import Processes
+from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, hidden_from_bytes
 
 logger = logging.getLogger(__name__)
 

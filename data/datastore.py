@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.conversations import conversation_of, read_conversations
-from draft_heads.data.files import checksum, names_path, write_text
+from draft_heads.data.common.files import checksum, names_path, write_text
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.rendering import ChatRenderer, ConversationError
+from draft_heads.data.text.conversations import conversation_of, read_conversations
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.pretrained import layer_sizes
+from draft_heads.data.common.pretrained import layer_sizes
 
 logger = logging.getLogger(__name__)
 

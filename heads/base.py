@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import HfApi
 from torch import Tensor, nn
 
-from draft_heads.data.files import write_tensors, write_text
+from draft_heads.data.common.files import write_tensors, write_text
 from draft_heads.heads.card import model_card
 from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_heads.data.pretrained import rope_settings
+from draft_heads.data.common.pretrained import rope_settings
 from draft_heads.heads.config import HeadConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

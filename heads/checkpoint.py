@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.data.fingerprint import check_fingerprint
-from draft_heads.data.pretrained import check_folder_or_hub_id
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.config import CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
 

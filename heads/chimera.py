@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_heads.data.options import option
+from draft_heads.configs.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square

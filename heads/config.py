@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from draft_heads.data.options import check_options, option
-from draft_heads.data.pretrained import layer_sizes
+from draft_heads.configs.options import check_options, option
+from draft_heads.data.common.pretrained import layer_sizes
 
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 """The files of a head's folder."""

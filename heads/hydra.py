@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_heads.data.options import option
+from draft_heads.configs.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import causal_attention
 from draft_heads.heads.base import HeadLoss, Rows, TargetView

@@ -16,7 +16,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from draft_heads.data.options import option
+from draft_heads.configs.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView
 from draft_heads.heads.block import ResidualLayer

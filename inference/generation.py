@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import LogitsProcessorList
 
-from draft_heads.data.labeller import checked_ids
-from draft_heads.data.options import check_number, check_whole
-from draft_heads.data.row_keys import prompt_messages
+from draft_heads.configs.options import check_number, check_whole
+from draft_heads.data.labels.labeller import checked_ids
+from draft_heads.data.text.row_keys import prompt_messages
 from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import TypicalAcceptance
@@ -152,8 +152,8 @@ class Clock:
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""A user's message or a conversation (`[{"role": "user", "content": …}, …]`, see `data.row_keys`), which the target's
-chat template renders; or token ids, which are taken as they are."""
+"""A user's message or a conversation (`[{"role": "user", "content": …}, …]`, see `data.text.row_keys`), which the
+target's chat template renders; or token ids, which are taken as they are."""
 
 
 def prompt_ids(target: Target, prompt: Prompt) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_heads.data.options import check_number
+from draft_heads.configs.options import check_number
 from draft_heads.inference.tree import DraftTree
 
 

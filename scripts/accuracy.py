@@ -16,14 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
 import torch
 from torch.utils.data import DataLoader
 
 from draft_heads.data.collate import DraftCollator
-from draft_heads.data.progress import track
-from draft_heads.data.shards import load_distilled
+from draft_heads.data.common.progress import track
+from draft_heads.data.labels.shards import load_distilled
 from draft_heads.heads.accuracy import TOP
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config

@@ -13,14 +13,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
-from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
-from draft_heads.data.console import plain_console
-from draft_heads.data.conversations import SKIP_BAD_ROWS_HELP
+from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.datastore import MANIFEST, build_datastore
-from draft_heads.data.json_rows import check_source
-from draft_heads.data.progress import progress_bar
+from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.text.conversations import SKIP_BAD_ROWS_HELP
+from draft_heads.data.text.json_rows import check_source
 from draft_heads.inference.evaluation.report import check_output
 from draft_heads.scripts.decoding_options import check_positive, script_parser
 

@@ -22,14 +22,14 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from itertools import groupby
 
-from draft_heads.data.config_file import ends_on_ctrl_c, exit_status, parse_with_config
+from draft_heads.configs.command_line import ends_on_ctrl_c, exit_status, parse_with_config
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from draft_heads.data.console import plain_console
-from draft_heads.data.rendering import ConversationError
+from draft_heads.data.common.console import plain_console
+from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces

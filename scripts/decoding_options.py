@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import OptionParser, parse_with_config
+from draft_heads.configs.command_line import OptionParser, parse_with_config
 
-from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
-from draft_heads.data.files import write_text
+from draft_heads.configs.options import DTYPES, add_threads, dtype_name, dtype_named, use_threads
+from draft_heads.data.common.files import write_text
+from draft_heads.data.common.processes import own_device
 from draft_heads.data.generation_config import processor_settings, unapplied_settings
-from draft_heads.data.loops import LoopDetector
-from draft_heads.data.options import DTYPES, add_threads, dtype_name, dtype_named, use_threads
-from draft_heads.data.processes import own_device
+from draft_heads.data.labels.loops import LoopDetector
+from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine

@@ -2,8 +2,8 @@
 
     python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
 
-Writes OUT/shard-*.arrow and OUT/manifest.json (see data/distill.py). If a run is killed, the same command continues
-with the next shard. `--preview N` prints N conversations with the trained tokens marked and writes nothing.
+Writes OUT/shard-*.arrow and OUT/manifest.json (see data/labels/distill.py). If a run is killed, the same command
+continues with the next shard. `--preview N` prints N conversations with the trained tokens marked and writes nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import OptionParser, exit_status, parse_with_config
+from draft_heads.configs.command_line import OptionParser, exit_status, parse_with_config
 
 from rich.table import Table
 
-from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP
-from draft_heads.data.console import plain_console
-from draft_heads.data.conversations import BadRow, count_by_reason
-from draft_heads.data.distill import distill, preview, select_conversations
-from draft_heads.data.distill_options import DistillOptions
-from draft_heads.data.options import DTYPES, add_flags, add_threads, option_names, use_threads
-from draft_heads.data.processes import Processes, own_device
+from draft_heads.configs.options import DTYPES, add_flags, add_threads, option_names, use_threads
+from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.processes import Processes, own_device
+from draft_heads.data.labels.distill import distill, preview, select_conversations
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.text.conversations import BadRow, count_by_reason
 from draft_heads.inference.target.target import Target
 
 

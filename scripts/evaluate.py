@@ -20,16 +20,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import exit_status, on_interrupt
+from draft_heads.configs.command_line import exit_status, on_interrupt
 
 from rich.console import Console
 
-from draft_heads.data.benchmarks import gsm8k_answer, load_benchmark
-from draft_heads.data.console import plain_console
-from draft_heads.data.options import memory_explained
-from draft_heads.data.processes import Processes
-from draft_heads.data.progress import progress_bar
-from draft_heads.data.rendering import ConversationError
+from draft_heads.configs.options import memory_explained
+from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.processes import Processes
+from draft_heads.data.common.progress import progress_bar
+from draft_heads.data.text.benchmarks import gsm8k_answer, load_benchmark
+from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answers import write_answers
 from draft_heads.inference.evaluation.evaluate import (

@@ -18,10 +18,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
+from draft_heads.data.common.pretrained import layer_sizes, load_config
 from draft_heads.data.fingerprint import SIZES
-from draft_heads.data.pretrained import layer_sizes, load_config
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import FORMATS, STATED, check_kind, differences, read_folder, write_folder
 from draft_heads.scripts.decoding_options import script_parser

@@ -17,14 +17,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 import torch
 import yaml
 from transformers import AutoConfig
 
-from draft_heads.data.options import option_names
-from draft_heads.data.pretrained import load_config
+from draft_heads.configs.options import option_names
+from draft_heads.data.common.pretrained import load_config
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.checkpoint import HEADS, head_classes

@@ -13,7 +13,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 import torch
 

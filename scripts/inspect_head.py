@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 from rich.table import Table
 
-from draft_heads.data.chat_template import load_tokenizer
-from draft_heads.data.console import plain_console
+from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import FIELDS, target_fingerprint
-from draft_heads.data.pretrained import load_config
+from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import trained_for, trained_on
 from draft_heads.heads.checkpoint import PROVENANCE, load_head

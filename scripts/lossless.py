@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 from rich.table import Table
 
-from draft_heads.data.console import plain_console
+from draft_heads.data.common.console import plain_console
 from draft_heads.inference.evaluation.metrics import lossless_counts
 from draft_heads.inference.evaluation.names import shown_name
 from draft_heads.inference.evaluation.parts import PartFolder, TurnRecord

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status, on_interrupt
+from draft_heads.configs.command_line import exit_status, on_interrupt
 
 import tokenizers
 import torch
@@ -29,23 +29,23 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from draft_heads.data.answers import answer_prompts
-from draft_heads.data.benchmarks import gsm8k_answer
+from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.data.bpe import train_tokenizer
-from draft_heads.data.console import plain_console
-from draft_heads.data.conversations import (
+from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.pretrained import check_folder_or_hub_id
+from draft_heads.data.common.progress import progress_bar
+from draft_heads.data.labels.answers import answer_prompts
+from draft_heads.data.labels.loops import loop_start
+from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
+from draft_heads.data.text.benchmarks import gsm8k_answer
+from draft_heads.data.text.conversations import (
     SKIP_BAD_ROWS_HELP,
     Conversation,
     conversation_of,
     load_conversations,
     parse_record,
 )
-from draft_heads.data.loops import loop_start
-from draft_heads.data.options import add_threads, use_threads
-from draft_heads.data.pretrained import check_folder_or_hub_id
-from draft_heads.data.progress import progress_bar
-from draft_heads.data.rendering import ChatRenderer, ConversationError, end_token_ids
-from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import script_parser

@@ -17,12 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 from rich.console import Console
 from rich.rule import Rule
 
-from draft_heads.data.console import plain_console
+from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.scripts.decoding_options import script_parser

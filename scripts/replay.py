@@ -18,14 +18,14 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
-from draft_heads.data.benchmarks import load_benchmark
-from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
-from draft_heads.data.console import plain_console
-from draft_heads.data.options import add_threads, use_threads
-from draft_heads.data.progress import progress_bar
-from draft_heads.data.rendering import ChatRenderer
+from draft_heads.configs.options import add_threads, use_threads
+from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.progress import progress_bar
+from draft_heads.data.text.benchmarks import load_benchmark
+from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answers import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output

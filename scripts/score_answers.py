@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
-from draft_heads.data.benchmarks import load_benchmark
+from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.inference.evaluation.answers import (
     Answer,
     QuestionId,

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
-from draft_heads.data.benchmarks import Question, load_benchmark
-from draft_heads.data.progress import track
+from draft_heads.data.common.progress import track
+from draft_heads.data.text.benchmarks import Question, load_benchmark
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter

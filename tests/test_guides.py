@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_heads.data.options import option_names
+from draft_heads.configs.options import option_names
 from draft_heads.data.synthetic.corpus import conversations
 from draft_heads.heads import base
 from draft_heads.heads.checkpoint import HEADS, head_classes
@@ -44,7 +44,7 @@ ELSEWHERE = {
     ". .venv/bin/activate": "the tests run in an environment",
     "pip": "the tests' environment has it",
     "vllm": "make check-engines runs it",
-    "--engine openai": "tests/data/test_answer_server.py has servers",
+    "--engine openai": "tests/data/labels/test_answer_server.py has servers",
     "scripts/serve.py": "below, with its client",
     "scripts/checks/seeded_defects.py": "an hour; tests/scripts/test_seeded_defects.py",
     "scripts/checks/lossless_matrix.py": "tests/inference/test_lossless_matrix.py",

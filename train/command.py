@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from draft_heads.data.config_file import OptionParser, exit_status
+from draft_heads.configs.command_line import OptionParser, exit_status
 
-from draft_heads.data.options import add_flags
+from draft_heads.configs.options import add_flags
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from draft_heads.data.files import names_path
+from draft_heads.data.common.files import names_path
 
 
 def save_loss_plot(history: Sequence[dict[str, Any]], path: Path) -> None:

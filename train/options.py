@@ -12,13 +12,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import read_config
+from draft_heads.configs.command_line import read_config
 
 import torch
 from transformers import AutoConfig, AutoModel
 
-from draft_heads.data.chat_template import CHAT_TEMPLATE_HELP, load_tokenizer
-from draft_heads.data.options import THREADS_HELP, dtype_named, option
+from draft_heads.configs.options import THREADS_HELP, dtype_named, option
+from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_tokenizer
 from draft_heads.train.inherited import OPTIMIZERS, refused
 from draft_heads.train.length import ENDLESS_EPOCHS
 from draft_heads.train.zero_config import check_build_locks, check_launcher, zero_config

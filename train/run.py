@@ -15,15 +15,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import on_interrupt
+from draft_heads.configs.command_line import on_interrupt
 
 from safetensors import SafetensorError
 from transformers import set_seed
 
+from draft_heads.configs.options import memory_explained, use_threads
 from draft_heads.data.collate import label_counts
-from draft_heads.data.files import names_path
-from draft_heads.data.options import memory_explained, use_threads
-from draft_heads.data.shards import DistilledDataset, load_distilled
+from draft_heads.data.common.files import names_path
+from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import target_licence
 from draft_heads.heads.checkpoint import head_classes

@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from accelerate.utils import broadcast_object_list
 
-from draft_heads.data.files import LOCK, lock_folder, write_text
-from draft_heads.data.processes import TOKEN, Processes
+from draft_heads.data.common.files import LOCK, lock_folder, write_text
+from draft_heads.data.common.processes import TOKEN, Processes
 from draft_heads.heads.checkpoint import CONFIG
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments

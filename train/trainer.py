@@ -22,7 +22,7 @@ from transformers import ProgressCallback, Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from draft_heads.data.collate import DraftCollator, row_lengths
-from draft_heads.data.progress import ProgressLines
+from draft_heads.data.common.progress import ProgressLines
 from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target

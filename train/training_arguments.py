@@ -6,12 +6,12 @@ import argparse
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
-from draft_heads.data.config_file import OptionParser, read_config
+from draft_heads.configs.command_line import OptionParser, read_config
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from draft_heads.data.options import add_flags, option_names
-from draft_heads.data.pretrained import load_config
+from draft_heads.configs.options import add_flags, option_names
+from draft_heads.data.common.pretrained import load_config
 from draft_heads.heads.config import HeadConfig
 from draft_heads.train.inherited import NO_EFFECT, OF_HEADS, OF_RUNS, READ, check_effects, refused
 from draft_heads.train.length import settle_end

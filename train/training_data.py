@@ -10,7 +10,7 @@ import torch
 
 from draft_heads.data.collate import DraftCollator, split_held_out
 from draft_heads.data.fingerprint import check_fingerprint
-from draft_heads.data.shards import DistilledDataset, load_distilled
+from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
 

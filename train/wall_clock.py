@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback, get_scheduler
 
-from draft_heads.data.files import checksum, write_text
-from draft_heads.data.progress import Update
+from draft_heads.data.common.files import checksum, write_text
+from draft_heads.data.common.progress import Update
 
 MARKER = "complete.json"
 ASK_EVERY = 8  # steps after which several processes agree on whether one of them was told to end

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draft_heads.data.files import write_tensors, write_text
+from draft_heads.data.common.files import write_tensors, write_text
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import malformed, read_json
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa

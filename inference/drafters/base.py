@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from draft_heads.data.options import check_whole
+from draft_heads.configs.options import check_whole
 from draft_heads.heads.base import DraftHead
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.options import check_number, check_whole
+from draft_heads.configs.options import check_number, check_whole
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter

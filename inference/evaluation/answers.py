@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.files import write_text
-from draft_heads.data.json_rows import MalformedJson, read_rows
+from draft_heads.data.common.files import write_text
+from draft_heads.data.text.json_rows import MalformedJson, read_rows
 from draft_heads.inference.evaluation.names import shown_name
 from draft_heads.inference.evaluation.parts import TurnRecord
 

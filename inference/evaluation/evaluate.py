@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from draft_heads.data.benchmarks import Question
-from draft_heads.data.processes import ALONE, Processes
-from draft_heads.data.rendering import Extra, Messages
+from draft_heads.data.common.processes import ALONE, Processes
+from draft_heads.data.text.benchmarks import Question
+from draft_heads.data.text.rendering import Extra, Messages
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.evaluation.carried_over import carried_over
 from draft_heads.inference.evaluation.lossless import Oracle, judge

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
-from draft_heads.data.files import LOCK, lock_folder, write_text
+from draft_heads.data.common.files import LOCK, lock_folder, write_text
 from draft_heads.inference.generation import Generation
 
 Prompt = tuple[int, ...]

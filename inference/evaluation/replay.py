@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from draft_heads.data.benchmarks import Question
+from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
 from draft_heads.inference.evaluation.answers import Answer, QuestionKey, check_one_benchmark, some

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draft_heads.data.files import names_path, write_text
+from draft_heads.data.common.files import names_path, write_text
 from draft_heads.data.generation_config import shown
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation

@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draft_heads.data.generation_config import processor_settings
-from draft_heads.data.labeller import checked_ids
-from draft_heads.data.rendering import ConversationError, check_unicode
-from draft_heads.data.row_keys import present, prompt_messages
+from draft_heads.data.labels.labeller import checked_ids
+from draft_heads.data.text.rendering import ConversationError, check_unicode
+from draft_heads.data.text.row_keys import present, prompt_messages
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
 from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, NEUTRAL, is_neutral
 from draft_heads.inference.target.target import Target
@@ -163,7 +163,7 @@ class DecodingRequest(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a conversation, with further keys that chat templates read: those of `data.row_keys`."""
+    """One message of a conversation, with further keys that chat templates read: those of `data.text.row_keys`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.pretrained import rope_settings
+from draft_heads.data.common.pretrained import rope_settings
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draft_heads.data.generation_config import own_processors, processed
-from draft_heads.data.labeller import Labelled
+from draft_heads.data.labels.labeller import Labelled
 from draft_heads.inference.target.linear import half_precision_product
 
 Target = Any  # a `target.Target`, whose module imports this one
@@ -33,7 +33,7 @@ def label(
     target_layers: Sequence[int] = (),
     masks: Sequence[Sequence[bool]] | None = None,
 ) -> list[Labelled]:
-    """See `data.labeller.Labeller`."""
+    """See `data.labels.labeller.Labeller`."""
     lengths = [len(row) for row in rows]
     # padding is masked: any token will do that has a row in the embedding, as a tokenizer's own may not
     ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=0)

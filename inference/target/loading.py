@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from draft_heads.data.common.pretrained import check_folder_or_hub_id, model_class
 from draft_heads.data.fingerprint import weights_hashes
-from draft_heads.data.pretrained import check_folder_or_hub_id, model_class
 from draft_heads.inference.target import sharded
 
 logger = logging.getLogger(__name__)

@@ -15,13 +15,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from draft_heads.data.chat_template import load_tokenizer
+from draft_heads.configs.options import dtype_named, memory_explained
+from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_file, check_settings
-from draft_heads.data.labeller import Labelled
-from draft_heads.data.options import dtype_named, memory_explained
-from draft_heads.data.pretrained import load_config
-from draft_heads.data.rendering import ChatRenderer, answer_tokens, end_token_ids, scaffold_of
+from draft_heads.data.labels.labeller import Labelled
+from draft_heads.data.text.chat_template import load_tokenizer
+from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids, scaffold_of
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
@@ -55,7 +55,7 @@ class TargetOutput(NamedTuple):
 class Target:
     """Wraps a causal LM in evaluation mode; never trained, its parameters do not require gradients.
 
-    It decodes, gives hidden states to training, and labels (`data.labeller.Labeller`).
+    It decodes, gives hidden states to training, and labels (`data.labels.labeller.Labeller`).
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Target:
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer, in labels and in decoding: `data.rendering.end_token_ids`."""
+        """The tokens that end an answer, in labels and in decoding: `data.text.rendering.end_token_ids`."""
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         if configured is None:
             configured = getattr(self.config, "eos_token_id", None)
@@ -392,5 +392,5 @@ class Target:
         target_layers: Sequence[int] = (),
         masks: Sequence[Sequence[bool]] | None = None,
     ) -> list[Labelled]:
-        """See `data.labeller.Labeller`; from one forward."""
+        """See `data.labels.labeller.Labeller`; from one forward."""
         return label(self, rows, keep_hidden, target_layers, masks)

@@ -23,15 +23,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
 import torch
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draft_heads.data.console import plain_console
-from draft_heads.data.rendering import render_prompt
+from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import questions
+from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import VanillaDrafter

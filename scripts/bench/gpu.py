@@ -31,14 +31,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 import torch
 import yaml
 from transformers.generation.streamers import BaseStreamer
 
-from draft_heads.data.console import plain_console
-from draft_heads.data.options import add_threads
+from draft_heads.configs.options import add_threads
+from draft_heads.data.common.console import plain_console
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.report import environment

@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
-from draft_heads.data.files import write_text
+from draft_heads.data.common.files import write_text
 from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.evaluation.report import environment, markdown_table, overall
 from draft_heads.scripts.decoding_options import check_positive, script_parser

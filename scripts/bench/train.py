@@ -21,13 +21,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_heads.data.options import add_threads, use_threads
+from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.losses import (
     ctc_loss_fused,

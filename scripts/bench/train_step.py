@@ -26,15 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 import torch
 import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+from draft_heads.configs.options import add_threads, option_names, use_threads
 from draft_heads.data.collate import row_lengths
-from draft_heads.data.options import add_threads, option_names, use_threads
 from draft_heads.heads import attention, chimera, ctc, eagle3, hydra, medusa
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, head_classes

@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 import torch
 
-from draft_heads.data.rendering import render_prompt
 from draft_heads.data.synthetic.corpus import questions
+from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import CONFIG, FORMATS, write_folder
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter

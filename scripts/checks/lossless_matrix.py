@@ -21,15 +21,15 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draft_heads.data.progress import track
-from draft_heads.data.rendering import render_prompt
+from draft_heads.data.common.progress import track
 from draft_heads.data.synthetic.corpus import questions
+from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes

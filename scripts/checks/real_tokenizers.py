@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.chat_template import BUNDLED, load_tokenizer
-from draft_heads.data.rendering import ChatRenderer, ConversationError, Messages
+from draft_heads.data.text.chat_template import BUNDLED, load_tokenizer
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
 
 SYSTEM = {"role": "system", "content": "Answer kindly."}
 TURNS = (

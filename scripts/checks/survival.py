@@ -31,12 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 import torch
 from transformers.trainer_callback import CallbackHandler
 
-from draft_heads.data.shards import ShardFolder, load_distilled
+from draft_heads.data.labels.shards import ShardFolder, load_distilled
 from draft_heads.data.synthetic.corpus import conversations
 from draft_heads.train import run as _training  # noqa: F401  (loaded before the attempts are forked)
 from draft_heads.train.wall_clock import newest_complete_checkpoint

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 from packaging.requirements import Requirement
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from draft_heads.data.collate import DraftCollator, split_held_out
-from draft_heads.data.hidden_cache import check_disk, hidden_bytes, hidden_from_bytes
+from draft_heads.data.labels.hidden_cache import check_disk, hidden_bytes, hidden_from_bytes
 
 
 def row(first, length):

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from draft_heads.data.chat_template import load_chat_tokenizer
 from draft_heads.data.datastore import MANIFEST, Datastore, build_datastore, suffix_array
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.rendering import render_conversation
+from draft_heads.data.text.chat_template import load_chat_tokenizer
+from draft_heads.data.text.rendering import render_conversation
 from draft_heads.scripts import build_datastore as script
 
 TINY = "tests/tiny_target"

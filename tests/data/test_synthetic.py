@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from draft_heads.data.conversations import parse_record
 from draft_heads.data.synthetic.corpus import _collect, conversations, questions, split_of, word_problems
 from draft_heads.data.synthetic.problems import MAX_OPERAND, draw_drill, draw_problem, operands, working
 from draft_heads.data.synthetic.texts import Scenario, Topic, read_texts, scenarios, topics
+from draft_heads.data.text.conversations import parse_record
 
 EQUATION = re.compile(r"\d+(?: [+\-*] \d+)?(?: = \d+(?: [+\-*] \d+)?)+")
 

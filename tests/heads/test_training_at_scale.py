@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from draft_heads.data.options import option_names
+from draft_heads.configs.options import option_names
 from draft_heads.heads import chimera, ctc, hydra, losses
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.checkpoint import HEADS, head_classes

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from draft_heads.data.benchmarks import Question
+from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.evaluation.evaluate import Benchmark
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 

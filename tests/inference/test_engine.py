@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_heads.data.rendering import render_prompt
+from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.base import Rows
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter

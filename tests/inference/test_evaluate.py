@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from draft_heads.data.processes import Processes
+from draft_heads.data.common.processes import Processes
 from draft_heads.inference.evaluation.evaluate import decode, drafter_order, drafters_of, evaluate, findings_of, judged
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
 from draft_heads.inference.evaluation.parts import Part, PartFolder, Parts, merged_findings, since

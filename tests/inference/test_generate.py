@@ -11,7 +11,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from draft_heads.data.rendering import render_prompt
+from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from draft_heads.data.answers import answer_prompts
 from draft_heads.data.generation_config import (
     APPLIED,
     NAMED,
@@ -19,7 +18,8 @@ from draft_heads.data.generation_config import (
     processor_settings,
     unapplied_settings,
 )
-from draft_heads.data.rendering import render_prompt
+from draft_heads.data.labels.answers import answer_prompts
+from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter

@@ -26,15 +26,15 @@ from tests.internals import changed, parameters
 @pytest.mark.parametrize(
     ("ours", "holder", "name"),
     [
-        ("data/pretrained.py: model_class", transformers.AutoModelForCausalLM, "_model_mapping"),
-        ("data/pretrained.py: model_class", transformers.AutoModelForImageTextToText, "_model_mapping"),
+        ("data/common/pretrained.py: model_class", transformers.AutoModelForCausalLM, "_model_mapping"),
+        ("data/common/pretrained.py: model_class", transformers.AutoModelForImageTextToText, "_model_mapping"),
         ("inference/target/library_names.py: is_recurrent", transformers.PreTrainedModel, "_is_stateful"),
         ("inference/target/module_decoder.py", transformers.PreTrainedConfig(), "_attn_implementation"),
         ("inference/target/target.py", transformers.PreTrainedModel, "get_decoder"),
         ("inference/target/target.py", transformers.PreTrainedModel, "set_experts_implementation"),
         ("inference/target/kv_cache.py", torch._dynamo, "maybe_mark_dynamic"),
-        ("data/config_file.py", argparse.ArgumentParser(), "_actions"),
-        ("data/config_file.py", argparse.ArgumentParser(), "_option_string_actions"),
+        ("configs/command_line.py", argparse.ArgumentParser(), "_actions"),
+        ("configs/command_line.py", argparse.ArgumentParser(), "_option_string_actions"),
     ],
 )
 def test_names_that_are_read_without_documentation_are_there(ours, holder, name):

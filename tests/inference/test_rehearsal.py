@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from draft_heads.data.options import option_names
+from draft_heads.configs.options import option_names
 from draft_heads.heads.base import LogitsRule
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import target_sizes

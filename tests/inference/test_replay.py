@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draft_heads.data.benchmarks import Question
+from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter

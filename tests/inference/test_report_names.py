@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from draft_heads.data.console import plain_console
+from draft_heads.data.common.console import plain_console
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation import plots

@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from draft_heads.data.chat_template import load_chat_tokenizer
+from draft_heads.data.text.chat_template import load_chat_tokenizer
 from draft_heads.inference.generation import TextPieces
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, strategies
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draft_heads.data.rendering import ChatRenderer, ConversationError
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError
 
 SPECIAL = "<|im_start|> <|im_end|> <|eot|> <|header|> <|/header|> <turn> </turn> [INST] [/INST] <|system|> <|user|> "
 SPECIAL += (

@@ -10,8 +10,8 @@ import datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_heads.data.conversations import conversation_of, read_conversations
-from tests.data.distilling.distilled import rows_of, run_distill
+from draft_heads.data.text.conversations import conversation_of, read_conversations
+from tests.data.labels.distilling.distilled import rows_of, run_distill
 from tests.tiny_chat import save_target
 
 TEXTS = st.text("ab c\n", min_size=1, max_size=8).filter(str.strip)

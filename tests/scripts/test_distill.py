@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from draft_heads.data.distill import marked
-from draft_heads.data.shards import load_distilled
+from draft_heads.data.labels.distill import marked
+from draft_heads.data.labels.shards import load_distilled
 from draft_heads.scripts import distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, write_sharegpt
 

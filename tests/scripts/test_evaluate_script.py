@@ -154,7 +154,7 @@ def test_a_full_disk_is_told_with_its_path_and_the_same_command_goes_on(after, c
         if after == "picture":
             patch.setattr("matplotlib.figure.Figure.savefig", full)
         else:
-            patch.setattr("draft_heads.data.files.os.fsync", full)
+            patch.setattr("draft_heads.data.common.files.os.fsync", full)
         assert evaluate.main([*command, "--limit", "1"]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith(f"error: {tmp_path}/out/") and "not be written: " in told and "; free s" in told, told

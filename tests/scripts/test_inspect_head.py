@@ -3,7 +3,7 @@
 import json
 import sys
 
-from draft_heads.data.config_file import exit_status
+from draft_heads.configs.command_line import exit_status
 
 import pytest
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_heads.data.loops import loop_start
-from draft_heads.data.rendering import render_conversation, render_prompt
+from draft_heads.data.labels.loops import loop_start
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
+from draft_heads.data.text.rendering import render_conversation, render_prompt
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.make_tiny_target import batches, greedy_answers, make, parse_options, solved
 

@@ -1,6 +1,6 @@
 """`make check-tokenizers` passes what is right and names what is broken."""
 
-from draft_heads.data.rendering import ChatRenderer
+from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.scripts.checks import real_tokenizers
 from tests.tiny_chat import CHATML, byte_tokenizer, template
 

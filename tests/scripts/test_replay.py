@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from draft_heads.data.chat_template import load_chat_tokenizer
+from draft_heads.data.text.chat_template import load_chat_tokenizer
 from draft_heads.scripts import build_datastore, replay
 
 TINY = "tests/tiny_target"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_heads.data.shards import DistilledDataset
+from draft_heads.data.labels.shards import DistilledDataset
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run_folder import begin, check_folder, run_settings
 from draft_heads.train.wall_clock import complete_checkpoints, incomplete_checkpoints

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draft_heads.data.collate import DraftCollator, label_counts
-from draft_heads.data.shards import load_distilled
+from draft_heads.data.labels.shards import load_distilled
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draft_heads.data.progress import ProgressLines
+from draft_heads.data.common.progress import ProgressLines
 from draft_heads.train.wall_clock import (
     Patience,
     TrainingLines,

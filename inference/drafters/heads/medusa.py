@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draft_heads.data.options import check_whole
+from draft_heads.configs.options import check_whole
 from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.medusa import MedusaHead
 from draft_heads.inference.drafters.base import tempered

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.data.pretrained import load_config
 from draft_heads.inference.drafters.base import Builder, Drafter, refuse_path
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive

@@ -19,7 +19,7 @@ from __future__ import annotations
 from itertools import groupby, takewhile
 from typing import Any, ClassVar
 
-from draft_heads.data.options import check_whole
+from draft_heads.configs.options import check_whole
 from draft_heads.inference.drafters.base import Builder
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.text.base import check_positive, target_choices

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draft_heads.data.options import check_whole
+from draft_heads.configs.options import check_whole
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draft_heads.data.options import check_whole
+from draft_heads.configs.options import check_whole
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, committed, target_choices
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.step import VerifiedStep

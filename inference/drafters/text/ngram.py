@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from draft_heads.data.options import check_whole
+from draft_heads.configs.options import check_whole
 from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
 from draft_heads.inference.tree import DraftTree
 

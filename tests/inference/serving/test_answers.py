@@ -4,8 +4,8 @@ import httpx
 import openai
 import pytest
 
-from draft_heads.data.answer_server import AnswerServer
-from draft_heads.data.rendering import render_prompt
+from draft_heads.data.labels.answer_server import AnswerServer
+from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.serving.worker import AnswerText
 from tests.inference.serving.served import KEY, QUESTIONS, chat, metrics, text_of

@@ -1,0 +1,1 @@
+"""Options, command lines and recipes."""

@@ -1,0 +1,163 @@
+"""Greedy answers from an OpenAI-compatible server; prompts and answers are sent as token ids.
+
+The server must serve the same target. Encoding its text again need not give the tokens that it generated, so a server
+that cannot return token ids (`return_token_ids` of vLLM and scripts/serve.py) is refused. OPENAI_API_KEY is sent if it
+is set.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from draft_heads.data.labels.answers import Answer
+from draft_heads.data.labels.loops import loop_start
+
+_TIMEOUT = 900.0  # seconds for one answer, which may wait in the server's queue
+_BUSY = (429, 500, 502, 503, 504)  # statuses after which the same request may succeed
+_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before a request that failed is repeated
+
+
+class AnswerServer:
+    """A /v1/completions endpoint; ValueError when it cannot be reached or does not return the target's token ids."""
+
+    def __init__(
+        self,
+        base_url: str,
+        end_token_ids: Sequence[int],
+        vocab_size: int,
+        model: str | None,
+        concurrency: int,
+        cut_loops: bool,
+        repetition_penalty: float = 1.0,
+    ) -> None:
+        """repetition_penalty: that of the target's own generation settings"""
+        self.url = base_url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"--base_url {base_url} is no http(s) URL; pass for example http://127.0.0.1:8000/v1")
+        self._end_token_ids = list(end_token_ids)
+        self._vocab_size = vocab_size
+        self._concurrency = concurrency
+        self._cut_loops = cut_loops
+        # a server may take others from its own copy of the generation config, and the text would not be the target's
+        self._penalties = {"repetition_penalty": repetition_penalty, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        self._answered = time.monotonic()  # when the server last answered any request
+        if model is None:
+            if not (models := self._call("/models", None).get("data")):
+                raise ValueError(f"--base_url {self.url} serves no model; pass --model_name")
+            model = str(models[0]["id"])
+        self.model = model
+
+    def answers(
+        self, prompts: list[list[int]], limits: list[int], progress: Callable[[int], None] = lambda count: None
+    ) -> list[Answer]:
+        """One greedy answer per prompt, in order; `limits` as in `data.labels.answers.answer_prompts`.
+
+        Ctrl-C and errors end it at once, whatever the server does: daemon threads, unlike an executor's, are not waited
+        for.
+        """
+        jobs: SimpleQueue[tuple[int, list[int], int]] = SimpleQueue()
+        done: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
+        for number, (prompt, limit) in enumerate(zip(prompts, limits)):
+            jobs.put((number, prompt, limit))
+
+        def work() -> None:
+            with suppress(Empty):
+                while True:
+                    number, prompt, limit = jobs.get_nowait()
+                    try:
+                        done.put((number, self._answer(prompt, limit)))
+                    except Exception as error:
+                        done.put((number, error))
+
+        for _ in range(min(self._concurrency, len(prompts))):
+            Thread(target=work, daemon=True).start()
+        answers: dict[int, Answer] = {}
+        try:
+            while len(answers) < len(prompts):
+                try:
+                    number, answer = done.get(timeout=1)
+                except Empty:  # a Ctrl-C that came just before the wait is noticed here
+                    continue
+                if isinstance(answer, Exception):
+                    raise answer
+                answers[number] = answer
+                progress(1)
+        finally:
+            with suppress(Empty):
+                while True:  # nothing more is asked
+                    jobs.get_nowait()
+        return [answers[number] for number in range(len(prompts))]
+
+    def _answer(self, prompt: list[int], limit: int) -> Answer:
+        asked = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
+        asked |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True, **self._penalties}
+        found = self._call("/completions", asked)
+        choice = found["choices"][0] if found.get("choices") else {}
+        tokens = choice.get("token_ids")
+        if not isinstance(tokens, list):
+            raise ValueError(
+                f"--base_url {self.url} returns text but no token ids (asked with return_token_ids); re-encoded text "
+                "need not be what the target generated: use a server that returns them, as vLLM and scripts/serve.py "
+                "do, or --engine local"
+            )
+        if not all(type(token) is int and 0 <= token < self._vocab_size for token in tokens):
+            raise ValueError(
+                f"--base_url {self.url} returns tokens that the target has not (of {self._vocab_size}: "
+                f"{tokens[:8]} …); serve the model that --target names"
+            )
+        # the answer ends there, whatever a server that does not know these tokens writes behind
+        tokens = tokens[: next((i for i, token in enumerate(tokens, 1) if token in self._end_token_ids), None)]
+        if self._cut_loops and (end := loop_start(tokens)) is not None and end < len(tokens):
+            return Answer(tokens[:end], "loop")
+        if tokens and tokens[-1] in self._end_token_ids:
+            return Answer(tokens, "end")
+        reason = choice.get("finish_reason")
+        if reason != "length":
+            raise ValueError(
+                f"--base_url {self.url} ended an answer ({reason}) with tokens {tokens[-3:]}, none of the end-of-turn "
+                f"tokens {self._end_token_ids}; serve the model that --target names, with its own tokenizer"
+            )
+        return Answer(tokens, "limit")
+
+    def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """What the server answers; a request that fails, or is answered by garbage, is repeated after a pause.
+
+        One that a full queue refuses (429) is repeated for as long as the server answers others.
+        """
+        url, data = self.url + path, None if body is None else json.dumps(body).encode()
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        request = urllib.request.Request(url, data=data, headers=headers)
+        repeated = 0
+        while True:
+            full = False
+            try:
+                with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+                    answer = dict(json.loads(response.read()))
+                    self._answered = time.monotonic()
+                    return answer
+            except urllib.error.HTTPError as error:
+                full = error.code == 429 and time.monotonic() - self._answered < _TIMEOUT
+                fault = f"status {error.code}: {error.read().decode(errors='replace')[:300]}"
+                if error.code not in _BUSY:
+                    break
+            except (OSError, http.client.HTTPException, ValueError, TypeError) as error:  # ValueError: no JSON
+                fault = f"{type(error).__name__}: {error}"
+            if repeated >= len(_PAUSES) and not full:
+                break
+            time.sleep(_PAUSES[min(repeated, len(_PAUSES) - 1)])
+            repeated += 1
+        raise ValueError(
+            f"--base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
+            "The same command goes on where this one ended"
+        )

@@ -1,0 +1,286 @@
+"""Conversations → the frozen target's greedy token at every position, in resumable Arrow shards.
+
+A row: `id`; `conversation`, a digest of what is asked; `input_ids` [L]; `assistant_mask` [L], true on the tokens heads
+are trained on; `greedy_ids` [L], the target's own token at each position given the text before it (-100 at position 0);
+when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k `target_layers`.
+
+`labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
+itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
+what the chat template adds after them. Where the template rewrites earlier turns (it drops thoughts), the turn begins
+a row of the same id with the prompt as inference has it. A conversation with the same user turns as an earlier one
+would get the same answers: it is left out and counted (`repeated`), so that none is trained on twice, or both held out
+and trained on.
+
+The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
+fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, shards [{file, rows, first_row,
+source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts {rows, tokens,
+trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops}, complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from draft_heads.configs.command_line import on_interrupt
+
+import datasets
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from draft_heads.configs.options import dtype_name, memory_explained
+from draft_heads.data.common.console import plain_console
+from draft_heads.data.common.processes import Processes
+from draft_heads.data.common.progress import progress_bar
+from draft_heads.data.generation_config import processor_settings, shown
+from draft_heads.data.labels.answer_server import AnswerServer
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.distiller import Answerer, Distiller
+from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, check_disk
+from draft_heads.data.labels.labeller import Labeller
+from draft_heads.data.labels.shards import ShardFolder
+from draft_heads.data.text.conversations import (
+    BadRow,
+    Conversations,
+    conversation_of,
+    count_by_reason,
+    read_conversations,
+)
+
+logger = logging.getLogger(__name__)
+
+_TRAINED = "black on green"
+
+
+def distill(
+    target: Labeller,
+    source: str | Conversations,
+    output: str,
+    options: DistillOptions,
+    overwrite: bool = False,
+    show_progress: bool = True,
+) -> dict[str, Any]:
+    """Label the conversations of `source` with `target` into `output`; returns the finished manifest.
+
+    source: a file, dataset folder or hub id, or what `select_conversations` read of one with these `options`.
+    A run that was killed continues with the next shard when it is called again with the same arguments. ValueError for
+    a finished output, or one that other arguments began, unless `overwrite`, for one that another run writes, and
+    where every conversation is left out.
+    Processes that torchrun or accelerate started share the shards out; the first one collects them.
+    """
+    distiller = Distiller(target, options, server_answerer(target, options))
+    loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
+    processes = Processes.started()
+    with processes.first_alone() as first:
+        folder = ShardFolder.open(output, _header(distiller, loaded), overwrite) if first else None
+        if folder is not None:
+            starts = folder.missing(len(loaded.dataset), options.shard_rows)
+            if distiller.hidden_dtype is not None:
+                rows = [row for start in starts for row in range(start, start + options.shard_rows)]
+                rest = loaded.dataset.select([row for row in rows if row < len(loaded.dataset)])
+                width = folder.manifest["target"]["fingerprint"]["hidden_size"] * (1 + len(options.target_layers))
+                tokens = distiller.count_tokens(rest)
+                print(check_disk(tokens, options.labels == "argmax", width, distiller.hidden_dtype, output))
+            folder.begin()
+    processes.check_shared(Path(output), "--output")
+    folder = folder or ShardFolder.joined(output)
+    starts = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
+    # what is counted: answers to generate, or conversations to label; of this process's shards
+    sizes = [[distiller.units(record) for record in _shard(loaded, start, options)] for start in starts]
+    total, done = sum(map(sum, sizes)), 0
+    show_progress = show_progress and processes.rank == 0
+    kept = folder.kept if processes.rank == 0 else lambda: ""  # the first process collects
+
+    def lower() -> str:
+        return f"lower --batch_size, or use a smaller --dtype or --device auto; {kept()}".removesuffix("; ")
+
+    explained = memory_explained("distillation", lower)
+    with explained, on_interrupt(kept), progress_bar(first="distilling", show=show_progress) as show:
+
+        def advance(units: int) -> None:
+            nonlocal done
+            done += units
+            show(distiller.counted, done, total)
+
+        distiller.advance = advance
+        for number, start in enumerate(starts):
+            done = sum(map(sum, sizes[:number]))  # conversations that end early leave answers out
+            advance(0)
+            _write_shard(folder, distiller, _shard(loaded, start, options), start)
+        done = total
+        advance(0)
+        processes.wait()
+        if processes.rank == 0:
+            folder.finish()
+            _log_left_out(folder.manifest)
+        processes.wait()
+    _check_rows(folder, distiller.max_length)
+    return folder.manifest
+
+
+def _log_left_out(manifest: dict[str, Any]) -> None:
+    """A line for each reason for which conversations were dropped or trimmed."""
+    bad_rows = []
+    for row in (row for shard in manifest["shards"] for row in [*shard["skipped"], *shard.get("trimmed", ())]):
+        reason, _, detail = row["reason"].partition(": ")
+        bad_rows.append(BadRow(row["place"], reason, detail, row.get("kept_turns", 0)))
+    for line in count_by_reason(bad_rows):
+        logger.warning("%s: %s", manifest["data"]["source"], line)
+
+
+def _check_rows(folder: ShardFolder, max_length: int) -> None:
+    """ValueError where every conversation was left out."""
+    left_out = [row for shard in folder.manifest["shards"] for row in shard["skipped"]]
+    if left_out and not folder.manifest["counts"]["rows"]:
+        raise ValueError(
+            f"no row is left: all {len(left_out)} are left out, the first, {left_out[0]['place']}, because "
+            f"{left_out[0]['reason']}; choose a --max_length above {max_length} or other rows, and add --overwrite"
+        )
+
+
+def _shard(loaded: Conversations, start: int, options: DistillOptions) -> datasets.Dataset:
+    """The conversations of the shard that starts at a row."""
+    return loaded.dataset.select(range(start, min(start + options.shard_rows, len(loaded.dataset))))
+
+
+def select_conversations(source: str, options: DistillOptions) -> Conversations:
+    """The conversations `options` ask for: repeated questions left out (`generate`), shuffled, limited.
+
+    No row after the last of --limit is read, unless rows are shuffled first.
+    """
+    if options.split != "train" and Path(source).is_file():
+        raise ValueError(
+            f"--split names a part of a dataset, and --dataset {source} is a file; got {options.split!r}; drop it"
+        )
+    shuffled, generate = options.shuffle_seed is not None, options.labels == "generate"
+    first = None if shuffled else options.limit
+    loaded = read_conversations(source, options.split, options.skip_bad_rows, first, generate=generate)
+    if shuffled:
+        loaded.dataset = loaded.dataset.shuffle(seed=options.shuffle_seed)
+        loaded.dataset = loaded.dataset.select(range(min(options.limit or len(loaded.dataset), len(loaded.dataset))))
+    return loaded
+
+
+def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datasets.Dataset, first: int) -> None:
+    rows = distiller.rows(conversations, first)
+    kept = [row for row in rows if row.skipped is None]
+    counts = {
+        "rows": len(kept),
+        "tokens": sum(len(row.ids) for row in kept),
+        "trained_tokens": sum(map(sum, (row.mask for row in kept))),
+        "agreeing_tokens": 0,
+        "skipped": len(rows) - len(kept),
+        "cut": sum(row.cut for row in kept),
+        "unfinished": sum(row.finish == "limit" and not row.cut for row in kept),
+        "loops": sum(row.finish == "loop" for row in kept),
+    }
+
+    def counted() -> Iterator[dict[str, Any]]:
+        for record in distiller.label(kept):
+            counts["agreeing_tokens"] += sum(
+                m and x == y for m, x, y in zip(record["assistant_mask"], record["input_ids"], record["greedy_ids"])
+            )
+            yield record
+
+    entry = {
+        "first_row": first,
+        "source_rows": len(conversations),
+        "skipped": [
+            {"row": row.number, "place": row.place, "id": row.id, "reason": row.skipped}
+            for row in rows
+            if row.skipped is not None
+        ],
+        "trimmed": [
+            {"row": number, "place": row.place, "id": row.id, "reason": row.trimmed, "kept_turns": len(row.messages)}
+            for number, row in {row.number: row for row in kept if row.trimmed is not None}.items()
+        ],
+        "cut": [row.id for row in kept if row.cut],
+    }
+    states = 0 if distiller.hidden_dtype is None else 1 + bool(distiller.options.target_layers)
+    folder.write(counted(), entry, counts, STATE_COLUMNS[:states])
+
+
+def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
+    """The part of the manifest that must be equal for a second run to continue this one."""
+    target, options = distiller.target, distiller.options
+    digest = hashlib.sha256()
+    for record in loaded.dataset:
+        messages, extra = conversation_of(record)
+        content = [record["id"], messages, extra] if extra else [record["id"], messages]
+        digest.update(json.dumps(content, ensure_ascii=True).encode())
+    settings = asdict(options)
+    for name in ("labels", "split", "batch_size", "base_url", "model_name", "concurrency"):
+        del settings[name]
+    settings["max_length"] = distiller.max_length
+    settings["dtype"] = dtype_name(target.dtype)
+    settings["target_adapter"] = target.adapter
+    if own := processor_settings(target.model.generation_config):
+        settings["own_generation_settings"] = own
+    if distiller.hidden_dtype is not None:
+        settings["hidden_states"] = dtype_name(distiller.hidden_dtype)
+    return {
+        "target": {"path": target.name, "fingerprint": target.fingerprint()},
+        "labels": options.labels,
+        "settings": settings,
+        "data": {
+            "source": loaded.source,
+            "split": options.split,
+            "rows": len(loaded.dataset),
+            "repeated": loaded.repeated,
+            "fingerprint": digest.hexdigest()[:16],
+            "bad_rows": [asdict(bad) for bad in loaded.bad_rows],
+        },
+        "end_token_ids": list(target.end_token_ids),
+    }
+
+
+def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | None:
+    """The server that answers with `--engine openai`; None when the target itself answers.
+
+    ValueError for a target whose own generation settings change its answers in a way that no server can be asked for.
+    """
+    if options.engine == "local":
+        return None
+    assert options.base_url is not None
+    own = processor_settings(target.model.generation_config)
+    penalty = own.pop("repetition_penalty", 1.0)
+    if further := {name: own[name] for name in own.keys() - {"renormalize_logits", "remove_invalid_values"}}:
+        raise ValueError(
+            f"--engine openai asks a server for no generation settings but repetition_penalty; {target.name} has "
+            f"{shown(further)} in its generation_config.json; use --engine local, or take them out of a copy"
+        )
+    ends, vocab_size = target.end_token_ids, target.vocab_size
+    server = AnswerServer(
+        options.base_url, ends, vocab_size, options.model_name, options.concurrency, options.cut_loops, penalty
+    )
+    return server.answers
+
+
+def preview(target: Labeller, loaded: Conversations, count: int, options: DistillOptions) -> None:
+    """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
+    chosen = loaded.dataset.select(range(min(count, len(loaded.dataset))))
+    console = plain_console()
+    for row in Distiller(target, options, server_answerer(target, options)).rows(chosen):
+        console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")
+        if row.skipped is not None:
+            console.print(f"skipped: {row.skipped}")
+            continue
+        console.print(marked(target.tokenizer, row.ids, row.mask), soft_wrap=True)
+    console.print(Text.assemble(("⟦trained tokens⟧", _TRAINED)))
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
+    """The text of `ids`, special tokens shown, runs of `mask` between ⟦ ⟧ and in colour where there is one."""
+    text = Text()
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or mask[end] != mask[start]:
+            run = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            text.append(f"⟦{run}⟧" if mask[start] else str(run), style=_TRAINED if mask[start] else "")
+            start = end
+    return text

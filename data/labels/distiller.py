@@ -1,0 +1,250 @@
+"""Conversations → labelled rows, in memory: rendered or generated turn by turn, then labelled by the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import datasets
+import torch
+
+from draft_heads.configs.options import DTYPES
+from draft_heads.data.labels.answers import Answer, answer_prompts
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, hidden_bytes, stored_as
+from draft_heads.data.labels.labeller import Labeller, checked_ids
+from draft_heads.data.text.chat_text import ControlTokenError
+from draft_heads.data.text.conversations import Conversation, conversation_of
+from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
+
+# (prompts, most new tokens of each, progress) → an answer each
+Answerer = Callable[[list[list[int]], list[int], Callable[[int], None]], list[Answer]]
+
+
+@dataclass
+class Row:
+    """A conversation in progress; `pending` are the user turns that are still to be answered."""
+
+    number: int
+    place: str
+    id: str
+    conversation: str  # `Conversation.key`
+    messages: Messages
+    extra: dict[str, Any]
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
+    text: str = ""  # rendering of the last prompt, when answers are generated
+    answer: tuple[str, bool] = ("", True)  # text of the last answer, and whether that is all of it
+    skipped: str | None = None
+    trimmed: str | None = None  # why turns at its end were left out
+    cut: bool = False
+    finish: str = "end"
+    trained: bool = True  # whether the answer that is being written is to be trained on
+
+
+class Distiller:
+    """Turns conversations into labelled rows; `distill` adds the files."""
+
+    def __init__(self, target: Labeller, options: DistillOptions, answerer: Answerer | None = None) -> None:
+        target.refresh()
+        if not target.end_token_ids:
+            raise ValueError(
+                f"neither the tokenizer nor the config of {target.name} names an end-of-turn token; set eos_token"
+            )
+        self.max_length = options.max_length or min(2048, target.max_positions)
+        if self.max_length > target.max_positions:
+            raise ValueError(
+                f"--max_length {self.max_length} exceeds the target's {target.max_positions} positions; lower it or "
+                "pick another target"
+            )
+        self.target = target
+        self.options = options
+        self.renderer = ChatRenderer(target.tokenizer, target.end_token_ids)
+        self.hidden_dtype: torch.dtype | None = None
+        if options.hidden_states is not None:
+            self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
+        target.check_layers(options.target_layers)
+        self._answerer = answerer or (
+            lambda prompts, limits, progress: answer_prompts(
+                target, prompts, limits, options.batch_size, options.cut_loops, progress
+            )
+        )
+        self.counted = "answers" if options.labels == "generate" else "conversations"
+        self.advance: Callable[[int], None] = lambda units: None  # called with the number of new units of `counted`
+
+    def units(self, record: dict[str, Any]) -> int:
+        """How many units a conversation has that is answered to its end."""
+        return sum(turn["role"] == "user" for turn in record["messages"]) if self.counted == "answers" else 1
+
+    def rows(self, conversations: datasets.Dataset, first: int = 0) -> list[Row]:
+        """Rendered or generated rows, skipped ones included, not yet labelled; numbered from `first`.
+
+        A conversation is one row, but for templates that rewrite earlier turns in later prompts (they drop thoughts):
+        there each turn that is answered after such a change begins a row, of the same number and id.
+        """
+        rows = [self._new_row(first + i, record) for i, record in enumerate(conversations)]
+        ended: list[Row] = []
+        while waiting := [row for row in rows if row.pending]:
+            ended += self._answer_next_turn(waiting)
+        rows = sorted(ended + rows, key=lambda row: row.number)
+        for row in rows:
+            if row.skipped is None and not any(row.mask):
+                all_trained = all(turn.get("trained", True) for turn in row.messages)
+                answer = "first answer" if all_trained else "first answer to train on"
+                beyond = f"begins beyond max_length {self.max_length}"
+                unfinished = bool(row.ids) and not row.cut  # an earlier answer, which is not to be trained on
+                row.skipped = f"its {answer} {'follows an unfinished one' if unfinished else beyond}"
+        return rows
+
+    def label(self, rows: list[Row]) -> Iterator[dict[str, Any]]:
+        """The shard's rows in source order."""
+        rows = [row for row in rows if row.skipped is None]
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
+        dtype = self.hidden_dtype
+        # With hidden states, rows are written as they are labelled (in length order): a shard of them may not fit
+        # in memory.
+        labelled: dict[int, dict[str, Any]] = {}
+        for start in range(0, len(order), self.options.batch_size):
+            batch = order[start : start + self.options.batch_size]
+            texts, masks = [rows[i].ids for i in batch], [rows[i].mask for i in batch]
+            layers = self.options.target_layers
+            for i, (greedy, *states) in zip(batch, self.target.label(texts, dtype is not None, layers, masks)):
+                row = rows[i]
+                record: dict[str, Any] = dict(id=row.id, conversation=row.conversation)
+                record |= dict(input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
+                if dtype is not None:
+                    columns = zip(STATE_COLUMNS[: 1 + bool(layers)], states)
+                    kept = {name: stored_as(x, dtype, row.id) for name, x in columns if x is not None}
+                    yield record | {name: hidden_bytes(x) for name, x in kept.items()}
+                else:
+                    labelled[i] = record
+            self.advance(len(batch) if self.counted == "conversations" else 0)
+        for i in sorted(labelled):
+            yield labelled[i]
+
+    def count_tokens(self, conversations: datasets.Dataset) -> int:
+        """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
+        if self.options.labels == "argmax":
+            return sum(len(self._new_row(i, record).ids) for i, record in enumerate(conversations))
+        total = 0
+        for i, record in enumerate(conversations):
+            row = self._new_row(i, record)
+            try:
+                total += sum(self._longest_rows(row))
+            except ConversationError as error:
+                self._reject(row, error)
+        return total
+
+    def _longest_rows(self, row: Row) -> Iterator[int]:
+        """The most tokens of every row that the generated answers of a conversation may be in.
+
+        A row goes on while the next prompt begins with the prompt and the answer before it; short answers show that.
+        """
+        messages = _with_answer(row.messages, "a")
+        texts = [self.renderer.text(messages[: turn + 1], True, row.extra) for turn in row.pending]
+        for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
+            goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
+            if self.renderer.may_rewrite or not goes_on:
+                prompt = len(self.renderer.prompt(messages[: turn + 1], row.extra))
+                yield min(self.max_length, prompt + answers * self.options.max_new_tokens)
+
+    # ---- one conversation ----------------------------------------------------------------------------------
+
+    def _new_row(self, number: int, record: dict[str, Any]) -> Row:
+        conversation = conversation_of(record)
+        messages, extra = conversation
+        row = Row(number, record["place"], record["id"], conversation.key, messages, extra)
+        try:
+            messages = self._sound_turns(row)
+            if self.options.labels == "argmax":
+                row.ids, row.mask = self.renderer.conversation(messages, extra)
+                row.cut = len(row.ids) > self.max_length
+                row.ids, row.mask = row.ids[: self.max_length], row.mask[: self.max_length]
+                checked_ids(self.target, row.ids, "the conversation")
+            else:
+                row.pending = [i for i, turn in enumerate(messages) if turn["role"] == "user"]
+                self.renderer.check_read(_with_answer(messages, "a"), extra)
+        except ConversationError as error:
+            self._reject(row, error)
+        return row
+
+    def _sound_turns(self, row: Row) -> Messages:
+        """The row's messages; with --skip_bad_rows those before one that holds a control token, if they are enough.
+
+        Recorded answers that the target writes anew are not read.
+        """
+        try:
+            self.renderer.check_texts(row.messages, answers=self.options.labels == "argmax", extra=row.extra)
+        except ControlTokenError as error:
+            sound = row.messages[: error.turn]
+            needed = "assistant" if self.options.labels == "argmax" else "user"
+            if not self.options.skip_bad_rows or all(turn["role"] != needed for turn in sound):
+                raise
+            row.messages, row.trimmed = sound, str(error)
+            row.conversation = Conversation(sound, row.extra).key
+        return row.messages
+
+    def _reject(self, row: Row, error: ConversationError) -> None:
+        if not self.options.skip_bad_rows:
+            raise ConversationError(
+                f"{row.place} (id {row.id}): {error}; or pass --skip_bad_rows to leave such rows out and list them"
+            ) from None
+        row.pending, row.mask, row.skipped = [], [], str(error)
+
+    def _answer_next_turn(self, rows: list[Row]) -> list[Row]:
+        """Answer the first pending turn of every row, or end the conversation where its prompt does not fit.
+
+        Returns the rows that ended because the template rewrote them; their conversations go on in `rows`.
+        """
+        answering, prompts, ended = [], [], []
+        for row in rows:
+            turn = row.pending.pop(0)
+            row.trained = all(recorded.get("trained", True) for recorded in row.messages[turn + 1 : turn + 2])
+            if row.ids:
+                row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0]}
+            messages = row.messages[: turn + 1]
+            try:
+                text = self.renderer.text(messages, add_generation_prompt=True, extra=row.extra)
+                kept = self._kept_tokens(row, messages, text)
+                prompt = self.renderer.prompt(messages, row.extra) if kept is None else kept
+                checked_ids(self.target, prompt, "the conversation")
+            except ConversationError as error:
+                self._reject(row, error)
+                continue
+            if len(prompt) >= self.max_length:
+                row.pending, row.cut = [], bool(row.ids)
+                continue
+            if row.ids and kept is None:
+                if any(row.mask):
+                    ended.append(replace(row, pending=[]))
+                row.ids, row.mask = [], []
+            row.text = text
+            answering.append(row)
+            prompts.append(prompt)
+        limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
+        answers = self._answerer(prompts, limits, self.advance)
+        for row, prompt, answer in zip(answering, prompts, answers):
+            row.mask += [False] * (len(prompt) - len(row.ids)) + [row.trained] * len(answer.tokens)
+            row.ids = prompt + answer.tokens
+            row.answer = self.renderer.answer_text(answer.tokens, self.target.end_token_ids)
+            row.finish = answer.finish
+            if answer.finish != "end":
+                row.pending = []
+                row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
+        return ended
+
+    def _kept_tokens(self, row: Row, messages: Messages, text: str) -> list[int] | None:
+        """The row's own tokens with the next prompt behind them; None where its `text` rewrites what was there."""
+        answer, complete = row.answer
+        behind = text[len(row.text) :].lstrip()
+        if not row.ids or not complete or not text.startswith(row.text) or not behind.startswith(answer):
+            return None
+        more = self.renderer.next_turn(messages, row.extra)
+        return row.ids + (more[1:] if more[:1] == row.ids[-1:] else more)  # one token ends a turn and begins the next
+
+
+def _with_answer(messages: Messages, text: str) -> Messages:
+    """The messages with the same answer to all questions, which stands for those that the target will write."""
+    return [{"role": "assistant", "content": text} if turn["role"] == "assistant" else turn for turn in messages]

@@ -1,0 +1,299 @@
+"""A folder of labelled conversations: Arrow shards and a manifest. A run killed at any time loses no finished shard.
+
+    OUT/shard-00000.arrow …   columns id, conversation, input_ids, assistant_mask, greedy_ids [, hidden …]
+    OUT/manifest.json         the settings, one entry per finished shard, counts, whether it is complete
+
+A shard is written under a temporary name, flushed to disk and renamed; then an entry for it is written beside it. The
+manifest collects the entries, so every shard in it is whole, and a new run makes those that are missing. Several
+processes may write shards of one folder; the first of them begins and finishes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+from uuid import uuid4
+
+import datasets
+import pyarrow as pa
+
+from draft_heads.data.common.files import LOCK, checksum, lock_folder, names_path, write_text
+from draft_heads.data.common.processes import TOKEN, Processes
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+_HEADER = ("target", "labels", "settings", "data", "end_token_ids")
+
+
+@dataclass
+class DistilledDataset:
+    """`dataset`: memory-mapped rows; `manifest`: see the docstring of `data.labels.distill`."""
+
+    dataset: datasets.Dataset
+    manifest: dict[str, Any]
+
+    @property
+    def hidden_dtype(self) -> str | None:
+        """Type of the cached hidden states (`float32`, `float16`, `bfloat16`), None when there are none."""
+        return self.manifest["settings"].get("hidden_states")
+
+    @property
+    def content(self) -> str:
+        """Another one where another row is in it: a digest of the shards' checksums."""
+        sums = " ".join(str(shard.get("xxh3")) for shard in self.manifest["shards"])
+        return hashlib.sha256(sums.encode()).hexdigest()[:16]
+
+    @property
+    def target_layers(self) -> list[int]:
+        """The layers whose outputs are cached beside the hidden states."""
+        return list(self.manifest["settings"].get("target_layers") or [])
+
+
+class ShardFolder:
+    """The writing side of one output folder."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._lock: TextIO | None = None  # held while this process may write
+
+    @classmethod
+    def joined(cls, output: str) -> ShardFolder:
+        """A folder that another process has begun."""
+        return cls(Path(output), _read_manifest(Path(output)))
+
+    @classmethod
+    def open(cls, output: str, header: dict[str, Any], overwrite: bool) -> ShardFolder:
+        """Start an output, or continue one of the same command; ValueError naming --overwrite for anything else.
+
+        `header` holds the manifest's `_HEADER` fields; two commands are the same when all of them are equal.
+        """
+        folder = Path(output)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--output {output} is a file; pass a folder")
+        goes_on = (folder / MANIFEST).exists() and not overwrite
+        there = folder.iterdir() if folder.exists() and not goes_on else ()
+        if foreign := sorted(path.name for path in there if not _is_own_file(path)):
+            raise ValueError(f"--output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
+        fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
+        opened = cls(folder, fresh)
+        opened._lock = lock_folder(folder, "--output")
+        if not goes_on:
+            return opened
+        opened.manifest = _read_manifest(folder)
+        opened.collect()
+        if not opened.manifest["shards"]:  # nothing that other settings have made
+            opened.manifest = fresh
+        if different := _differences(opened.manifest, header):
+            raise ValueError(
+                f"--output {output} holds another distillation: {'; '.join(different)}; pass --overwrite to "
+                "replace it, or another --output"
+            )
+        damaged = {shard["file"]: wrong for shard in opened.manifest["shards"] if (wrong := _damage(folder, shard))}
+        if damaged:
+            logger.warning("made again: %s", "; ".join(f"{file} {wrong}" for file, wrong in damaged.items()))
+            shards = [shard for shard in opened.manifest["shards"] if shard["file"] not in damaged]
+            opened.manifest |= {"shards": shards, "complete": False}
+        if opened.manifest["complete"]:
+            raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
+        return opened
+
+    def begin(self) -> None:
+        """Remove shards that the manifest does not list, and temporary files; write the manifest."""
+        if not self.manifest["shards"]:
+            (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
+        named = {MANIFEST, LOCK, *(shard["file"] for shard in self.manifest["shards"])}
+        for path in self.folder.iterdir():
+            if _is_own_file(path) and path.name not in named:
+                path.unlink()
+        self._save()
+
+    def missing(self, rows: int, shard_rows: int) -> list[int]:
+        """The first source row of every shard that is not finished, of `rows` in all."""
+        finished = {shard["first_row"] for shard in self.manifest["shards"]}
+        return [first for first in range(0, rows, shard_rows) if first not in finished]
+
+    def write(
+        self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], states: Sequence[str] = ()
+    ) -> None:
+        """Write one shard; `entry` (first_row, source_rows, skipped …) is added to the manifest as it is.
+
+        A shard that another process has finished meanwhile is kept instead.
+        states: the columns of raw bytes, an [L, ·] tensor each, its type in the manifest
+        """
+        number = entry["first_row"] // self.manifest["settings"]["shard_rows"]
+        name = f"shard-{number:05d}.arrow"
+        path = self.folder / name
+        temporary = path.with_suffix(f".{uuid4().hex}.arrow.tmp")  # a process of an earlier run may still be writing
+        columns: dict[str, Any] = {
+            "id": datasets.Value("string"),
+            "conversation": datasets.Value("string"),
+            "input_ids": datasets.List(datasets.Value("int32")),
+            "assistant_mask": datasets.List(datasets.Value("bool")),
+            "greedy_ids": datasets.List(datasets.Value("int32")),
+            **dict.fromkeys(states, datasets.Value("large_binary")),
+        }
+        schema = datasets.Features(columns).arrow_schema
+        written = 0
+        with names_path(path), temporary.open("wb") as file:
+            with pa.ipc.new_stream(file, schema) as stream:
+                rows, size = iter(rows), 1 if states else 256
+                while batch := list(itertools.islice(rows, size)):
+                    cells = {key: [row[key] for row in batch] for key in schema.names}
+                    stream.write_batch(pa.RecordBatch.from_pydict(cells, schema=schema))
+                    written += len(batch)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            temporary.unlink()
+            logger.warning("%s was finished by another process; that one is kept", path)
+            return
+        temporary.replace(path)
+        status = path.stat()
+        file_of = {"file": name, "rows": written, "bytes": status.st_size, "xxh3": _checksum(path, status.st_mtime_ns)}
+        entry = {**file_of, **entry, "counts": counts}
+        write_text(path.with_suffix(".json"), json.dumps(entry, ensure_ascii=False))
+
+    def collect(self) -> None:
+        """Take the shards that any process has finished into the manifest."""
+        entries = sorted(self.folder.glob("shard-*.json"))
+        if entries:
+            found = [json.loads(path.read_text(encoding="utf-8")) for path in entries]
+            shards = {shard["first_row"]: shard for shard in [*self.manifest["shards"], *found]}
+            self.manifest["shards"] = [shards[first] for first in sorted(shards)]
+            self._save()
+            for path in entries:
+                path.unlink()
+
+    def kept(self) -> str:
+        """What an interrupted run leaves, and how to go on with it."""
+        self.collect()
+        done = sum(shard["source_rows"] for shard in self.manifest["shards"])
+        if not done:
+            return "no shard was finished: the same command starts again (--shard_rows N makes smaller ones)"
+        rows = self.manifest["data"]["rows"]
+        done_so_far = f"{done} of {rows} conversations are done and kept in {self.folder}"
+        return f"{done_so_far}: the same command, without --overwrite, goes on there"
+
+    def finish(self) -> None:
+        """Mark the folder complete; ValueError if a shard is missing."""
+        self.collect()
+        if self.missing(self.manifest["data"]["rows"], self.manifest["settings"]["shard_rows"]):
+            raise ValueError(f"{self.folder} lacks shards of a process that ended early; run the same command again")
+        self.manifest["complete"] = True
+        self._save()
+        (self.folder / LOCK).unlink(missing_ok=True)
+
+    def _save(self) -> None:
+        totals: Counter[str] = Counter()
+        for shard in self.manifest["shards"]:
+            totals.update(shard["counts"])
+        trained = totals["trained_tokens"]
+        agreement = round(totals["agreeing_tokens"] / trained, 6) if trained else None
+        self.manifest["counts"] = {**totals, "agreement": agreement}
+        write_text(self.folder / MANIFEST, json.dumps(self.manifest, indent=1, ensure_ascii=False))
+
+
+def load_distilled(path: str) -> DistilledDataset:
+    """Open a finished output of `distill`; ValueError when it is missing, unfinished or damaged.
+
+    Of several processes that can wait for each other all must open it: they share the reading of its checksums.
+    """
+    folder = Path(path)
+    if not (folder / MANIFEST).is_file():
+        raise ValueError(f"{path} has no {MANIFEST}; pass the --output folder of scripts/distill.py")
+    manifest = _read_manifest(folder)
+    if not manifest["complete"]:
+        done = len(manifest["shards"])
+        raise ValueError(
+            f"{path} is not complete ({done} shards written); run the same scripts/distill.py command again"
+        )
+    processes, damage = Processes.running(), None
+    for number, shard in enumerate(manifest["shards"]):  # each process reads its share
+        if wrong := _damage(folder, shard, read=number % processes.count == processes.rank):
+            damage = f"{folder / shard['file']} {wrong}"
+            break
+    if (damage := processes.first_of(damage)) is not None:
+        raise ValueError(f"{damage}; the same scripts/distill.py command makes this shard again")
+    files = [str(folder / shard["file"]) for shard in manifest["shards"] if shard["rows"]]
+    if not files:
+        raise ValueError(f"{path} holds no rows: all {manifest['counts'].get('skipped', 0)} were skipped")
+    return DistilledDataset(
+        datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files]), manifest
+    )
+
+
+def _damage(folder: Path, shard: dict[str, Any], read: bool = True) -> str | None:
+    """What is wrong with the file of a shard, None for nothing; older manifests have no checksum to compare.
+
+    read: whether its content is read for that; its size is always compared.
+    """
+    path = folder / shard["file"]
+    if not path.is_file():
+        return "is missing"
+    status = path.stat()
+    if status.st_size != shard["bytes"]:
+        return f"has {status.st_size} bytes instead of {shard['bytes']}"
+    if read and "xxh3" in shard and _checksum(path, status.st_mtime_ns) != shard["xxh3"]:
+        return "has other content than was written (its checksum differs)"
+    return None
+
+
+@functools.cache
+def _checksum(path: Path, changed: int) -> str:
+    """Of a file's content; `changed` is its time stamp, so that a file is read once."""
+    return checksum(path)
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); make the folder again with --overwrite") from None
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {version}, this program reads {FORMAT_VERSION}; make it again with --overwrite"
+        )
+    return manifest
+
+
+def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
+    old, new = (_flatten({key: source.get(key) for key in _HEADER}) for source in (manifest, header))
+    return [
+        f"{key} is {old.get(key)!r} there, {new.get(key)!r} here"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and (key in old or not key.startswith("target.fingerprint"))  # older versions
+    ]
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
+    return flat
+
+
+def _is_own_file(path: Path) -> bool:
+    return (
+        path.name in {MANIFEST, LOCK, f".{MANIFEST}.partial"}
+        or path.name.startswith(TOKEN)
+        or (
+            path.name.lstrip(".").startswith("shard-")
+            and path.name.endswith((".arrow", ".arrow.tmp", ".json", ".json.partial"))
+        )
+    )

@@ -1,0 +1,1 @@
+"""Conversations as text: files of rows, chat templates, tokens and masks, questions."""

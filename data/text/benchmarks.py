@@ -1,0 +1,185 @@
+"""Questions from a local file or a hub id, all as `Question`s. The first row says which form the file has:
+
+{"question_id": 81, "category": "writing", "turns": ["…", "…"]}   FastChat, only `turns` is needed
+{"question": "…", "answer": "… #### 42"}                          GSM8K, scored by the number
+{"task_id": "HumanEval/0", "prompt": "…"}                         HumanEval
+{"conversations": [{"from": "human", "value": "…"}, …]}           ShareGPT, or "messages": user turns are asked
+
+`data.text.row_keys` says which further keys a row may have: a system text, `tools`, `documents` and the like belong to
+every prompt of the question; a key that is unknown, or that nothing reads, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from draft_heads.data.text.conversations import turns_of, with_system
+from draft_heads.data.text.final_number import gsm8k_answer
+from draft_heads.data.text.json_rows import MalformedJson, read_rows
+from draft_heads.data.text.rendering import ConversationError, Messages
+from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, present
+
+__all__ = ["BenchmarkError", "Question", "gsm8k_answer", "load_benchmark"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: `turns` are the user's messages, `reference` is the correct answer where the file has one.
+
+    Its prompts begin with the `system` text where it has one, and `extra` are the chat template's further arguments.
+    """
+
+    question_id: int | str
+    category: str | None
+    turns: list[str]
+    reference: str | None = None
+    numeric: bool = False  # an answer is right if it ends with the reference's number
+    system: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def opening(self) -> Messages:
+        """The messages before the first turn."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+class BenchmarkError(ValueError):
+    """A benchmark that cannot be read; the message names file, line and reason."""
+
+
+def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> list[Question]:
+    """The first `limit` questions of a file or hub id; BenchmarkError with file, row and reason for a bad row."""
+    reader: Callable[[dict[str, Any], int], Question] | None = None
+    found: dict[int | str, tuple[str, Question]] = {}
+    for row, (place, record) in enumerate(islice(read_rows(path_or_hub_id, config=_HUB_CONFIG.get(name)), limit)):
+        try:
+            if isinstance(record, MalformedJson):
+                raise BenchmarkError(str(record))
+            if not isinstance(record, dict):
+                raise BenchmarkError(f"a row is an object, received {_describe(record)}")
+            record = present(record)
+            reader = reader or _reader_of(record)
+            question = reader(record, row)
+            if not isinstance(question.question_id, int | str):
+                raise BenchmarkError(f"an id is a number or a text, received {_describe(question.question_id)}")
+            if question.category is not None and not isinstance(question.category, str):
+                raise BenchmarkError(f"'category' is a text, received {_describe(question.category)}")
+            if question.question_id in found and reader is _conversation:  # ids of conversations are free text
+                question = replace(question, question_id=f"{question.question_id} ({place})")
+            if question.question_id in found:
+                raise BenchmarkError(
+                    f"it has the id {question.question_id!r} of {found[question.question_id][0]}; ids must be unique: "
+                    "change one"
+                )
+        except (BenchmarkError, ConversationError) as error:
+            raise BenchmarkError(f"{path_or_hub_id}, {place}: {error}") from None
+        found[question.question_id] = place, question
+    if not found:
+        raise BenchmarkError(f"{path_or_hub_id} holds no question; pass a file with at least one")
+    return [question for _, question in found.values()]
+
+
+def _reader_of(record: dict[str, Any]) -> Callable[[dict[str, Any], int], Question]:
+    """The reader of the form that a file's first row has."""
+    turns, prompt = record.get("turns"), record.get("prompt")
+    messages = isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt)
+    if messages or (not isinstance(turns, list) and any(key in record for key in TURN_LISTS)):
+        return _conversation
+    if "turns" in record or isinstance(prompt, list):
+        return _fastchat
+    for keys, reader in ((("question", "answer"), _gsm8k), (("task_id", "prompt"), _humaneval)):
+        if set(keys) <= set(record):
+            return reader
+    raise BenchmarkError(
+        "a file of questions has rows with 'turns' (FastChat), 'question' and 'answer' (GSM8K), 'task_id' and 'prompt' "
+        "(HumanEval), 'conversations' or 'messages' (their user turns are asked); received the keys: "
+        f'{", ".join(record) or "none"}; write {{"turns": ["…"]}}'
+    )
+
+
+def _fastchat(record: dict[str, Any], row: int) -> Question:
+    turns = record.get("turns", record.get("prompt"))
+    question_id = record.get("question_id", record.get("prompt_id", row))
+    reference = record.get("reference")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise BenchmarkError(f"'turns' is a non-empty list of texts, received {_describe(turns)}")
+    if isinstance(reference, list):
+        reference = "\n\n".join(map(str, reference)) or None
+    reference = None if reference is None else str(reference)
+    used = {"question_id", "prompt_id", "reference", "turns" if "turns" in record else "prompt"}
+    beside = _beside(record, turns, used)
+    return Question(question_id, record.get("category"), list(turns), reference, **beside)
+
+
+def _gsm8k(record: dict[str, Any], row: int) -> Question:
+    question, answer = _text(record, "question"), _text(record, "answer")
+    if gsm8k_answer(answer) is None:
+        raise BenchmarkError(
+            "the answer of a GSM8K problem ends with its number, as in '#### 42', by which answers are scored; this "
+            f'one ends with {answer[-40:]!r}; add the number, or write {{"turns": ["…"]}}, which is not scored'
+        )
+    beside = _beside(record, [question], {"question", "answer"})
+    return Question(record.get("question_id", row), record.get("category"), [question], answer, numeric=True, **beside)
+
+
+def _humaneval(record: dict[str, Any], row: int) -> Question:
+    task_id, prompt = _text(record, "task_id"), _text(record, "prompt")
+    beside = _beside(record, [prompt], {"prompt", "canonical_solution", "entry_point", "test"})
+    return Question(task_id, None, [prompt], record.get("canonical_solution"), **beside)
+
+
+def _conversation(record: dict[str, Any], row: int) -> Question:
+    """The user's turns after the system text; recorded answers, tools' results after the last question among them, are
+    not read."""
+    turns, key = turns_of(record)
+    messages: Messages = []
+    result = False  # whether a tool's result, which the target's own answer may not ask for, came before
+    for number, turn in enumerate(turns, start=1):
+        message, unknown = message_of(turn)
+        role, further = message["role"], message.keys() - {"role", "content", "trained"}
+        result |= role == "tool"
+        if (role == "user" and result) or (role == "system" and number > 1):
+            found = "a tool turn before a user's" if role == "user" else f"one as turn {number}"
+            raise BenchmarkError(
+                f"a system turn is the first, and no tool turn stands before a question; received {found}"
+            )
+        if role == "user" and (further or not message["content"].strip()):
+            what = f"the key {sorted(further)[0]!r}" if further else _describe(message["content"])
+            raise BenchmarkError(f"the user's turns are non-empty texts and nothing else, received {what}")
+        if unknown:
+            raise BenchmarkError(f"{unknown[0]}; take it out")
+        if role in ("system", "user"):
+            messages.append(message)
+    beside = _beside(record, turns, {key, *TURN_LISTS})
+    messages = with_system(messages, beside["system"])
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    if not texts:
+        raise BenchmarkError("the user's turns are non-empty texts, received none")
+    beside["system"] = messages[0]["content"] if messages[0]["role"] == "system" else None
+    row_id = record.get("id")
+    return Question(f"row-{row + 1}" if row_id is None else row_id, record.get("category"), texts, **beside)
+
+
+def _beside(record: dict[str, Any], turns: Sequence[Any], used: Collection[str]) -> dict[str, Any]:
+    """The fields `system` and `extra` of a question, of what its row has beside the keys that are `used`."""
+    further = further_of_row(record, turns, used)
+    if further.unknown:
+        raise BenchmarkError(f"{further.unknown[0]}; take it out")
+    return {"system": further.system, "extra": further.extra}
+
+
+_HUB_CONFIG = {"gsm8k": "main"}
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str) or not value:
+        raise BenchmarkError(f"{key!r} is a non-empty text, received {_describe(value)}")
+    return value
+
+
+def _describe(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"

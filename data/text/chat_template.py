@@ -1,0 +1,66 @@
+"""Tokenizers with a chat template: their own, a .jinja file, or one that is bundled in configs/chat_templates."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+BUNDLED = Path(__file__).resolve().parents[2] / "configs" / "chat_templates"
+CHAT_TEMPLATE_HELP = (
+    "chat template in place of the tokenizer's own: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
+)
+
+
+def read_chat_template(name_or_path: str) -> str:
+    """The text of a bundled chat template, by its bare name, or of a .jinja file; ValueError for anything else."""
+    bundled = {path.stem: path for path in sorted(BUNDLED.glob("*.jinja"))}
+    path = bundled.get(name_or_path, Path(name_or_path))
+    if not path.is_file():
+        raise ValueError(
+            f"--chat_template {name_or_path} is neither a file nor a bundled template; pass a .jinja file or one of "
+            f"{', '.join(bundled)}"
+        )
+    try:
+        template = path.read_text(encoding="utf-8-sig")  # without the mark that some editors put in front
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--chat_template {name_or_path} is a text in UTF-8; this file has other bytes at {error.start}; save it "
+            "as UTF-8"
+        ) from None
+    if not template.strip():
+        raise ValueError(
+            f"--chat_template {name_or_path} is empty; pass a file with a chat template, or leave the option out for "
+            "the tokenizer's own"
+        )
+    return template
+
+
+def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or behind a hub id; `chat_template` (a name or a file) replaces its own."""
+    template = None if chat_template is None else read_chat_template(chat_template)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def load_chat_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """As `load_tokenizer`, for --tokenizer; one without a chat template gets Vicuna's, which a line says.
+
+    ValueError if there is no tokenizer.
+    """
+    template = read_chat_template("vicuna" if chat_template is None else chat_template)
+    try:
+        tokenizer = load_tokenizer(path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--tokenizer {path} is no tokenizer's folder or hub id ({reason}); check the path") from None
+    if chat_template is None and not tokenizer.chat_template:
+        logger.warning("--tokenizer %s has no chat template: --chat_template vicuna is taken", path)
+    if chat_template is not None or not tokenizer.chat_template:
+        tokenizer.chat_template = template
+    return tokenizer

@@ -1,0 +1,234 @@
+"""Messages to text through the tokenizer's own chat template, in the form that it reads, and nothing left out."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from draft_heads.data.text.template_probe import QUESTION, Messages, TemplateProbe, as_parts, roles_of_parts
+from draft_heads.data.text.template_reads import unread_key
+
+Extra = Mapping[str, Any] | None
+"""What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
+
+PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be used; the message says why and what to do."""
+
+
+class ControlTokenError(ConversationError):
+    """A text that holds a control token; `turn` is the index of its message, 0 beside the messages."""
+
+    def __init__(self, message: str, turn: int) -> None:
+        super().__init__(message)
+        self.turn = turn
+
+
+def check_unicode(text: str) -> None:
+    """ConversationError for a text with a lone surrogate, which tokenizers refuse; JSON escapes can make one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConversationError(
+            f"a text must be valid Unicode; got {text[error.start]!r}, half a character or stray byte; send it as UTF-8"
+        ) from None
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that mark turns and channels and are no text, EOS included."""
+    special = set(tokenizer.all_special_ids)
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return frozenset(special - ({tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}))
+
+
+class ChatText:
+    """Renders with one tokenizer's chat template.
+
+    ValueError without a template or token offsets, and for a template that renders no user's text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_token_ids: Collection[int] = ()) -> None:
+        """end_token_ids: the target's, where it has others than the tokenizer's EOS."""
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template with "
+                "the one the target was trained on: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
+            )
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"the assistant mask needs token offsets and {type(tokenizer).__name__} has none; load the fast "
+                "tokenizer (a folder with tokenizer.json)"
+            )
+        self.tokenizer = tokenizer
+        self.has_generation_block = bool(_GENERATION_BLOCK.search(tokenizer.get_chat_template()))
+        self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
+        self._special = special_token_ids(tokenizer) | self._end_token_ids
+        # beside them what else a tokenizer never splits, as DeepSeek's <｜User｜> or Gemma's runs of line breaks
+        added = {token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
+        self._marks = frozenset(self._special | added - {tokenizer.bos_token_id, tokenizer.unk_token_id})
+        try:
+            tokenizer.apply_chat_template([QUESTION], tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path!r} is no Jinja template (line {error.lineno}: {error}); "
+                "mend it, or pass another --chat_template"
+            ) from None
+        except _TEMPLATE_ERRORS:
+            pass  # it may refuse this sample
+        self._parts: frozenset[str] = frozenset()  # the roles whose text is passed as content parts
+        try:
+            self._parts = roles_of_parts(self.text)
+        except ValueError as error:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path!r} cannot be used: {error}; pass --chat_template"
+            ) from None
+        self.probe = TemplateProbe(self.text, self._encode, frozenset(self._special), self._marks)
+        self._rules_shown: set[str] = set()  # the roles that end conversations in which a system text is shown
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a recorded answer."""
+        return self.closing | self._end_token_ids
+
+    @cached_property
+    def closing(self) -> frozenset[int]:
+        """`TemplateProbe.closing`; every special token where the template refuses the samples that show it."""
+        return frozenset(self._special) if self.probe.closing is None else self.probe.closing
+
+    @cached_property
+    def may_rewrite(self) -> bool:
+        """See `TemplateProbe.may_rewrite`."""
+        return self.probe.may_rewrite(self.tokenizer.get_chat_template())
+
+    def text(self, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None) -> str:
+        """The messages as text; ConversationError where the chat template refuses them."""
+        arguments = self._arguments(extra)
+        try:
+            text: Any = self.tokenizer.apply_chat_template(
+                self._for_template(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
+            )
+            return text
+        except _TEMPLATE_ERRORS as error:
+            raise ConversationError(
+                f"the chat template of {self.tokenizer.name_or_path!r} refuses the conversation "
+                f"(roles {[m.get('role') for m in messages]}): {error}"
+            ) from None
+
+    def check_texts(self, messages: Messages, answers: bool = True, extra: Extra = None) -> None:
+        """ControlTokenError where a text of a message or of `extra` holds a token that marks turns, as `<|im_end|>`.
+
+        The tokenizer would make the token itself of it, which ends or begins a turn for the target. Other special
+        tokens (`<filename>`) are texts as any.
+
+        answers: read the assistant's texts too; the target's own may hold what it has generated
+        """
+        said = [(number, f"turn {number} ({m.get('role')})", m) for number, m in enumerate(messages)]
+        said += [(0, repr(name), {name: value}) for name, value in (extra or {}).items()]
+        for number, where, mapping in said:
+            role = mapping.get("role")
+            if role == "assistant" and not answers:
+                continue
+            control = self._control if role == "assistant" else self._control | self._in_source
+            for text in _texts({key: value for key, value in mapping.items() if key != "role"}):
+                if found := next((token for token in control if token in text), None):
+                    raise ControlTokenError(
+                        f"a control token in someone's text: {found!r} in {where} would be encoded as "
+                        "that token and not as its characters; write it otherwise, for example with a space",
+                        number,
+                    )
+
+    def check_read(self, messages: Messages, extra: Extra = None) -> None:
+        """ConversationError for a key of a message or of `extra` that the chat template does not read."""
+        template = self.tokenizer.get_chat_template(tools=(extra or {}).get("tools"))
+        if key := unread_key(template, self.text, messages, extra):
+            raise ConversationError(
+                f"the chat template of {self.tokenizer.name_or_path!r} does not read {key}, which the conversation "
+                "has; take it out, or pass --chat_template with a template that reads it"
+            )
+
+    @cached_property
+    def _control(self) -> frozenset[str]:
+        """The added tokens that mark turns and channels, begin or end texts, or fill them up."""
+        tokenizer = self.tokenizer
+        ids = self.ends | self.probe.marks | {tokenizer.bos_token_id, tokenizer.pad_token_id}
+        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if i != tokenizer.unk_token_id}
+        return frozenset(added[i] for i in ids if i in added)
+
+    @cached_property
+    def _in_source(self) -> frozenset[str]:
+        """The special tokens that the template may write, as those around tool calls."""
+        source = self.tokenizer.get_chat_template()
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(added[i].content for i in self._special & added.keys() if added[i].content in source)
+
+    def _for_template(self, messages: Messages) -> Messages:
+        """The messages without `trained`, which is for the mask alone, their texts in the form that is read."""
+        read = [{key: value for key, value in message.items() if key != "trained"} for message in messages]
+        return [as_parts(message) if message.get("role") in self._parts else message for message in read]
+
+    def _arguments(self, extra: Extra) -> dict[str, Any]:
+        """The further arguments; ConversationError for a name that is `apply_chat_template`'s own."""
+        if not extra:
+            return {}
+        own = set(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"tools", "documents", "kwargs"}
+        if taken := own & set(extra):
+            raise ConversationError(
+                f"a chat template's further arguments are named otherwise than {', '.join(sorted(own))}; got "
+                f"{', '.join(sorted(taken))}; leave it out"
+            )
+        return dict(extra)
+
+    def _check_shown(self, text: str, messages: Messages, extra: Extra, add_generation_prompt: bool) -> None:
+        """ConversationError where `text`, the rendering of `messages`, leaves out what someone said.
+
+        Answers that are to be trained on are looked for when they are located.
+        """
+        for number, message in enumerate(messages):
+            content, role = message.get("content"), message["role"]
+            said = role in ("system", "user") or (role == "assistant" and add_generation_prompt)
+            if not said or not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
+                continue
+            ending = messages[-1]["role"]  # on which it may depend whether a system text is shown
+            if content.strip() in text and (role != "system" or ending in self._rules_shown):
+                continue
+            placeholder = self._placeholder(messages)
+            replaced = [*messages[:number], {**message, "content": placeholder}, *messages[number + 1 :]]
+            if placeholder not in self.text(replaced, add_generation_prompt, extra):
+                raise ConversationError(
+                    f"the chat template leaves out the {role}'s text of a conversation that ends with the {ending}'s "
+                    f"turn: {content[:40]!r} (turn {number}); leave it out or put it into another turn, or pass a "
+                    "--chat_template that renders it"
+                )
+            if role == "system":
+                self._rules_shown.add(ending)
+
+    def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        check_unicode(text)
+        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+
+    def _placeholder(self, messages: Messages) -> str:
+        placeholder = PLACEHOLDER
+        while any(placeholder in str(message.get("content")) for message in messages):
+            placeholder += "X"
+        return placeholder
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value of JSON, keys left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)

@@ -1,0 +1,313 @@
+"""Conversations from ShareGPT or messages JSON(L), or a hub id, as rows that `conversation_of` reads.
+
+    [{"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}]
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+
+`data.text.row_keys` says which further keys a row and a turn may have, and what becomes of them. The first bad row
+stops the load with file, row and reason. With `skip_bad_rows` its sound turns are kept: assistant turns before the
+first user turn and unknown keys are left out, and the conversation ends before the first bad turn. A row without a
+question and its answer is dropped, as is one with a key that changes its text and that nothing reads. Every row that
+was trimmed or dropped is listed. `data.text.rendering` turns messages into token ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from draft_heads.data.text.json_rows import MalformedJson, read_rows
+from draft_heads.data.text.rendering import ConversationError, Messages
+from draft_heads.data.text.row_keys import TOOL_CALLS, TURN_LISTS, TURN_TEXTS, further_of_row, message_of, present
+
+if TYPE_CHECKING:  # decoding and benchmarks need no `datasets`
+    import datasets
+
+logger = logging.getLogger(__name__)
+
+SKIP_BAD_ROWS_HELP = "keep the sound turns of bad rows, and list what is left out, instead of stopping"
+_EARLY_ANSWER = "an assistant turn before the first user turn"
+_ARGUMENTS = "chat_template_kwargs"
+
+
+class Conversation(NamedTuple):
+    """Messages as chat templates read them, and the template's further arguments (`tools`, `documents`, …)."""
+
+    messages: Messages
+    extra: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """Names a conversation by what is asked in it; rows of one key are held out together."""
+        questions = [turn for turn in self.messages if turn["role"] in ("system", "user")]
+        return hashlib.sha256(json.dumps([questions, self.extra], sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def untrained(self) -> tuple[int, ...]:
+        """Which of its answers are not to be trained on."""
+        answers = [turn for turn in self.messages if turn["role"] == "assistant"]
+        return tuple(number for number, turn in enumerate(answers) if not turn.get("trained", True))
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """One fault of one row."""
+
+    place: str  # "line 3" of a JSONL file, else "row 3"
+    reason: str  # "an empty answer"
+    detail: str = ""  # "turn 4", or what is wrong with the JSON
+    kept_turns: int = 0  # 0: the row is dropped
+
+    @property
+    def outcome(self) -> str:
+        return "trimmed" if self.kept_turns else "dropped"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass
+class Conversations:
+    """What was read of a source, and what is wrong with its rows."""
+
+    source: str
+    dataset: datasets.Dataset  # `conversation_of` reads its rows; also id, and place in its file: "line 3" or "row 3"
+    bad_rows: list[BadRow] = field(default_factory=list)  # in the order of the file
+    repeated: int = 0  # rows left out because an earlier one asks the same (`generate`)
+
+
+def load_conversations(source: str, split: str = "train", skip_bad_rows: bool = False) -> datasets.Dataset:
+    """The rows of a JSON or JSONL file, a dataset folder or a hub id; see `read_conversations` for the bad ones."""
+    return read_conversations(source, split, skip_bad_rows).dataset
+
+
+def read_conversations(
+    source: str, split: str = "train", skip_bad_rows: bool = False, limit: int | None = None, generate: bool = False
+) -> Conversations:
+    """Read `source` up to the `limit`th sound row; ConversationError at the first bad row unless `skip_bad_rows`.
+
+    generate: the target will write the answers, so rows need none, and those that ask what an earlier row asks are
+    left out and counted
+    """
+    import datasets
+
+    found = Conversations(source, datasets.Dataset.from_dict({}))
+    ids, places, conversations = list[str](), list[str](), list[Conversation]()
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for place, record in read_rows(source, split):
+        row_id, conversation, faults = _sound_part(place, record, generate)
+        if faults and not skip_bad_rows:
+            raise ConversationError(
+                f"{source}, {faults[0]}; repair the row, or pass --skip_bad_rows to keep the sound turns of such rows "
+                "and list what is left out"
+            )
+        found.bad_rows += faults
+        if not conversation.messages:
+            continue
+        if generate:
+            asked = conversation.key, conversation.untrained
+            if asked in seen:
+                found.repeated += 1
+                continue
+            seen.add(asked)
+        ids.append(row_id)
+        places.append(place)
+        conversations.append(conversation)
+        if len(ids) == limit:
+            break
+    for line in count_by_reason(found.bad_rows):
+        logger.warning("%s: %s", source, line)
+    if not ids:
+        bad = found.bad_rows
+        reason = f"all {len(bad)} rows are bad, the first: {bad[0]}" if bad else "no rows"
+        raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")
+    found.dataset = _stored(ids, places, conversations)
+    return found
+
+
+def _stored(ids: list[str], places: list[str], conversations: list[Conversation]) -> datasets.Dataset:
+    """Rows with the keys that occur as columns; what is no text is JSON, which Arrow neither fills up nor converts."""
+    import datasets
+
+    text = datasets.Value("large_string")  # a column of "string" ends at 2 GiB
+    types = {"role": text, "content": text, **dict.fromkeys((*TURN_TEXTS, TOOL_CALLS), text)}
+    types["trained"] = datasets.Value("bool")
+    occurring = {key for conversation in conversations for turn in conversation.messages for key in turn}
+    turn_types = {key: kind for key, kind in types.items() if key in occurring}
+
+    def cell(turn: dict[str, Any], key: str) -> Any:
+        return json.dumps(turn[key]) if key == TOOL_CALLS and key in turn else turn.get(key)
+
+    rows = [[{key: cell(turn, key) for key in turn_types} for turn in one.messages] for one in conversations]
+    columns: dict[str, list[Any]] = {"id": ids, "place": places, "messages": rows}
+    features: dict[str, Any] = {"id": text, "place": text, "messages": datasets.List(turn_types)}
+    if any(conversation.extra for conversation in conversations):
+        columns[_ARGUMENTS] = [json.dumps(one.extra) if one.extra else None for one in conversations]
+        features[_ARGUMENTS] = text
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def conversation_of(row: Mapping[str, Any]) -> Conversation:
+    """The conversation of a row that `read_conversations` stored."""
+    messages = [present(turn) for turn in row["messages"]]
+    for turn in messages:
+        if TOOL_CALLS in turn:
+            turn[TOOL_CALLS] = json.loads(turn[TOOL_CALLS])
+    return Conversation(messages, json.loads(row.get(_ARGUMENTS) or "{}"))
+
+
+def count_by_reason(bad_rows: Sequence[BadRow]) -> list[str]:
+    """`3 rows trimmed: an empty answer (line 4, line 9, …)` for each outcome and reason, the most frequent first."""
+    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for bad in bad_rows:
+        places[bad.outcome, bad.reason].append(bad.place)
+    return [
+        f"{len(rows):,} {'row' if len(rows) == 1 else 'rows'} {outcome}: {reason} ({', '.join(rows[:3])}"
+        f"{', …' if len(rows) > 3 else ''})"
+        for (outcome, reason), rows in sorted(places.items(), key=lambda item: -len(item[1]))
+    ]
+
+
+def parse_record(record: Any) -> Conversation:
+    """The conversation of one ShareGPT or messages record; ConversationError with the reason if it is bad."""
+    _, conversation, faults = _sound_part("row 1", record)
+    if faults:
+        raise ConversationError(str(faults[0]).removeprefix("row 1: "))
+    return conversation
+
+
+def turns_of(record: Any) -> tuple[list[Any], str]:
+    """(turns, the key of the row that holds them); ConversationError for a record that has no turns, or two lists."""
+    if not isinstance(record, dict):
+        raise ConversationError(f"a row is an object, received {type(record).__name__}")
+    row = present(record)
+    lists = [key for key in TURN_LISTS if key in row]
+    # an empty list is a column of the other form
+    found = [key for key in lists if row[key] != []] or [key for key in ("prompt",) if key in row] or lists[:1]
+    if len(found) > 1 and not _same_turns(row[found[0]], row[found[1]]):
+        raise ConversationError(f"a row has one list of turns, received {found[0]!r} and {found[1]!r}, which differ")
+    if not found:
+        keys = ", ".join(sorted(map(str, row))) or "none"
+        raise ConversationError(f"a row has the key 'conversations' or 'messages', received the keys {keys}")
+    turns = row[found[0]]
+    if found[0] == "prompt" and isinstance(turns, str):
+        turns = [{"role": "user", "content": turns}]
+    if not isinstance(turns, list):
+        raise ConversationError(f"the turns are a list, received {type(turns).__name__}")
+    return turns, found[0]
+
+
+def _same_turns(one: Any, other: Any) -> bool:
+    """Whether two lists hold the same turns, be it in two forms."""
+    if one == other or not (isinstance(one, list) and isinstance(other, list)):
+        return bool(one == other)
+    return [message_of(turn) for turn in one] == [message_of(turn) for turn in other]
+
+
+def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, Conversation, list[BadRow]]:
+    """(id, sound part, faults) of a record; no messages: it is dropped. A sound record has no faults."""
+    faults: dict[str, str] = {}  # reason → detail
+    unknown: dict[str, str] = {}  # the same for what is left out of turns that are kept
+    try:
+        if isinstance(record, MalformedJson):
+            raise ConversationError(str(record))
+        turns, key = turns_of(record)
+        names = ("from", "value") if key == "conversations" else ("role", "content")
+        messages = _sound_turns(turns, names, generate, faults, unknown)
+        further = further_of_row(record, turns, used=(key, *TURN_LISTS))
+        unknown |= dict.fromkeys(further.unknown, "")
+        messages = with_system(messages, further.system)
+        _check_encodable(further.system, further.extra)
+    except ConversationError as error:
+        reason, _, detail = str(error).partition(": ")
+        return "", Conversation([], {}), [BadRow(place, reason, detail)]
+    if lacking := _lacking(messages, generate):
+        messages = []
+        if not faults:
+            faults[lacking] = ""
+    row_id = record.get("id")
+    name = f"row-{place.split()[1]}" if row_id is None else _encodable(str(row_id))
+    found = [BadRow(place, *fault, len(messages)) for fault in (faults | unknown).items()]
+    return name, Conversation(messages, further.extra), found
+
+
+def _sound_turns(
+    turns: list[Any], names: tuple[str, str], generate: bool, faults: dict[str, str], unknown: dict[str, str]
+) -> Messages:
+    """The messages of the sound turns; what is wrong with others, and which keys are left out, goes into the dicts."""
+    messages: Messages = []
+    for number, turn in enumerate(turns, start=1):
+        try:
+            message, left_out = message_of(turn, names)
+            _check_encodable(message)
+            fault = _fault(message, messages, generate)
+        except ConversationError as error:
+            fault = str(error)
+        if fault is None:
+            messages.append(message)
+            for reason in left_out:
+                unknown.setdefault(reason, f"turn {number}")
+        else:
+            faults.setdefault(fault, f"turn {number}")
+            if fault != _EARLY_ANSWER:
+                break
+    return messages
+
+
+def _fault(message: dict[str, Any], before: Messages, generate: bool) -> str | None:
+    """Why a message cannot follow the sound messages `before` it; None if it can."""
+    role, last = message["role"], before[-1]["role"] if before else "system"
+    if role == "assistant" and last == "system":
+        return _EARLY_ANSWER
+    if role == "system" and before:
+        return "a system turn that is not the first turn"
+    if role == "tool" and last not in ("assistant", "tool"):
+        return "a tool turn that follows no assistant turn"
+    if role == "tool" and generate:
+        return "a tool turn: the target, which answers anew, may call no tool or another"
+    if role == last in ("user", "assistant"):
+        return f"two {role} turns in a row"
+    if role == "assistant" and not (generate or message["content"].strip() or TOOL_CALLS in message):
+        return "an empty answer"
+    return None
+
+
+def with_system(messages: Messages, system: str | None) -> Messages:
+    """The messages after the system text that the row has beside its turns."""
+    if system is None or not messages:
+        return messages
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"].strip() != system.strip():
+        raise ConversationError(
+            "a row has one system text, received one beside the turns and another in the first turn"
+        )
+    return messages
+
+
+def _lacking(messages: Messages, generate: bool) -> str | None:
+    """What a conversation lacks to be trained on."""
+    if not messages:
+        return "the conversation is empty"
+    answers = [turn for turn in messages if turn["role"] == "assistant"]
+    if generate:  # an answer follows every question
+        questions = sum(turn["role"] == "user" for turn in messages)
+        answers += [{} for _ in range(questions - len(answers))]
+    if not answers:
+        return f"the conversation has no {'user' if generate else 'assistant'} turn"
+    return None if any(turn.get("trained", True) for turn in answers) else "no answer is to be trained on"
+
+
+def _check_encodable(*values: Any) -> None:
+    text = json.dumps(values, ensure_ascii=False)
+    if _encodable(text) != text:
+        raise ConversationError("half a surrogate pair, which is no character")
+
+
+def _encodable(text: str) -> str:
+    """`text` with half surrogate pairs, which JSON escapes can hold and UTF-8 cannot, replaced by `?`."""
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,326 @@
+"""Messages to token ids through the tokenizer's own chat template, and which of them the assistant wrote.
+
+The assistant's tokens of a turn are those the target would have to generate after the rendered prompt, its
+end-of-turn token included and nothing after it. Example, ChatML:
+
+    <|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n Hello . <|im_end|> \\n
+    0            0    0  0  0          0  0            0         0  1     1 1          0
+
+Every assistant turn is located by rendering the conversation again with a placeholder in its place: the text before and
+after the placeholder is the template's, and the rest of the real rendering is the turn. It starts where the generation
+prompt ends, or behind what the template puts there before each answer (`<|channel|>final<|message|>`). It ends with the
+first token that follows it and ends an answer: an end token of the target, or the special token with which the template
+closes answers. A token that ends no answer, as the next role's, is not trained, and neither is anything between. A
+`{% generation %}` block chooses among the turns, and leaves out a part of one where it encloses less; what else it
+encloses is not trained.
+
+Templates that drop parts of earlier turns (thoughts, an analysis channel) or that end the last turn with another token
+are rendered as they are: an earlier answer is what the template leaves of it, the last one is everything the target
+would write after the generation prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from draft_heads.data.text.chat_text import PLACEHOLDER, ChatText, ConversationError, Extra, check_unicode
+from draft_heads.data.text.template_probe import Messages
+
+__all__ = ["ConversationError", "Extra", "Messages", "check_unicode"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Rendering(NamedTuple):
+    """A conversation, its text and its tokens."""
+
+    messages: Messages
+    extra: Extra
+    text: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class _Turn(NamedTuple):
+    """Character positions of one assistant turn in the rendered text."""
+
+    start: int  # where the target would start to write
+    aligned: bool  # whether `start` is the end of the generation prompt: tokens that begin before it are the prompt's
+    content: int  # end of the content
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None) -> list[int]:
+    """Token ids of `messages` with the generation prompt: what the target is asked to continue."""
+    return ChatRenderer(tokenizer).prompt(messages, extra)
+
+
+def render_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, extra: Extra = None
+) -> tuple[list[int], list[bool]]:
+    """(input_ids [L], assistant_mask [L]) of a whole conversation; ConversationError if the mask is all 0 or all 1."""
+    return ChatRenderer(tokenizer).conversation(messages, extra)
+
+
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase | None, configured: int | list[int] | None = None
+) -> tuple[int, ...]:
+    """The tokens that end an answer, ascending; the one rule for labels and decoding.
+
+    The tokenizer's EOS, the special token with which its chat template closes a turn, and `configured`, the EOS tokens
+    of the generation config. A model that was trained on its chat template ends a turn with the template's token even
+    where the generation config names another.
+    """
+    ends: set[int | None] = set(configured) if isinstance(configured, list) else {configured}
+    if tokenizer is not None:
+        ends.add(tokenizer.eos_token_id)
+        if tokenizer.chat_template:
+            try:
+                ends.add(ChatRenderer(tokenizer).end_of_turn())
+            except ValueError as error:
+                logger.warning("the chat template's end-of-turn token is unknown: %s", error)
+    return tuple(sorted(end for end in ends if end is not None))
+
+
+def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffold: Sequence[int]) -> list[int]:
+    """The tokens of an answer that later turns have: without end tokens at the end, and from behind the scaffold.
+
+    scaffold: what the template puts before an answer (`TemplateProbe.scaffold`). An answer that begins as it does is in
+    several channels (gpt-oss); what it says follows the scaffold. Example, scaffold 7 8 and end 2: 7 5 4 7 8 6 2 → 6;
+    3 7 8 6 2 → 3 7 8 6.
+    """
+    stop = len(answer)
+    while stop and answer[stop - 1] in end_token_ids:
+        stop -= 1
+    kept, size, before = list(answer[:stop]), len(scaffold), list(scaffold)
+    if size and kept[:1] == before[:1]:
+        found = (i + size for i in range(len(kept) - size + 1) if kept[i : i + size] == before)
+        kept = kept[next(found, 0) :]
+    return kept
+
+
+def scaffold_of(tokenizer: PreTrainedTokenizerBase | None, end_token_ids: Collection[int]) -> tuple[int, ...]:
+    """`TemplateProbe.scaffold`; () without a chat template, and for one that cannot be used, of which a line tells."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return ()
+    try:
+        return ChatRenderer(tokenizer, end_token_ids).probe.scaffold
+    except ValueError as error:
+        logger.warning("answers are shown whole: %s", error)
+        return ()
+
+
+class ChatRenderer(ChatText):
+    """Messages to tokens and the assistant's mask, with one tokenizer's chat template."""
+
+    # ---- rendering ------------------------------------------------------------------------------
+
+    def prompt(self, messages: Messages, extra: Extra = None) -> list[int]:
+        """Token ids [L] of `messages` with the generation prompt."""
+        text = self.text(messages, add_generation_prompt=True, extra=extra)
+        self._check_shown(text, messages, extra, add_generation_prompt=True)
+        self.check_read(messages, extra)
+        return self._encode(text)[0]
+
+    def answer_text(self, answer: Sequence[int], end_token_ids: Collection[int]) -> tuple[str, bool]:
+        """The text of `answer_tokens`, stripped, and whether that is all of the answer."""
+        kept = answer_tokens(answer, end_token_ids, self.probe.scaffold)
+        text = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text).strip(), kept == answer_tokens(answer, end_token_ids, ())
+
+    def conversation(self, messages: Messages, extra: Extra = None) -> tuple[list[int], list[bool]]:
+        """(input_ids [L], assistant_mask [L]); see the module's docstring."""
+        if all(message.get("trained") is False for message in messages if message["role"] == "assistant"):
+            raise ConversationError("no assistant turn is to be trained on; leave the conversation out")
+        text = self.text(messages, extra=extra)
+        self._check_shown(text, messages, extra, add_generation_prompt=False)
+        self.check_read(messages, extra)
+        whole = _Rendering(messages, extra, text, *self._encode(text))
+        marked = self._marked(whole) if self.has_generation_block else None
+        mask = [False] * len(whole.ids)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant" and message.get("trained") is not False:
+                first, last = self._token_span(whole, number, marked)
+                mask[first:last] = [True] * (last - first)
+        enclosed = mask if marked is None else [trained or mark for trained, mark in zip(mask, marked)]
+        if all(enclosed) or not any(mask):
+            found = "no token" if not any(mask) else "every token"
+            raise ConversationError(
+                f"{found} of the conversation is the assistant's (starts {text[:60]!r}); check that its assistant "
+                "turns are not empty and that the chat template renders both roles, and that a "
+                "{% generation %} block, where it has one, encloses what the assistant writes and nothing else"
+            )
+        return whole.ids, mask
+
+    def next_turn(self, messages: Messages, extra: Extra = None) -> list[int]:
+        """Token ids from after the last answer's end-of-turn token to the end of the next generation prompt.
+
+        `messages` ends with assistant, user. Example, ChatML: `\n <|im_start|> user \n … <|im_start|> assistant \n`.
+        The answer's own tokens are kept as generated: only what follows them is rendered, after a placeholder.
+        """
+        *_, answer, question = messages
+        if (answer["role"], question["role"]) != ("assistant", "user"):
+            raise ValueError(f"next_turn needs assistant, user at the end, received {[m['role'] for m in messages]}")
+        placeholder = self._placeholder(messages)
+        before = messages[:-2] + [{**answer, "content": placeholder}]
+        text = self.text(before + [question], add_generation_prompt=True, extra=extra)
+        end = _end_of_placeholder(text, placeholder)
+        ids, offsets = self._encode(text)
+        own = end + len(_common_prefix(text[end:], self.text(before, extra=extra).rpartition(placeholder)[2]))
+        first = _first_token(offsets, end)
+        stop = _end_between(first, own, ids, offsets, self.closing)
+        return ids[stop if stop is not None else first :]
+
+    def end_of_turn(self) -> int | None:
+        """The added token the template closes an answer with, None when it has none."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}]
+        text = self.text(messages)
+        ids, offsets = self._encode(text)
+        end = _end_of_placeholder(text, PLACEHOLDER)
+        return next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._marks), None)
+
+    # ---- turns ---------------------------------------------------------------------------------------------
+
+    def _token_span(self, whole: _Rendering, number: int, marked: list[bool] | None) -> tuple[int, int]:
+        """[first, last) token to train of the assistant's turn `number`."""
+        text, ids, offsets = whole.text, whole.ids, whole.offsets
+        turn = self._located(whole, number) or self._marked_turn(whole, number, marked)
+        begins = (end > turn.start and (start >= turn.start or not turn.aligned) for start, end in offsets)
+        first = next((i for i, found in enumerate(begins) if found), len(ids))
+        last = first
+        while last < len(ids) and offsets[last][0] < turn.content:
+            if ids[last] in self.ends and offsets[last][1] > turn.content:
+                break  # an end token that takes whitespace before it along
+            last += 1
+        after = last
+        while after < len(ids) and ids[after] not in self.ends and not text[slice(*offsets[after])].strip():
+            after += 1
+        if after < len(ids) and ids[after] in self.ends:
+            stop: int | None = after + 1
+        else:
+            stop = _end_between(last, self._own_end(whole, number, turn), ids, offsets, self.ends)
+        if marked is None:
+            return first, stop or last
+        return _marked_part(turn, first, stop or last, text, offsets, marked)
+
+    def _located(self, whole: _Rendering, number: int) -> _Turn | None:
+        """Characters of the assistant's turn `number`; None where the rendering does not show where it is."""
+        messages, extra, text = whole.messages, whole.extra, whole.text
+        message, history, rest = messages[number], messages[:number], messages[number + 1 :]
+        placeholder = self._placeholder(messages)
+        prompt = self.text(history, add_generation_prompt=True, extra=extra)
+        filled, bare = {**message, "content": placeholder}, {"role": "assistant", "content": placeholder}
+        before, found, after = self.text([*history, filled, *rest], extra=extra).partition(placeholder)
+        template = before  # what stands before an answer that is nothing but its text
+        if message.keys() - {"role", "content", "trained"}:
+            with suppress(ConversationError):  # a template that needs the further keys
+                template = self.text([*history, bare, *rest], extra=extra).partition(placeholder)[0]
+        content = len(text) - len(after)
+        wordless = not str(message.get("content") or "").strip()  # nothing but tool calls
+        if not found or placeholder in after or not text.endswith(after):
+            return _Turn(len(prompt), True, len(prompt)) if wordless and text.startswith(prompt) else None
+        if text.startswith(template) and before == template:
+            start, aligned = len(before), False
+            if text.startswith(prompt) and len(prompt) > start:  # the prompt begins the answer (a thought)
+                start, aligned = len(prompt), True
+            elif before.startswith(prompt) and not before[len(prompt) :].strip():
+                # The target writes the whitespace between the generation prompt and the content: "ASSISTANT:" is the
+                # prompt, " Hello." the answer.
+                start, aligned = len(prompt), True
+        elif text.startswith(prompt):  # the template moves thoughts out of the content; the target writes them too
+            start, aligned = len(prompt), True
+        else:  # the same, behind a prompt that begins the thought in another way
+            start, aligned = len(_common_prefix(text, prompt)), False
+            if start < len(_common_prefix(self.text(history, extra=extra), prompt)):
+                return None
+        # Without words, a break between words and calls is missing: it is taken for that before the words.
+        overlap = wordless and not text[content:start].strip()
+        return _Turn(start, aligned, content) if start <= content or overlap else None
+
+    def _own_end(self, whole: _Rendering, number: int, turn: _Turn) -> int:
+        """Where the text ends that the template adds for a turn, whatever follows it."""
+        if number + 1 == len(whole.messages):
+            return len(whole.text)
+        placeholder, message = self._placeholder(whole.messages), whole.messages[number]
+        replaced = [*whole.messages[:number], {**message, "content": placeholder}]
+        owns = [self.text(replaced, extra=whole.extra).rpartition(placeholder)[2]]
+        if turn.start == turn.content:  # tool calls without words: the break before them may be missing
+            owns += [owns[0].lstrip(), self.text(whole.messages[: number + 1], extra=whole.extra)[turn.start :]]
+        return turn.content + max(len(_common_prefix(whole.text[turn.content :], own)) for own in owns)
+
+    # ---- {% generation %} blocks ---------------------------------------------------------------------------
+
+    def _marked(self, whole: _Rendering) -> list[bool]:
+        """The tokens [L] that the template's blocks enclose."""
+        messages, arguments = self._for_template(whole.messages), self._arguments(whole.extra)
+        encoded: Any = self.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **arguments
+        )
+        if list(encoded["input_ids"]) != whole.ids:
+            raise ConversationError("the chat template renders differently each time; it must not use the clock")
+        return [bool(m) for m in encoded["assistant_masks"]]
+
+    def _marked_turn(self, whole: _Rendering, number: int, marked: list[bool] | None) -> _Turn:
+        """Characters of a turn that only its block shows; ConversationError without one."""
+        prompt = self.text(whole.messages[:number], add_generation_prompt=True, extra=whole.extra)
+        if marked is None or not whole.text.startswith(prompt):
+            raise ConversationError(
+                f"the chat template rewrites more than the text of turn {number} (assistant), so its tokens "
+                "cannot be located; mark them with {% generation %} … {% endgeneration %} in the template"
+            )
+        last = first = next((i for i in range(_first_token(whole.offsets, len(prompt)), len(marked)) if marked[i]), 0)
+        while last < len(marked) and marked[last] and whole.ids[last] not in self.ends:
+            last += 1
+        return _Turn(len(prompt), True, whole.offsets[max(first, last - 1)][1])
+
+
+def _marked_part(
+    turn: _Turn, first: int, last: int, text: str, offsets: list[tuple[int, int]], marked: list[bool]
+) -> tuple[int, int]:
+    """Of the tokens [first, last) of a turn those from the first to the last that a block encloses.
+
+    A block that leaves out nothing but whitespace and what the template adds around the content encloses all of them.
+    """
+    inside = [i for i in range(first, last) if marked[i]]
+    if not inside:
+        return first, first
+    begin, end = inside[0], inside[-1]
+    from_start = not text[offsets[first][0] : offsets[begin][0]].strip()
+    to_end = not text[offsets[end][1] : turn.content].strip()
+    return first if from_start else begin, last if to_end else end + 1
+
+
+def _first_token(offsets: list[tuple[int, int]], start: int) -> int:
+    """The first token that begins at or after character `start`."""
+    return next((i for i, (begin, _) in enumerate(offsets) if begin >= start), len(offsets))
+
+
+def _end_between(
+    first: int, own: int, ids: list[int], offsets: list[tuple[int, int]], ends: Collection[int]
+) -> int | None:
+    """The index after the first token of `ends` from token `first` on to the one at character `own`.
+
+    That token counts whole: what follows a turn may have its first characters in common with another ending,
+    such as `<|user|>` and `</s>`.
+    """
+    for i in range(first, len(ids)):
+        if ids[i] in ends:
+            return i + 1
+        if offsets[i][1] > own:
+            return None
+    return None
+
+
+def _end_of_placeholder(text: str, placeholder: str) -> int:
+    start = text.rfind(placeholder)
+    if start < 0:
+        raise ConversationError(f"the chat template leaves out the assistant's text (it renders {text[-60:]!r})")
+    return start + len(placeholder)
+
+
+def _common_prefix(one: str, other: str) -> str:
+    return one[: next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))]

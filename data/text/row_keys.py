@@ -1,0 +1,295 @@
+"""The keys of rows, turns and messages that are known, and what becomes of each: one list for data and prompts.
+
+A key reaches the chat template (a system text, `tools`, a turn's `reasoning_content`), or the mask (`weight: 0`), or it
+is known to carry no meaning for the text (ids, sources, scores), or it is refused by name. None and empty values are
+those of a key that is absent: Arrow fills the columns that a row lacks with None.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from draft_heads.data.text.rendering import ConversationError
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing"), "assistant"),
+    "tool": "tool",
+}
+ROLE_KEYS, TEXT_KEYS = ("from", "role"), ("value", "content")
+
+TURN_LISTS = ("conversations", "messages", "conversation")
+"""Keys under which a row has its turns; `prompt` too, where it has none of them."""
+
+SYSTEM = ("system", "system_prompt", "system_message")
+"""Keys of a row that hold its system text."""
+
+LISTS = ("tools", "functions", "documents")
+"""Keys of a row that chat templates read as lists of objects; `functions` is the older name of `tools`."""
+
+ARGUMENTS = {*LISTS, "chat_template_kwargs", "enable_thinking", "thinking", "reasoning_effort", "builtin_tools"}
+ARGUMENTS |= {"tools_in_user_message", "date_string", "model_identity", "xml_tools", "python_tools"}
+"""Keys of a row that are arguments of its chat template; `chat_template_kwargs` holds several of any name."""
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+TURN_TEXTS = (*THOUGHTS, "name", "tool_call_id")
+TOOL_CALLS = "tool_calls"
+"""Further keys of a turn that chat templates read: texts, and the calls of an assistant's turn."""
+
+TRAINED = ("trained", "train", "training", "weight", "loss")
+"""Keys of a turn that say whether it is trained on: true, false, 1 or 0."""
+
+COPIES = {"prompt", "instruction", "input", "question", "query", "text", "context"}
+COPIES |= {"output", "response", "answer", "completion"}
+"""Texts of a row that are fine where its turns hold them too, and refused otherwise."""
+
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files"}
+NOT_READ = _MEDIA | {"chosen", "rejected", "instructions", "history", "response_format"}
+NOT_READ |= {
+    "input_ids",
+    "token_ids",
+    "train_detail",
+    "training_detail",
+    "train_on_inputs",
+    "mask",
+    "loss_mask",
+    "function_call",
+    "refusal",
+    "prefix",
+}
+"""Keys that change the text or the mask in ways that nothing here can follow."""
+
+_ASK_NOTHING_IF_FALSE = ("prefix", "train_on_inputs")
+
+METADATA = {
+    *("id", "_id", "idx", "index", "uuid", "uid", "hash", "key", "place", "title", "type", "kind", "tag", "tags"),
+    *("source", "sources", "dataset", "data_source", "dataset_name", "origin", "split", "subset", "url", "link"),
+    *("license", "version", "author", "status", "metadata", "meta", "info", "header", "views", "likes", "avatarUrl"),
+    *("model", "models", "model_name", "generator", "teacher_model", "gen_input_configs", "temperature"),
+    *("timestamp", "date", "time", "created", "create_time", "created_at", "updated_at"),
+    *("lang", "language", "languages", "locale", "country", "state", "hashed_ip", "markdown"),
+    *("category", "categories", "subcategory", "topic", "topics", "domain", "subject", "task", "subtask", "level"),
+    *("difficulty", "intent", "knowledge", "label", "custom_instruction"),
+    *("score", "scores", "rating", "ratings", "reward", "rank", "quality", "input_quality", "quality_explanation"),
+    *("reward_model", "instruct_reward", "min_neighbor_distance", "min_similar_uuid", "llama_guard_2"),
+    *("turn", "turns", "turn_identifier", "length", "tokens", "used_in_training", "skip_prompt_formatting"),
+    *("toxic", "redacted", "moderation", "openai_moderation", "detoxify_moderation", "annotations", "cache_control"),
+    *("parallel_tool_calls", "__index_level_0__"),
+}
+_METADATA_FORM = re.compile(
+    r"(?!.*(train|mask|loss|weight|image|audio|video))"
+    r"((num|n|avg|score|is|has)_\w+|\w+_(id|ids|hash|url|score|scores|rating|count|length|tokens|source|version))"
+)
+"""Keys of a row or a turn that say nothing about its text, by name and by form."""
+
+
+class Further(NamedTuple):
+    """What a row has beside its turns."""
+
+    system: str | None
+    extra: dict[str, Any]  # further arguments of the chat template, by name
+    unknown: list[str]  # why keys are not used, a sentence each
+
+
+def present(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not None: Arrow fills the keys that a row or a turn lacks with None."""
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
+def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collection[str]) -> Further:
+    """What a row has beside the keys that are `used`, among them that of its `turns`.
+
+    ConversationError for keys whose value cannot be used and for those that nothing reads though they hold text.
+    """
+    extra: dict[str, Any] = {}
+    systems: dict[str, str] = {}
+    unknown = []
+    for key, value in present(row).items():
+        if key in used or value in ("", [], {}):
+            continue
+        if key in SYSTEM:
+            systems.setdefault(text_of(value).strip(), text_of(value))
+        elif key in ARGUMENTS:
+            for name, argument in _arguments(key, value).items():
+                if extra.setdefault(name, argument) != argument:
+                    raise ConversationError(f"a row has one value of {name!r}, received two that differ")
+        elif key in TRAINED:
+            if value not in (True, 1):
+                raise ConversationError(f"a row's {key!r} is 1 or true, received {value!r}: weights are those of turns")
+        elif key in COPIES:
+            if not _repeats(value, [_text_or_none(turn) for turn in turns]):
+                raise ConversationError(f"the key {key!r} holds text that no turn has: write it into the turns")
+        elif key in _ASK_NOTHING_IF_FALSE and value is False:
+            continue
+        elif key in NOT_READ or (key == "turns" and isinstance(value, list)):
+            raise ConversationError(f"the key {key!r} changes the text or the mask, and nothing reads it")
+        elif not carries_no_meaning(key):
+            unknown.append(f"the key {key!r} is unknown")
+    systems.pop("", None)
+    if len(systems) > 1:
+        raise ConversationError("a row has one system text, received two that differ")
+    return Further(next(iter(systems.values()), None), extra, unknown)
+
+
+def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple[dict[str, Any], list[str]]:
+    """(message, why keys are not used) of a turn in either form: `role`, `content`, what else templates read.
+
+    An assistant message that is not to be trained on has `trained` False. The content is a text, "" of an assistant's
+    turn that has none. ConversationError for a turn that is no message; `names` are the keys that its message names.
+    """
+    if not isinstance(turn, Mapping):
+        raise ConversationError(f"a turn is an object, received {type(turn).__name__}")
+    rest, unknown = present(turn), list[str]()
+    roles, texts = ([key for key in keys if key in rest] for keys in (ROLE_KEYS, TEXT_KEYS))
+    for found in (roles, texts):
+        if len(found) > 1:
+            raise ConversationError(f"a turn has one of the keys {found[0]!r} and {found[1]!r}, received both")
+    if not roles:
+        raise ConversationError(f"a turn has no key {names[0]!r}")
+    name = rest.pop(roles[0])
+    if not isinstance(name, str) or name not in ROLES:
+        raise ConversationError(f"the role {name!r} is none of {', '.join(ROLES)}")
+    role = ROLES[name]
+    if not texts and role != "assistant":
+        raise ConversationError(f"a turn has no key {names[1]!r}")
+    message: dict[str, Any] = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
+    for key, value in rest.items():
+        if key in TRAINED:
+            trained = _is_trained(key, value)
+            if role == "assistant" and not trained:
+                message["trained"] = False
+            elif role != "assistant" and trained:
+                unknown.append(f"the key {key!r} asks for a {role} turn to be trained on, and only answers are")
+        elif value in ("", [], {}) or (key in _ASK_NOTHING_IF_FALSE and value is False):
+            continue
+        elif key in TURN_TEXTS:
+            if not isinstance(value, str):
+                raise ConversationError(f"{key!r} of a turn is a text, received {type(value).__name__}")
+            message[key] = value
+        elif key == TOOL_CALLS:
+            if calls := _tool_calls(value):
+                message[key] = calls
+        elif key in NOT_READ or key in SYSTEM or key in ARGUMENTS:
+            raise ConversationError(f"the key {key!r} of a turn changes the text or the mask, and nothing reads it")
+        elif key in COPIES and not _repeats(value, [message["content"]]):
+            raise ConversationError(f"the key {key!r} holds text that the turn has not: write it into the turn")
+        elif not carries_no_meaning(key) and key not in COPIES:
+            unknown.append(f"the key {key!r} is unknown")
+    return message, unknown
+
+
+def prompt_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of a prompt as chat templates read them; ConversationError for a key that would be dropped."""
+    found = []
+    for message in messages:
+        plain, unknown = message_of(message)
+        if any(key in message for key in TRAINED):
+            unknown.append(f"the key {next(key for key in TRAINED if key in message)!r} is for training")
+        if unknown:
+            raise ConversationError(f"{unknown[0]}; leave it out")
+        found.append(plain)
+    return found
+
+
+def text_of(content: Any) -> str:
+    """A content that is a text, or the texts of its parts together; ConversationError for any other."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ConversationError(f"the text of a turn is a string, received {type(content).__name__}")
+    texts = []
+    for part in content:
+        part = present(part) if isinstance(part, Mapping) else part
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
+            raise ConversationError(f"the parts of a turn are texts, received {kind}")
+        if wrong := [key for key in part if key not in ("type", "text") and not carries_no_meaning(key)]:
+            raise ConversationError(f"the key {wrong[0]!r} of a part is unknown")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def carries_no_meaning(key: str) -> bool:
+    """Whether a key is known to say nothing about the text."""
+    return key in METADATA or _METADATA_FORM.fullmatch(key) is not None
+
+
+def _is_trained(key: str, value: Any) -> bool:
+    if value not in (True, False):  # 1, 1.0, 0 and 0.0 too
+        raise ConversationError(f"{key!r} of a turn is true, false, 1 or 0, received {value!r}")
+    return bool(value)
+
+
+def _repeats(value: Any, texts: Sequence[str | None]) -> bool:
+    """Whether a text is one of `texts`, those of turns, or a rendering of all of them."""
+    if not isinstance(value, str):
+        return False
+    known = [text.strip() for text in texts if text is not None]
+    return value.strip() in known or (bool(known) and all(text in value for text in known))
+
+
+def _text_or_none(turn: Any) -> str | None:
+    """The text of a turn, None where it has no sound one."""
+    try:
+        return turn if isinstance(turn, str) else message_of(turn)[0]["content"]
+    except ConversationError:
+        return None
+
+
+def _arguments(key: str, value: Any) -> dict[str, Any]:
+    """A template's further arguments that a row's key stands for; none for an empty list."""
+    if key in (*LISTS, "chat_template_kwargs"):
+        value = _parsed(key, value)
+    if key == "chat_template_kwargs":
+        if not isinstance(value, dict):
+            raise ConversationError(f"{key!r} is an object, received {type(value).__name__}")
+        found: dict[str, Any] = {}
+        for name, one in present(value).items():
+            if one in ("", [], {}):
+                continue
+            if name in ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt"):
+                raise ConversationError(f"{name!r} among {key!r} is not an argument of a row")
+            found |= {name: one} if name == key else _arguments(name, one)
+        return found
+    if key in LISTS:
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise ConversationError(f"{key!r} is a list of objects, received {type(value).__name__}")
+        if not value:
+            return {}
+        if key == "functions":
+            return {"tools": [{"type": "function", "function": one} for one in value]}
+    if key in ("thinking", "enable_thinking") and not isinstance(value, bool):
+        raise ConversationError(f"{key!r} of a row is true or false, received {type(value).__name__}")
+    return {key: value}
+
+
+def _tool_calls(value: Any) -> list[dict[str, Any]]:
+    """The calls of a turn, their arguments as objects: OpenAI's API writes JSON there, chat templates read objects."""
+    calls = _parsed(TOOL_CALLS, value)
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ConversationError(f"{TOOL_CALLS!r} is a list of objects, received {type(calls).__name__}")
+    found = []
+    for call in calls:
+        call = present(call)
+        name, inner = ("function", call.get("function")) if "function" in call else (None, call)
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise ConversationError(f"each of {TOOL_CALLS!r} has the name of a function, received {call!r:.60}")
+        inner = present(inner)
+        if isinstance(inner.get("arguments"), str):
+            inner["arguments"] = _parsed("arguments", inner["arguments"] or "{}")
+        found.append({**call, name: inner} if name else inner)
+    return found
+
+
+def _parsed(key: str, value: Any) -> Any:
+    """A value that may be written as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise ConversationError(f"{key!r} is text that is no JSON: {value[:40]!r}") from None

@@ -1,0 +1,124 @@
+"""What every command line does alike: unknown flags, errors and Ctrl-C as one line."""
+
+import os
+import runpy
+import signal
+from pathlib import Path
+
+from draft_heads.configs.command_line import (
+    OptionParser,
+    Terminated,
+    ends_on_ctrl_c,
+    exit_status,
+    on_interrupt,
+    parse_with_config,
+    with_home,
+)
+
+import pytest
+
+from draft_heads.configs import command_line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--frams", "3"], "error: unknown flag --frams; did you mean --frames?\n"),
+        (["--frams=3"], "error: unknown flag --frams; did you mean --frames?\n"),
+        (["--frits"], "error: unknown flag --frits; --help lists the flags\n"),
+        (["--xyz"], "error: unknown flag --xyz; --help lists the flags\n"),
+        (["stray"], "error: 'stray' belongs to no flag; --help lists the flags\n"),
+        (["--frames", "x"], "error: argument --frames: invalid int value: 'x'\n"),
+    ],
+)
+def test_a_wrong_flag_is_answered_in_a_sentence(capsys, arguments, told):
+    parser = OptionParser()
+    parser.add_argument("--frames", type=int)
+    with pytest.raises(SystemExit) as stopped:
+        parser.parse_args(arguments)
+    assert stopped.value.code == 2 and capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_with_what_is_kept_and_a_second_signal_changes_nothing(capsys, number):
+    def work():
+        with on_interrupt(lambda: os.kill(os.getpid(), signal.SIGTERM) or "two shards are done"):
+            os.kill(os.getpid(), number)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        assert exit_status(work) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert capsys.readouterr().err == "\ninterrupted; two shards are done\n"
+
+
+def test_a_program_that_goes_on_is_interrupted_any_number_of_times_and_ended_by_sigterm():
+    ended = []
+
+    def work():
+        for number in [signal.SIGINT] * 3 + [signal.SIGTERM, signal.SIGINT]:
+            with ends_on_ctrl_c(), on_interrupt(lambda: "kept"):
+                os.kill(os.getpid(), number)
+                ended.append("not reached")
+            ended.append(number)
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert exit_status(work) == 130
+        os.kill(os.getpid(), signal.SIGINT)  # comes while the program ends
+        assert ended == [signal.SIGINT] * 3
+        with pytest.raises(Terminated), ends_on_ctrl_c():
+            raise Terminated
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+            signal.signal(number, handler)
+
+
+def test_ctrl_c_is_told_by_the_first_process_only(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert exit_status(interrupted) == 130
+    assert "the same command starts again" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert exit_status(interrupted) == 130 and not capsys.readouterr().err
+
+
+def test_an_error_is_one_line(capsys):
+    def failing():
+        raise ValueError("no such\n  folder")
+
+    handler = signal.getsignal(signal.SIGINT)
+    assert exit_status(failing) == 2 and capsys.readouterr().err == "error: no such folder\n"
+    assert exit_status(lambda: False) == 1 and exit_status(lambda: None) == 0
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, given, used):
+    monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    runpy.run_path(command_line.__file__)
+    assert os.environ["OMP_WAIT_POLICY"] == used
+
+
+def test_a_path_after_an_equals_sign_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    parser = OptionParser()
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--target")
+    parser.add_argument("--drafters", nargs="+")
+    given = ["--output=~/x y", "--target=~", "--drafters", "ctc=~/h,tuned=~/t.json", "b=ctc:~/a+~/b", "~/c", "d=~"]
+    options = parser.parse_args(given)
+    assert (options.output, options.target) == (Path("/home/ada/x y"), "/home/ada")
+    expanded = "ctc=/home/ada/h,tuned=/home/ada/t.json b=ctc:/home/ada/a+/home/ada/b /home/ada/c d=/home/ada"
+    assert options.drafters == expanded.split()
+    (tmp_path / "c.yaml").write_text("output: ~/x\ndrafters: [a=~/h, b]\n")
+    options = parse_with_config(parser, [f"--config={tmp_path}/c.yaml", "--target=a~/b"], ["output"])
+    assert (options.output, options.drafters) == (Path("/home/ada/x"), ["a=/home/ada/h", "b"])
+    assert options.target == "a~/b" and with_home("x~ ~/y") == "x~ ~/y"  # a tilde elsewhere is a letter

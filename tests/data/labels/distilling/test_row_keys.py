@@ -1,0 +1,121 @@
+"""What a row says beside its turns, from the file to the shards and the held-out split."""
+
+import hashlib
+import json
+
+import datasets
+import pytest
+
+from draft_heads.data.collate import split_held_out
+from draft_heads.data.text.conversations import ConversationError
+from tests.data.labels.distilling.distilled import rows_of, run_distill
+from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs
+
+READS_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + template("chatml")
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def with_tools(tmp_path_factory):
+    """A target whose chat template reads `tools`; it ends most answers at once."""
+    folder = tmp_path_factory.mktemp("tools")
+    save_target(folder, extra_end=138)
+    byte_tokenizer(READS_TOOLS).save_pretrained(folder)
+    return str(folder)
+
+
+def talk(question, *answers):
+    turns = [turn for answer in answers for turn in ({"role": "user", "content": question}, answer)]
+    return {"messages": turns or [{"role": "user", "content": question}]}
+
+
+def said(text, **further):
+    return {"role": "assistant", "content": text, **further}
+
+
+@pytest.mark.parametrize("labels", ["argmax", "generate"])
+def test_system_text_and_tools_are_in_the_rows(with_tools, tmp_path, labels):
+    rows = [talk("Hi", said("x")), {"system": "Be brief.", **talk("Hi", said("x"))}]
+    rows.append({"tools": TOOLS, **talk("Hi", said("x"))})
+    manifest = run_distill(with_tools, write(tmp_path / "a.jsonl", rows), str(tmp_path / "o"), labels=labels)
+    texts = [byte_tokenizer(READS_TOOLS).decode(row["input_ids"]) for row in rows_of(tmp_path / "o")]
+    hello = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    openings = (hello, f"<|im_start|>system\nBe brief.<|im_end|>\n{hello}", json.dumps(TOOLS) + hello)
+    assert len(texts) == 3 and all(text.startswith(opening) for text, opening in zip(texts, openings))
+    assert manifest["data"]["repeated"] == 0
+    assert len({row["conversation"] for row in rows_of(tmp_path / "o")}) == 3
+
+
+@pytest.mark.parametrize("labels", ["argmax", "generate"])
+def test_a_target_that_does_not_read_a_key_refuses_its_rows(target, tmp_path, labels):
+    file = write(tmp_path / "a.jsonl", [talk("Hi", said("x")), {"tools": TOOLS, **talk("Who?", said("x"))}])
+    with pytest.raises(ConversationError, match=r"line 2 \(id row-2\): .* does not read 'tools'.*--skip_bad_rows"):
+        run_distill(target, file, str(tmp_path / "o"), labels=labels)
+    manifest = run_distill(target, file, str(tmp_path / "p"), labels=labels, skip_bad_rows=True)
+    assert manifest["counts"]["rows"] == 1 == manifest["counts"]["skipped"]
+
+
+def test_generated_answers_in_place_of_turns_that_are_not_trained_on_are_not_trained_on(target, tmp_path):
+    rows = [
+        talk("Hi", said("x"), said("x")),
+        talk("Hi", said("x", weight=0), said("x")),
+        talk("Hi", said("x", weight=1)),
+    ]
+    rows = [row | {"id": i} for i, row in enumerate(rows)]
+    options = {"labels": "generate", "max_new_tokens": 40}
+    manifest = run_distill(target, write(tmp_path / "a.jsonl", rows), str(tmp_path / "o"), **options)
+    both, second, first = rows_of(tmp_path / "o")
+    tokenizer = byte_tokenizer(template("chatml"))
+    assert manifest["data"]["repeated"] == 0 and both["input_ids"] == second["input_ids"]
+    runs = trained_runs(tokenizer, both["input_ids"], both["assistant_mask"])
+    assert len(runs) == 2 and trained_runs(tokenizer, second["input_ids"], second["assistant_mask"]) == runs[1:]
+    assert trained_runs(tokenizer, first["input_ids"], first["assistant_mask"]) == runs[:1]
+    assert both["conversation"] == second["conversation"] != first["conversation"]
+
+
+def test_prompts_alone_get_the_answers_that_recorded_conversations_get(target, tmp_path):
+    recorded = [talk(f"Question {i}", said("x")) for i in range(5)]
+    alone = [talk(f"Question {i}") for i in range(4)] + [{"prompt": "Question 4"}]
+    for name, rows in (("recorded", recorded), ("alone", alone)):
+        file = write(tmp_path / f"{name}.jsonl", rows)
+        run_distill(target, file, str(tmp_path / name), labels="generate", max_new_tokens=6, hidden_states="target")
+    assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "recorded")
+
+
+def test_rows_whose_id_is_the_name_of_their_source_are_held_out_one_by_one(target, tmp_path, caplog):
+    rows = [{"id": "sharegpt", **talk(f"Question {i % 20}", said(f"Answer {i}"))} for i in range(30)]
+    run_distill(target, write(tmp_path / "a.jsonl", rows), str(tmp_path / "o"))
+    dataset = datasets.Dataset.from_list(rows_of(tmp_path / "o"))
+    train, held = split_held_out(dataset, rows=8)
+    assert 8 <= len(held) <= 9 and len(train) + len(held) == 30
+    assert not set(train["conversation"]) & set(held["conversation"])  # questions 0 to 9 are asked twice
+    told = [f"{len(held)} rows are held out, not 8: rows of one conversation stay together"]
+    assert caplog.messages == (told if len(held) == 9 else [])
+    by_id = dataset.remove_columns("conversation").select(range(29))
+    with pytest.raises(ValueError, match="rows of one id are held out together; all 29 have the same"):
+        split_held_out(by_id, rows=8)
+
+
+def test_datasets_of_versions_without_the_column_are_tied_by_id_as_then(caplog):
+    old = datasets.Dataset.from_dict({"id": [f"c{i % 10}" for i in range(20)]})
+    new = datasets.Dataset.from_dict({"id": ["c1"] * 5, "conversation": [f"d{i}" for i in range(5)]})
+    train, held = split_held_out(datasets.concatenate_datasets([old, new]), rows=6)
+    assert not set(train["id"]) & set(held["id"])
+    _, alone = split_held_out(old, rows=5)
+    assert len(alone) == 6 and caplog.messages[-1] == "6 rows are held out, not 5: rows of one id stay together"
+
+
+def test_a_key_beside_the_turns_makes_another_dataset(with_tools, tmp_path):
+    rows = [talk("Hi", said("x")), talk("Who?", said("y"))]
+    prints = []
+    for number, further in enumerate(({}, {"system": "Be brief."}, {"tools": TOOLS}, {"source": "web"})):
+        file = write(tmp_path / f"{number}.jsonl", [rows[0], rows[1] | further])
+        prints.append(run_distill(with_tools, file, str(tmp_path / str(number)))["data"]["fingerprint"])
+    assert len(set(prints)) == 3 and prints[0] == prints[3]
+    plain = "".join(json.dumps([f"row-{i}", row["messages"]]) for i, row in enumerate(rows, start=1))
+    assert prints[0] == hashlib.sha256(plain.encode()).hexdigest()[:16]  # as of earlier versions, whose runs go on

@@ -1,0 +1,202 @@
+"""What distillation leaves when it is killed, and several processes and nodes that share it."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from draft_heads.data.common.processes import own_device
+from draft_heads.data.labels.distiller import Distiller
+from draft_heads.data.labels.shards import ShardFolder, load_distilled
+from tests.data.labels.distilling.distilled import rows_of, run_distill
+from tests.running import ROOT, on_two_nodes
+
+KILLED = """
+import os, pathlib, signal, sys
+from draft_heads.data.labels import shards
+moment, target, source, output = sys.argv[1:]
+writes = 0
+def replace(self, other, real=pathlib.Path.replace):
+    global writes
+    writes += 1
+    if writes == 4 and moment == "before":    # the second shard is written but not renamed
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self, other)
+    if writes == 4 and moment == "after":     # renamed, but its entry is not written
+        os.kill(os.getpid(), signal.SIGKILL)
+pathlib.Path.replace = replace
+from tests.data.labels.distilling.distilled import run_distill
+run_distill(target, source, output, labels="generate", max_new_tokens=12)
+"""
+
+
+def test_running_out_of_memory_names_the_options_and_what_is_done(target, source, tmp_path, monkeypatch):
+    def full(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    monkeypatch.setattr(Distiller, "rows", full)
+    rule = r"distillation ran out of memory; lower --batch_size.*; no shard was finished: the same command"
+    with pytest.raises(ValueError, match=rule):
+        run_distill(target, source, str(tmp_path / "out"))
+
+
+def test_an_interrupted_run_says_what_is_done(target, source, tmp_path, monkeypatch):
+    def interrupted(distiller, conversations, first=0, own=Distiller.rows):
+        if first == 4:
+            raise KeyboardInterrupt
+        return own(distiller, conversations, first)
+
+    monkeypatch.setattr(Distiller, "rows", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"4 of 10 conversations are done and kept in .*out: the same command"):
+        run_distill(target, source, str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_killed_run_goes_on_where_it_stopped(target, source, tmp_path, moment):
+    out = tmp_path / "out"
+    root = str(ROOT)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, moment, target, source, str(out)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])},
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert [path.name for path in out.glob("shard-*.json")] == ["shard-00000.json"]
+    assert not json.loads((out / "manifest.json").read_text())["complete"]
+    first = (out / "shard-00000.arrow").stat().st_mtime_ns
+    options = {"labels": "generate", "max_new_tokens": 12}
+    resumed = run_distill(target, source, str(out), **options)
+    uninterrupted = run_distill(target, source, str(tmp_path / "whole"), **options)
+    assert rows_of(out) == rows_of(tmp_path / "whole")
+    assert resumed == uninterrupted
+    assert (out / "shard-00000.arrow").stat().st_mtime_ns == first
+    assert sorted(path.name for path in out.iterdir()) == [
+        *["manifest.json", "shard-00000.arrow", "shard-00001.arrow", "shard-00002.arrow"]
+    ]
+
+
+def test_a_run_killed_while_it_collects_lists_no_shard_twice(target, source, tmp_path):
+    out = tmp_path / "out"
+    whole = run_distill(target, source, str(tmp_path / "whole"))
+    run_distill(target, source, str(out))
+    manifest = json.loads((out / "manifest.json").read_text())
+    for shard in manifest["shards"][1:]:  # their entries were to be removed next
+        (out / shard["file"]).with_suffix(".json").write_text(json.dumps(shard))
+    (out / "manifest.json").write_text(json.dumps(manifest | {"complete": False, "counts": {}}))
+    assert run_distill(target, source, str(out)) == whole
+
+
+SHARED = """
+import os, signal, sys
+from draft_heads.data.labels.shards import ShardFolder
+target, source, output, dies = sys.argv[1:]
+def write(self, rows, entry, *more, own=ShardFolder.write):
+    own(self, rows, entry, *more)
+    if dies == os.environ["RANK"]:  # after its first shard
+        os.kill(os.getpid(), signal.SIGKILL)
+ShardFolder.write = write
+from tests.data.labels.distilling.distilled import run_distill
+run_distill(target, source, output, labels="generate", max_new_tokens=12, shard_rows=2)
+"""
+
+
+def launched(script, arguments, processes=2):
+    """torchrun of a script on the CPU."""
+    root = str(ROOT)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, script, *arguments], cwd=root, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["0", "1"])
+def test_processes_share_the_rows_and_go_on_after_a_kill(target, source, tmp_path, dies):
+    out, script = tmp_path / "out", tmp_path / "shared.py"
+    script.write_text(SHARED)
+    run_distill(target, source, str(tmp_path / "whole"), labels="generate", max_new_tokens=12, shard_rows=2)
+    killed = launched(str(script), [target, source, str(out), dies])
+    assert killed.returncode != 0 and "Signal 9" in killed.stderr
+    with pytest.raises(ValueError, match="is not complete"):
+        load_distilled(str(out))
+    resumed = launched(str(script), [target, source, str(out), "nobody"])
+    assert resumed.returncode == 0, resumed.stderr
+    assert rows_of(out) == rows_of(tmp_path / "whole")
+    assert (out / "manifest.json").read_text() == (tmp_path / "whole" / "manifest.json").read_text()
+    again = launched(str(script), [target, source, str(out), "nobody"])
+    assert again.returncode != 0 and again.stderr.count("already complete") >= 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "own"),
+    [
+        ({}, 2, None),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 2, "cuda:1"),
+        ({"LOCAL_RANK": "3"}, 1, "cuda:0"),  # Slurm shows each task a GPU of its own
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, 2, "each process of a node needs a GPU; got 4 processes and 2"),
+    ],
+)
+def test_a_process_takes_a_gpu_that_it_sees(monkeypatch, environment, gpus, own):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    set_to = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    if own and not own.startswith("cuda"):
+        with pytest.raises(ValueError, match=own):
+            own_device(None)
+        return
+    assert own_device(None) == own_device("cuda" if own else None) == own
+    assert own_device("cuda:7") == "cuda:7" and own_device("auto") == "auto"
+    assert set(set_to) == ({int(own[-1])} if own else set())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="--device auto spreads the target over the GPUs of one process; this run has"):
+        own_device("auto")
+
+
+def test_nodes_that_do_not_share_the_output_folder_are_told_so(target, source, tmp_path):
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    for node in nodes:
+        node.mkdir()
+    command = [str(ROOT / "scripts" / "distill.py"), "--target", target, "--dataset", source, "--labels", "argmax"]
+    for status, told in on_two_nodes([*command, "--output", "out"], *nodes):
+        assert status == 2 and "--output must be a folder that all nodes share" in told, told
+
+
+def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path):
+    out = tmp_path / "out"
+    manifest = run_distill(target, source, str(out))
+    shard, entry = (out / "shard-00000.arrow"), out / "shard-00000.json"
+    before = shard.read_bytes()
+    straggler = ShardFolder.joined(str(out))
+    row = {"id": "late", "conversation": "c", "input_ids": [1], "assistant_mask": [True], "greedy_ids": [1]}
+    straggler.write([row], {"first_row": 0, "source_rows": 4}, {})
+    assert shard.read_bytes() == before and not entry.exists() and not list(out.glob("*.tmp"))
+    shard.unlink()
+
+    def rows():
+        (temporary,) = out.glob("*.tmp")  # a second one at work has a name of its own
+        ShardFolder.joined(str(out)).write([row], {"first_row": 0, "source_rows": 4}, {"rows": 1})
+        assert temporary.exists()
+        yield row
+
+    straggler.write(rows(), {"first_row": 0, "source_rows": 4}, {"rows": 2})
+    assert json.loads(entry.read_text())["counts"] == {"rows": 1} and manifest["complete"]
+
+
+def test_a_folder_that_another_run_writes_is_refused(target, source, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    with (out / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="is being written by another run; wait for its end"):
+            run_distill(target, source, str(out), overwrite=True)
+    run_distill(target, source, str(out))

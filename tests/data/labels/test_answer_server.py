@@ -1,0 +1,287 @@
+"""Answers from a /v1/completions server: a stub on 127.0.0.1 that serves a tiny target, and stubs that misbehave."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from draft_heads.data.labels import answer_server
+from draft_heads.data.labels.answer_server import AnswerServer
+from draft_heads.data.labels.answers import answer_prompts
+from draft_heads.data.labels.distill import distill
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.shards import load_distilled
+from draft_heads.inference.target.target import Target
+from tests.running import free_port
+from tests.tiny_chat import save_target, write_sharegpt
+
+
+@contextmanager
+def serving(complete):
+    """The base URL of a server that answers completions with `complete(request) -> choice`; BlockingIOError: a 429."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply({"data": [{"id": "stub"}]}, cut=self.path.endswith("garbage"))
+
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            assert (self.path, request["model"]) == ("/v1/completions", "stub")
+            try:
+                self.reply({"choices": [complete(request)]})
+            except BlockingIOError:
+                self.reply({}, status=429)
+
+        def reply(self, body, cut=False, status=200):
+            payload = json.dumps(body).encode()[: -1 if cut else None]
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"), extra_end=138)
+
+
+def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
+    target, lock = Target.from_pretrained(folder), threading.Lock()
+
+    def complete(request):
+        assert (request["temperature"], request["return_token_ids"]) == (0, True)
+        assert request["stop_token_ids"] == list(target.end_token_ids)
+        penalties = [request[f"{kind}_penalty"] for kind in ("repetition", "presence", "frequency")]
+        assert penalties == [1, 0, 0]  # a server may have others from the generation config
+        with lock:
+            (answer,) = answer_prompts(target, [request["prompt"]], [request["max_tokens"]], 1)
+        return {
+            "text": "",
+            "token_ids": answer.tokens,
+            "finish_reason": "stop" if answer.finish == "end" else "length",
+        }
+
+    source = write_sharegpt(tmp_path / "chat.json", conversations=4)
+    common = {"labels": "generate", "max_new_tokens": 40, "cut_loops": True}
+    local = distill(target, source, str(tmp_path / "local"), DistillOptions(**common), show_progress=False)
+    with serving(complete) as url:
+        options = DistillOptions(**common, engine="openai", base_url=url)
+        served = distill(target, source, str(tmp_path / "served"), options, show_progress=False)
+    rows = [load_distilled(str(tmp_path / name)).dataset.to_list() for name in ("local", "served")]
+    assert rows[0] == rows[1]
+    assert served["counts"] == local["counts"]
+    assert served["settings"]["engine"] == "openai"
+
+
+def test_loop_in_a_served_answer_is_cut():
+    with serving(lambda request: {"token_ids": [9] + [7] * 30, "finish_reason": "length"}) as url:
+        plain = AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1]], [31])
+        cut = AnswerServer(url, [2], 300, None, 2, cut_loops=True).answers([[1]], [31])
+    assert (plain[0].finish, len(plain[0].tokens)) == ("limit", 31)
+    assert (cut[0].finish, cut[0].tokens) == ("loop", [9] + [7] * 12)
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        ({"text": "Hello", "finish_reason": "stop"}, "returns text but no token ids"),
+        ({"token_ids": [5, 400], "finish_reason": "length"}, "tokens that the target has not"),
+        ({}, "returns text but no token ids"),
+        ({"token_ids": [5, 6], "finish_reason": "stop"}, r"none of the end-of-turn tokens \[2\]"),
+    ],
+)
+def test_server_that_would_change_the_tokens_is_refused(choice, reason):
+    with serving(lambda request: choice) as url, pytest.raises(ValueError, match=reason):
+        AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1]], [8])
+
+
+GOOD = json.dumps({"choices": [{"token_ids": [5, 2], "finish_reason": "stop"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    "fault", [(429, GOOD, 0), (500, b"", 0), (503, b"busy", 0), (200, GOOD[:30], 40), None], ids=str
+)
+def test_a_request_that_fails_is_repeated(monkeypatch, fault):
+    """fault: (status, body, bytes that are announced and missing), or None for a server that hangs."""
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(answer_server, "_TIMEOUT", 0.5)
+    asked, hang = [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append(1)
+            status, body, missing = (200, GOOD, 0) if len(asked) > 2 else fault or (0, b"", 0)
+            if not status:
+                hang.wait(5)
+                return
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body) + missing))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        (answer,) = AnswerServer(url, [2], 300, "stub", 2, cut_loops=False).answers([[1]], [8])
+    finally:
+        hang.set()
+        server.shutdown()
+        server.server_close()
+    assert answer.tokens == [5, 2] and len(asked) == 3
+
+
+INTERRUPTED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
+from draft_heads.data.labels.answer_server import AnswerServer
+from draft_heads.configs.command_line import exit_status
+server = AnswerServer(sys.argv[1], [2], 300, "stub", 2, cut_loops=False)
+sys.exit(exit_status(lambda: server.answers([[1]] * 5, [8] * 5)))
+"""
+
+
+def test_an_interrupt_ends_at_once_though_the_server_hangs():
+    hang, asked = threading.Event(), threading.Event()
+
+    def complete(request):
+        asked.set()
+        hang.wait(60)
+        return {}
+
+    with serving(complete) as url:
+        process = subprocess.Popen([sys.executable, "-c", INTERRUPTED, url], stderr=subprocess.PIPE)
+        try:
+            assert asked.wait(60)
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130 and time.monotonic() - start < 10
+        finally:
+            process.kill()
+            process.communicate()
+            hang.set()
+
+
+def test_one_refusal_ends_the_other_requests(monkeypatch):
+    hang = threading.Event()
+
+    def complete(request):
+        if request["prompt"] == [1]:
+            hang.wait(30)
+        return {"text": "Hello"}
+
+    with serving(complete) as url:
+        start = time.monotonic()
+        with pytest.raises(ValueError, match="returns text but no token ids"):
+            AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1], [2], [3]], [8] * 3)
+        assert time.monotonic() - start < 10
+        hang.set()
+
+
+def test_a_full_server_is_asked_again_while_it_answers_others(monkeypatch):
+    """It takes one request at a time and refuses the rest, more often than a request that fails is repeated."""
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.01,))
+    free, refused = threading.Semaphore(1), []
+
+    def one_at_a_time(request):
+        if not free.acquire(blocking=False):
+            refused.append(1)
+            raise BlockingIOError
+        time.sleep(0.2)
+        free.release()
+        return {"token_ids": [5, 2], "finish_reason": "stop"}
+
+    with serving(one_at_a_time) as url:
+        server = AnswerServer(url, [2], 300, None, 4, cut_loops=False)
+        assert len(server.answers([[1]] * 6, [8] * 6)) == 6
+        assert len(refused) > 12
+        free.acquire()
+        monkeypatch.setattr(answer_server, "_TIMEOUT", 0.3)
+        with pytest.raises(ValueError, match="status 429"):
+            server.answers([[1]], [8])
+
+
+def test_a_server_that_answers_no_json_is_named(monkeypatch):
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.0,))
+    with serving(lambda request: {}) as url, pytest.raises(ValueError, match="cannot be used"):
+        AnswerServer(url, [2], 300, "stub", 2, cut_loops=False)._call("/garbage", None)
+
+
+def test_server_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(answer_server, "_PAUSES", (0.0, 0.0))
+    with pytest.raises(ValueError, match=r"--base_url http://127.0.0.1:9/v1/models cannot be used"):
+        AnswerServer("http://127.0.0.1:9/v1/", [2], 300, None, 2, cut_loops=False)
+    with pytest.raises(ValueError, match="is no http"):
+        AnswerServer("127.0.0.1:8000", [2], 300, None, 2, cut_loops=False)
+
+
+@pytest.mark.slow
+def test_transformers_serve_which_returns_no_token_ids_is_refused(folder):
+    port, transformers = free_port(), str(Path(sys.executable).parent / "transformers")
+    command = [transformers, "serve", folder, "--device", "cpu", "--host", "127.0.0.1", "--port", port]
+    with subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}) as server:
+        try:
+            for _ in range(600):
+                assert server.poll() is None
+                with socket.socket() as asked:
+                    if asked.connect_ex(("127.0.0.1", int(port))) == 0:
+                        break
+                time.sleep(0.2)
+            served = AnswerServer(f"http://127.0.0.1:{port}/v1", [2], 300, folder, 2, cut_loops=False)
+            with pytest.raises(ValueError, match=r"cannot be used \(status 422: .*return_token_ids"):
+                served.answers([[1, 5], [1, 6]], [8, 8])
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    ("own", "asked"), [({}, 1.0), ({"repetition_penalty": 1.3}, 1.3), ({"renormalize_logits": True}, 1.0)]
+)
+def test_a_server_is_asked_for_the_checkpoints_own_penalty(folder, tmp_path, own, asked):
+    target, seen = Target.from_pretrained(folder), []
+    target.model.generation_config.update(**own)
+
+    def complete(request):
+        seen.append(request["repetition_penalty"])
+        return {"token_ids": [target.end_token_ids[0]], "finish_reason": "stop"}
+
+    source = write_sharegpt(tmp_path / "chat.json", conversations=1)
+    with serving(complete) as url:
+        options = DistillOptions(labels="generate", engine="openai", base_url=url)
+        distill(target, source, str(tmp_path / "o"), options, show_progress=False)
+        assert set(seen) == {asked}
+        target.model.generation_config.no_repeat_ngram_size = 3  # of which no server can be told
+        with pytest.raises(ValueError, match=r"has no_repeat_ngram_size=3 in its gen.*; use --engine local"):
+            distill(target, source, str(tmp_path / "p"), options, show_progress=False)
+
+
+def test_what_a_server_writes_behind_an_end_token_that_it_does_not_know_is_left_out():
+    with serving(lambda request: {"token_ids": [9, 2, 7, 8], "finish_reason": "length"}) as url:
+        (answer,) = AnswerServer(url, [2], 300, None, 2, cut_loops=True).answers([[1]], [4])
+    assert (answer.tokens, answer.finish) == ([9, 2], "end")

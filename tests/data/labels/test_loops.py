@@ -1,0 +1,56 @@
+"""The loop rule, and its incremental form."""
+
+import random
+
+import pytest
+
+from draft_heads.data.labels.loops import LoopDetector, loop_start
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start"),
+    [
+        ([], None),
+        ([7] * 11, None),
+        ([7] * 20, 12),  # a block of one token needs twelve copies
+        ([9] + [1, 2, 3, 4] * 3 + [1], 13),
+        ([1, 2, 3] * 3, None),  # nine tokens are too few
+        ([1, 2, 3] * 4, 12),
+        (list(range(40)) * 3, 120),
+        (list(range(41)) * 5, None),  # longer than the longest period
+        (list(range(30)) * 2 + [99] + list(range(30)) * 3, 151),
+    ],
+)
+def test_loop_begins_where_the_last_needed_copy_ends(tokens, start):
+    assert loop_start(tokens) == start
+
+
+def brute_force(tokens, max_period, copies, min_tokens):
+    for end in range(1, len(tokens) + 1):
+        for period in range(1, max_period + 1):
+            for count in range(copies, end // period + 1):
+                if count * period >= min_tokens:
+                    block = tokens[end - period : end]
+                    if tokens[end - count * period : end] == block * count:
+                        return end
+    return None
+
+
+def test_detector_equals_the_definition_on_random_repetitive_text():
+    generator = random.Random(0)
+    found = 0
+    for _ in range(300):
+        block = [generator.randrange(3) for _ in range(generator.randrange(1, 6))]
+        tokens = [generator.randrange(3) for _ in range(6)] + block * generator.randrange(1, 6)
+        expected = brute_force(tokens, 5, 3, 6)
+        found += expected is not None
+        assert loop_start(tokens, 5, 3, 6) == expected
+    assert 50 < found < 290
+
+
+def test_detector_reports_every_token_of_a_loop_and_recovers():
+    detector = LoopDetector(max_period=2, copies=2, min_tokens=4)
+    assert [detector.push(token) for token in [5, 6, 5, 6, 5, 1, 1, 1, 1]] == [
+        *[False, False, False, True, True],
+        *[False, False, False, True],
+    ]

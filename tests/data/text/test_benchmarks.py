@@ -1,0 +1,214 @@
+"""Benchmark readers and the number rule of word problems."""
+
+import json
+from decimal import Decimal
+
+import datasets
+import pytest
+
+from draft_heads.data.text.benchmarks import BenchmarkError, Question, gsm8k_answer, load_benchmark
+
+
+def write(path, *rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_fastchat_questions_keep_their_turns(tmp_path):
+    file = write(
+        tmp_path / "q.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
+        {"question_id": 82, "category": "math", "turns": ["1+1?"], "reference": ["2", "two"]},
+    )
+    for name in ("mt_bench", "vicuna_bench", "spec_bench"):
+        assert load_benchmark(name, file) == [
+            Question(81, "writing", ["Write.", "Rewrite."], None),
+            Question(82, "math", ["1+1?"], "2\n\ntwo"),
+        ]
+
+
+def test_every_list_of_turns_is_a_conversation_and_none_is_absent(tmp_path):
+    hi = [{"role": "user", "content": "Hi"}]
+    for key in ("conversation", "messages", "prompt"):
+        assert load_benchmark("q", write(tmp_path / "c.jsonl", {key: hi, "turn": 1})) == [
+            Question("row-1", None, ["Hi"])
+        ]
+    nothing = dict.fromkeys(("question_id", "category", "reference", "messages"))
+    assert load_benchmark("q", write(tmp_path / "n.jsonl", {"turns": ["Hi"], **nothing})) == [Question(0, None, ["Hi"])]
+
+
+def test_word_problems_and_code_prompts(tmp_path):
+    file = write(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "2+2=4\n#### 4"})
+    assert load_benchmark("gsm8k", file) == [Question(0, None, ["2+2?"], "2+2=4\n#### 4", numeric=True)]
+    file = write(tmp_path / "h.jsonl", {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "  pass"})
+    assert load_benchmark("humaneval", file) == [Question("HumanEval/0", None, ["def f():"], "  pass")]
+
+
+def test_user_turns_of_conversations_are_asked(tmp_path):
+    turns = [("gpt", "Hello."), ("human", "One?"), ("gpt", None), ("human", "Two?"), ("tool", "x")]
+    sharegpt = {"id": "a", "conversations": [{"from": role, "value": text} for role, text in turns]}
+    messages = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
+    file = write(tmp_path / "own.jsonl", sharegpt, messages, "{")
+    assert load_benchmark("own", file, limit=2) == [
+        Question("a", None, ["One?", "Two?"]),
+        Question("row-2", None, ["Hi"], system="Be brief."),
+    ]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_a_system_text_and_further_arguments_belong_to_every_prompt_of_a_question(tmp_path):
+    further = {"system": "Be brief.", "tools": json.dumps(TOOLS), "source": "web", "documents": []}
+    forms = [
+        {"question_id": 1, "turns": ["a", "b"]},
+        {"question": "a", "answer": "#### 4"},
+        {"task_id": "HumanEval/0", "prompt": "a"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "system": None},
+    ]
+    for number, form in enumerate(forms):
+        (question,) = load_benchmark("own", write(tmp_path / f"{number}.jsonl", form | further))
+        assert (question.turns[0], question.extra) == ("a", {"tools": TOOLS})
+        assert question.opening == [{"role": "system", "content": "Be brief."}]
+        plain = load_benchmark("own", write(tmp_path / f"{number}.jsonl", form))[0]
+        assert (plain.opening, plain.extra) == ([], {})
+    for form in forms:
+        for key, reason in (("context", "holds text that no turn has"), ("persona", "is unknown; take it out")):
+            with pytest.raises(BenchmarkError, match=rf"q\.jsonl, line 1: the key '{key}' {reason}"):
+                load_benchmark("own", write(tmp_path / "q.jsonl", form | {key: "In 1789 …"}))
+
+
+def test_turns_that_would_change_a_prompt_are_read_or_refused(tmp_path):
+    asked, answer = (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+    )
+    result, rules = {"role": "tool", "content": "4"}, {"role": "system", "content": "Be brief."}
+    (question,) = load_benchmark("own", write(tmp_path / "q.jsonl", {"messages": [rules, asked, answer, result]}))
+    assert (question.system, question.turns) == ("Be brief.", ["a"])
+    for turns, reason in [
+        ([asked, answer, result, asked], "a tool turn before a user's"),
+        ([asked, rules], "a system turn is the first"),
+        ([asked | {"name": "Bo"}], "received the key 'name'"),
+        ([asked | {"content": " "}], "the user's turns are non-empty texts and nothing else, received str ' '"),
+        ([asked | {"role": "critic"}], "the role 'critic' is none of"),
+    ]:
+        with pytest.raises(BenchmarkError, match=reason):
+            load_benchmark("own", write(tmp_path / "q.jsonl", {"messages": turns}))
+
+
+def test_conversations_that_share_an_id_are_told_apart_by_their_place(tmp_path):
+    rows = [{"id": name, "messages": [{"role": "user", "content": "a"}]} for name in ("web", "web", 0, "web")]
+    found = load_benchmark("own", write(tmp_path / "q.jsonl", *rows))
+    assert [question.question_id for question in found] == ["web", "web (line 2)", 0, "web (line 4)"]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "problems"])
+def test_a_folder_of_parquet_files_is_read_whatever_the_benchmark_is_called(tmp_path, name):
+    rows = [{"question": "2+2?", "answer": "#### 4"}, {"question": "1+1?", "answer": "#### 2"}]
+    (tmp_path / "folder").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "folder" / "test-00000.parquet")
+    assert [q.turns for q in load_benchmark(name, str(tmp_path / "folder"))] == [["2+2?"], ["1+1?"]]
+    (tmp_path / "folder" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files: test-*.parquet\n- config_name: socratic\n"
+        "  data_files: none-*.parquet\n---\n"
+    )  # a copy of the hub's repository
+    assert len(load_benchmark("gsm8k", str(tmp_path / "folder"))) == 2
+
+
+FASTCHAT, PROBLEM = {"question_id": 0, "turns": ["a"]}, {"question": "a", "answer": "#### 1"}
+HUMANEVAL = {"task_id": "t", "prompt": "p"}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "reason"),
+    [
+        (FASTCHAT, '{"question_id": 1,', "malformed JSON"),
+        (FASTCHAT, {"question_id": 1, "turns": []}, "'turns' is a non-empty list of texts, received list"),
+        (FASTCHAT, {"question_id": 1, "turns": ["a", 2]}, "'turns' is a non-empty list"),
+        (FASTCHAT, {"question_id": 0, "turns": ["a"]}, "it has the id 0 of line 1; ids must be unique"),
+        (PROBLEM, {"question": "a"}, "'answer' is a non-empty text, received nothing"),
+        (
+            PROBLEM,
+            {"question": "a", "answer": "four"},
+            "the answer of a GSM8K problem .* ends with 'four'",
+        ),
+        (HUMANEVAL, {"task_id": "x"}, "'prompt' is a non-empty text"),
+        (HUMANEVAL, "[3]", "a row is an object, received list"),
+        ({"messages": [{"role": "user", "content": "a"}]}, {"messages": []}, "the user's turns are non-empty texts"),
+        ("", {"text": "a", "id": 2}, "a file of questions has rows with 'turns' .* received the keys: text, id"),
+    ],
+)
+def test_bad_question_is_named_by_file_and_line(tmp_path, good, bad, reason):
+    file = write(tmp_path / "q.jsonl", good, bad)
+    with pytest.raises(BenchmarkError, match=rf"q\.jsonl, line 2: {reason}"):
+        load_benchmark("any name", file)
+
+
+def test_empty_file_is_an_error_and_ids_count_from_0(tmp_path):
+    with pytest.raises(ValueError, match=r"e\.jsonl is empty"):
+        load_benchmark("gsm8k", write(tmp_path / "e.jsonl"))
+    questions = load_benchmark("own", write(tmp_path / "q.jsonl", {"turns": ["a"]}, {"turns": ["b"]}))
+    assert [question.question_id for question in questions] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 + 4 = 7\n#### 42", "42"),
+        ("#### 1 then #### 2 then 3", "2"),
+        ("#### $1,234.50.", "1234.50"),
+        ("#### -7", "-7"),
+        ("#### none, but 5 before", "5"),
+        ("He has 18 apples and pays $20.", "20"),
+        ("It costs -$3.50", "-3.50"),
+        ("It costs $-3.50.", "-3.50"),
+        ("x = −4", "-4"),
+        ("10-7", "7"),
+        ("8 - 3", "3"),
+        ("1,234,567", "1234567"),
+        ("1,000, then 2", "2"),
+        ("about .5", "0.5"),
+        ("5% of it", "5"),
+        ("12,34", "34"),
+        ("#### Step 2: Total\n7 + 5 = **12**", "12"),
+        ("#### 2. Total\nThat is 12.", "12"),
+        ("#### **42**", "42"),
+        ("#### 42.\nShe has 7 apples and 3 pears", "42"),
+        ("#### 18.\n\nQuestion: Tom has 5 apples", "18"),
+        ("#### The answer is 42\nNote 7", "42"),
+        ("#### Answer: 42\nNote 7", "42"),
+        ("#### \\boxed{42} since 7", "42"),
+        ("#### -$7\nNote 8", "-7"),
+        ("That is \\$1{,}234", "1234"),
+        ("#### 3 + 4 = 7", "7"),
+        ("#### 3+4=7", "7"),
+        ("#### $3 + $4 = $7.\nNote 8", "7"),
+        ("#### 3 apples + 4 apples = 7 apples", "7"),
+        ("#### (3 + 4) × 2 = 14", "14"),
+        ("#### 3 \\times 4 = \\boxed{12}", "12"),
+        ("#### 3 plus 4 equals 7", "7"),
+        ("#### 5% of 200 = 10", "10"),
+        ("#### 10 - 2 = 8 - 1 = 7", "7"),
+        ("#### 7 = 3 + 4", "7"),
+        ("#### x = 7\nNote 8", "7"),
+        ("#### **Answer: 3 + 4 = 7**\nNote 8", "7"),
+        ("#### 3 + 4", "7"),
+        ("#### 2 + 3 * 4", "14"),
+        ("#### 8 -3", "5"),
+        ("#### 1/2", "0.5"),
+        ("#### 10-12 apples", "10"),
+        ("#### 3 of 10", "3"),
+        ("#### 42 - she has 3 left", "42"),
+        ("#### 42 (6 + 1 = 7 boxes)", "42"),
+        ("#### 18 because 3 × 6 = 19", "18"),
+        ("#### 18 is more than 7", "18"),
+    ],
+)
+def test_answer_number(text, number):
+    assert gsm8k_answer(text) == Decimal(number)
+
+
+def test_equal_numbers_are_equal_however_written():
+    assert gsm8k_answer("#### 42.00") == gsm8k_answer("so 42.")
+    assert gsm8k_answer("I do not know") is None

@@ -1,0 +1,241 @@
+"""The trained tokens of a conversation, exactly, for the three template styles."""
+
+import pytest
+
+from draft_heads.data.text.chat_template import load_chat_tokenizer, load_tokenizer, read_chat_template
+from draft_heads.data.text.rendering import (
+    ChatRenderer,
+    ConversationError,
+    end_token_ids,
+    render_conversation,
+    render_prompt,
+)
+from tests.tiny_chat import CHATML, LLAMA2, STYLES, VICUNA, byte_tokenizer, template, trained_runs, word_tokenizer
+
+CHAT = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hello there. 1 2"},
+    {"role": "assistant", "content": "I am fine, thank you."},
+    {"role": "user", "content": "Hello </s> again é😀"},
+    {"role": "assistant", "content": "12\n\n  34 é😀"},
+]
+TRAINED = {
+    "vicuna": [" I am fine, thank you.</s>", " 12\n\n  34 é😀</s>"],
+    "llama2": [" I am fine, thank you. </s>", " 12\n\n  34 é😀 </s>"],
+    "chatml": ["I am fine, thank you.<|im_end|>", "12\n\n  34 é😀<|im_end|>"],
+}
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "generation block"])
+@pytest.mark.parametrize("style", STYLES)
+def test_trained_tokens_are_the_answers_and_their_end_of_turn(style, marked):
+    tokenizer = byte_tokenizer(template(style, marked))
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert trained_runs(tokenizer, ids, mask) == TRAINED[style]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_answer_begins_where_the_prompt_before_it_ends(style):
+    tokenizer = byte_tokenizer(template(style))
+    ids, mask = render_conversation(tokenizer, CHAT)
+    starts = [i for i in range(1, len(ids)) if mask[i] and not mask[i - 1]]
+    assert len(starts) == 2
+    for start, turn in zip(starts, (2, 4)):
+        assert ids[:start] == render_prompt(tokenizer, CHAT[:turn])
+
+
+def test_words_of_chatml_token_by_token():
+    tokenizer = word_tokenizer(CHATML.replace("[GEN]", "").replace("[END]", ""), "user assistant Hi Hello you . ?")
+    chat = [
+        {"role": "user", "content": "Hi ?"},
+        {"role": "assistant", "content": "Hello you ."},
+        {"role": "user", "content": "you ?"},
+        {"role": "assistant", "content": "Hi ."},
+    ]
+    ids, mask = render_conversation(tokenizer, chat)
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    assert [token for token, trained in zip(tokens, mask) if trained] == [
+        *["Hello", "you", ".", "<|im_end|>"],
+        *["Hi", ".", "<|im_end|>"],
+    ]
+    assert tokens[mask.index(True) - 2 : mask.index(True)] == ["assistant", "\n"]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "{% generation %}{{ m['content'] }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
+        "{% generation %}{{ m['content'] + '<|im_end|>\\n' }}{% endgeneration %}",
+        "{%- generation -%}{{ m['content'] + '<|im_end|>' }}{%- endgeneration -%}{{ '\\n' }}",
+    ],
+    ids=["end of turn left out", "line break enclosed", "trimmed tags"],
+)
+def test_generation_block_is_ended_at_the_end_of_turn(block):
+    chat_template = CHATML.replace("[GEN]{{ m['content'] | trim + '<|im_end|>' }}[END]{{ '\\n' }}", block)
+    assert block in chat_template
+    tokenizer = byte_tokenizer(chat_template)
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert trained_runs(tokenizer, ids, mask) == TRAINED["chatml"]
+
+
+@pytest.mark.parametrize("style", ["llama2", "chatml"])
+def test_template_that_strips_the_content_keeps_the_mask_exact(style):
+    tokenizer = byte_tokenizer(template(style))
+    padded = [m | {"content": f" \n{m['content']}\n "} if m["role"] == "assistant" else m for m in CHAT]
+    ids, mask = render_conversation(tokenizer, padded)
+    assert trained_runs(tokenizer, ids, mask) == TRAINED[style]
+
+
+def test_answer_equal_to_the_question_is_still_found():
+    tokenizer = byte_tokenizer(template("vicuna"))
+    same = [{"role": role, "content": "answer"} for role in ("user", "assistant", "user", "assistant")]
+    ids, mask = render_conversation(tokenizer, same)
+    assert trained_runs(tokenizer, ids, mask) == [" answer</s>"] * 2
+
+
+def test_trailing_user_turn_is_not_trained():
+    tokenizer = byte_tokenizer(template("chatml"))
+    ids, mask = render_conversation(tokenizer, CHAT[:4])
+    assert trained_runs(tokenizer, ids, mask) == TRAINED["chatml"][:1]
+
+
+def test_template_without_end_of_turn_trains_the_content_alone():
+    tokenizer = byte_tokenizer(VICUNA.replace(" + eos_token", " + '\\n'").replace("[GEN]", "").replace("[END]", ""))
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert trained_runs(tokenizer, ids, mask) == [" I am fine, thank you.", " 12\n\n  34 é😀"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_next_turn_continues_the_answers_own_tokens(style):
+    tokenizer = byte_tokenizer(template(style))
+    ids, mask = render_conversation(tokenizer, CHAT[:3])
+    end = len(mask) - mask[::-1].index(True)
+    assert ids[:end] + ChatRenderer(tokenizer).next_turn(CHAT[:4]) == render_prompt(tokenizer, CHAT[:4])
+
+
+def test_end_tokens_are_eos_template_and_config():
+    tokenizer = byte_tokenizer(template("chatml"))
+    assert end_token_ids(tokenizer) == (2, 4)
+    assert end_token_ids(tokenizer, [2, 77]) == (2, 4, 77)
+    assert end_token_ids(tokenizer, 9) == (2, 4, 9)
+    assert end_token_ids(byte_tokenizer(template("llama2"))) == (2,)
+    assert end_token_ids(None, 9) == (9,) and end_token_ids(None) == ()
+
+
+def test_template_that_shows_no_end_of_turn_leaves_the_other_end_tokens(caplog):
+    tokenizer = byte_tokenizer("{{ messages[0]['content'] }}")
+    assert end_token_ids(tokenizer, 9) == (2, 9)
+    assert "end-of-turn token is unknown: the chat template leaves out the assistant's text" in caplog.text
+
+
+def test_rewriting_template_is_refused_with_the_remedy():
+    tokenizer = byte_tokenizer(
+        template("chatml").replace("m['content'] | trim", "m['content'] | trim | length | string")
+    )
+    with pytest.raises(ConversationError, match=r"turn 2 \(assistant\).*\{% generation %\}"):
+        render_conversation(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("chat_template", "found"),
+    [
+        (
+            "{% generation %}{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}{% endgeneration %}",
+            "every",
+        ),
+        ("{% for m in messages %}{{ m['content'] }}{% generation %}{% endgeneration %}{% endfor %}", "no"),
+    ],
+)
+def test_mask_of_all_or_nothing_is_an_error(chat_template, found):
+    with pytest.raises(ConversationError, match=f"^{found} token .* check that"):
+        render_conversation(byte_tokenizer(chat_template), CHAT)
+
+
+def test_template_that_refuses_a_role_is_reported():
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + LLAMA2
+    tokenizer = byte_tokenizer(refusing.replace("[GEN]", "").replace("[END]", ""))
+    with pytest.raises(ConversationError, match=r"refuses the conversation \(roles .*system.*no system"):
+        render_conversation(tokenizer, CHAT)
+
+
+def test_vicuna_template_for_checkpoints_without_one():
+    tokenizer = byte_tokenizer(read_chat_template("vicuna"))
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == (
+        "<s>Be kind. USER: Hello there. 1 2 ASSISTANT: I am fine, thank you.</s>"
+        "USER: Hello </s> again é😀 ASSISTANT: 12\n\n  34 é😀</s>"
+    )
+    assert trained_runs(tokenizer, ids, mask) == TRAINED["vicuna"]
+    default = tokenizer.decode(render_prompt(tokenizer, CHAT[1:2]), skip_special_tokens=False)
+    assert default.startswith("<s>A chat between a curious user and an artificial intelligence assistant. ")
+    assert default.endswith("answers to the user's questions. USER: Hello there. 1 2 ASSISTANT:")
+
+
+def test_tokenizer_without_template_is_refused_with_the_remedy():
+    tokenizer = byte_tokenizer(template("chatml"))
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="pass --chat_template with the one the target was trained on"):
+        render_prompt(tokenizer, CHAT)
+
+
+def test_chat_template_is_a_bundled_name_from_any_folder_or_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jinja").write_text(CHATML)
+    assert read_chat_template("own.jinja") == CHATML
+    assert "ASSISTANT:" in read_chat_template("vicuna")
+    with pytest.raises(ValueError, match=r"--chat_template nobody is neither a file nor .* one of .*vicuna"):
+        read_chat_template("nobody")
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "generation block"])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_turn_that_is_not_to_be_trained_on_is_rendered_and_not_trained(style, marked):
+    tokenizer = byte_tokenizer(template(style, marked))
+    chat = [CHAT[0], CHAT[1], {**CHAT[2], "trained": False}, CHAT[3], {**CHAT[4], "trained": True}]
+    ids, mask = render_conversation(tokenizer, chat)
+    assert ids == render_conversation(tokenizer, CHAT)[0]
+    assert trained_runs(tokenizer, ids, mask) == TRAINED[style][1:]
+    with pytest.raises(ConversationError, match="no assistant turn is to be trained on; leave"):
+        render_conversation(tokenizer, chat[:4])
+
+
+def test_further_keys_and_arguments_reach_the_template():
+    own = "{{ tools | length ~ 'tools' if tools else '' }}" + template("chatml").replace(
+        "m['content'] | trim", "m['content'] + m['name'] + ('trained' if 'trained' in m else '')"
+    )
+    tokenizer = byte_tokenizer(own)
+    chat = [CHAT[1], {**CHAT[2], "name": " Bo.", "trained": True}]
+    ids, mask = render_conversation(tokenizer, chat, {"tools": [{"type": "function"}] * 2})
+    assert tokenizer.decode(ids).startswith("2tools<|im_start|>")
+    assert trained_runs(tokenizer, ids, mask) == ["I am fine, thank you. Bo.<|im_end|>"]
+    assert tokenizer.decode(render_prompt(tokenizer, chat[:1], {"tools": [{}]})).startswith("1tools<|im_start|>")
+
+
+def test_a_chat_template_file_is_read_whole_or_refused(tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_bytes(b"\xef\xbb\xbf" + CHATML.encode())  # some editors put this mark in front
+    assert read_chat_template(str(file)) == CHATML
+    for empty in (b"", b" \n", b"\xef\xbb\xbf"):
+        file.write_bytes(empty)
+        with pytest.raises(ValueError, match=r"--chat_template .*own.jinja is empty; pass a file with a chat template"):
+            load_tokenizer("data/tiny_target", str(file))
+    file.write_bytes(CHATML.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"is a text in UTF-8; this file has other bytes at 0; save it"):
+        load_chat_tokenizer("data/tiny_target", str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "bos"), [("vicuna", "<s>"), ("vicuna", "</s>"), ("vicuna", None), ("llama-2", "<s>"), ("llama-2", "</s>")]
+)
+def test_bundled_templates_with_any_bos(name, bos):
+    tokenizer = byte_tokenizer(read_chat_template(name))
+    tokenizer.bos_token = bos
+    ids, mask = render_conversation(tokenizer, CHAT)
+    assert trained_runs(tokenizer, ids, mask) == TRAINED[name.replace("-", "")]
+    assert tokenizer.decode(ids).startswith(bos or "Be kind.")
+
+
+def test_a_further_argument_with_a_name_of_the_rendering_itself_is_refused():
+    tokenizer = byte_tokenizer(template("chatml"))
+    with pytest.raises(ConversationError, match="got tokenize; leave it out"):
+        render_prompt(tokenizer, CHAT[:2], {"tokenize": False})

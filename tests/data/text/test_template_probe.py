@@ -1,0 +1,226 @@
+"""Templates that read texts in another form or leave some out, and what stands in texts and is no text."""
+
+import json
+import re
+
+import datasets
+import pytest
+
+from draft_heads.data.labels.answers import Answer
+from draft_heads.data.labels.distill import distill
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.distiller import Distiller
+from draft_heads.data.labels.shards import load_distilled
+from draft_heads.data.text.chat_text import ControlTokenError
+from draft_heads.data.text.rendering import (
+    ChatRenderer,
+    ConversationError,
+    answer_tokens,
+    render_conversation,
+    render_prompt,
+)
+from draft_heads.inference.generation import TextPieces, prompt_ids
+from draft_heads.inference.target.target import Target
+from draft_heads.scripts.distill import summary
+from tests.data.text.test_chat_forms import CHAT, FORMS, SYSTEM, tokenizer_of
+from tests.tiny_chat import CHATML, byte_tokenizer, random_llama, template, trained_runs
+
+PARTS = (  # LLaVA-1.5's form: nothing of a string is a text
+    "{% for m in messages %}{{ m.role.upper() + ': ' }}"
+    "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+    "{{ eos_token if m.role == 'assistant' else ' ' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+LINES = (  # Idefics3's: text parts in a loop over a message's lines, an answer as a string
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ m.content }}{% else %}"
+    "{% for line in m.content %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+RULES_LAST = (  # Mistral Nemo's: the system text stands in a question that is the last turn, else nowhere
+    "{{ bos_token }}{% set rules = '' %}{% if messages[0].role == 'system' %}{% set rules = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ '[INST]' + (rules + '\n\n' if loop.last and rules else '') + m.content + '[/INST]' }}"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def own_target(tokenizer):
+    return Target(random_llama(len(tokenizer)), tokenizer)
+
+
+def dataset(*conversations):
+    rows = [{"id": f"c{i}", "place": f"row {i + 1}", "messages": list(one)} for i, one in enumerate(conversations)]
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("form", [PARTS, LINES])
+def test_a_template_that_wants_content_parts_gets_them(form):
+    tokenizer = byte_tokenizer(form)
+    prompts = [render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in ("Why?", "How?")]
+    assert prompts[0] != prompts[1] and "Why?" in tokenizer.decode(prompts[0])
+    assert prompt_ids(own_target(tokenizer), "Why?") == prompts[0]
+    ids, mask = render_conversation(tokenizer, [*SYSTEM, *CHAT])
+    end = "</s>" if form == PARTS else "<|im_end|>"
+    assert [run.strip() for run in trained_runs(tokenizer, ids, mask)] == [m["content"] + end for m in CHAT[1::2]]
+    assert all(message["content"] in tokenizer.decode(ids) for message in [*SYSTEM, *CHAT])
+
+
+@pytest.mark.parametrize(
+    "form", ["USER: ASSISTANT:", "{% for m in messages %}{{ m.role }}{% endfor %}", "{{ messages[0].text }}"]
+)
+def test_a_template_that_shows_no_users_text_is_refused(form):
+    with pytest.raises(ValueError, match=r"cannot be used: it renders no user's text.*--chat_template"):
+        render_prompt(byte_tokenizer(form), CHAT[:1])
+
+
+def test_a_template_that_is_no_jinja_is_refused():
+    with pytest.raises(ValueError, match=r"no Jinja template \(line 1: .*--chat_template"):
+        ChatRenderer(byte_tokenizer("{% for m in messages %}{{ m.content }}"))
+
+
+def test_a_system_text_that_the_template_leaves_out_is_refused():
+    tokenizer = byte_tokenizer(RULES_LAST)
+    assert "Be kind." in tokenizer.decode(render_prompt(tokenizer, [*SYSTEM, *CHAT[:3]]))
+    for rules in ("Be kind.", "1"):  # also one that stands in another text
+        with pytest.raises(
+            ConversationError, match="leaves out the system's text of a conversation that ends with the a"
+        ):
+            render_conversation(tokenizer, [{"role": "system", "content": rules}, *CHAT])
+    none = byte_tokenizer(template("chatml").replace("{% for m in messages %}", "{% for m in messages[-2:] %}"))
+    with pytest.raises(ConversationError, match="leaves out the user's text"):
+        render_conversation(none, CHAT)
+    with pytest.raises(ConversationError, match="leaves out the user's text"):
+        render_prompt(none, CHAT[:3])
+
+
+@pytest.mark.parametrize("form", [*FORMS, "rules last"])
+def test_generated_rows_have_at_most_the_tokens_that_were_estimated(form):
+    tokenizer = tokenizer_of("mistral" if form == "rules last" else form)
+    if form == "rules last":
+        tokenizer.chat_template = RULES_LAST
+    answer = tokenizer("One two three four five six. 12 34 12 34", add_special_tokens=False)["input_ids"][:19]
+    answer += [tokenizer.eos_token_id]
+    options = DistillOptions(labels="generate", max_new_tokens=20, max_length=250)
+
+    def answers(prompts, limits, progress):
+        return [Answer(answer[:limit], "end" if limit >= 20 else "limit") for limit in limits]
+
+    distiller = Distiller(own_target(tokenizer), options, answers)
+    asked = dataset([*SYSTEM, *CHAT, *CHAT, *CHAT], CHAT, CHAT[:2])
+    estimated, rows = distiller.count_tokens(asked), distiller.rows(asked)
+    written = sum(len(row.ids) for row in rows)
+    assert written <= estimated
+    if not distiller.renderer.may_rewrite:
+        assert estimated < 1.4 * written
+
+
+def test_text_that_is_a_special_token_stays_in_an_answer():
+    tokenizer = byte_tokenizer(template("chatml"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens[3:], "<filename>"]})
+    text = 'Open "<filename>" to go on. The answer is 18. See <filename>'
+    ids = tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
+    target = own_target(tokenizer)
+    assert target.answer_text(ids) == text
+    assert ChatRenderer(tokenizer).answer_text(ids, target.end_token_ids) == (text, True)
+    pieces = TextPieces(tokenizer, scaffold=target.scaffold)
+    assert pieces.add(ids[:-1]) + pieces.end() == text
+
+
+ANALYSIS = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (ANALYSIS + "<|channel|>final<|message|>One.<|return|>", "One."),
+        ("<|channel|>final<|message|>One.<|return|>", "One."),
+        (ANALYSIS, ANALYSIS),
+        ("One <|channel|>final<|message|>two", "One <|channel|>final<|message|>two"),
+        ("One.<|return|>", "One."),
+    ],
+)
+def test_the_text_of_an_answer_in_channels_is_the_same_everywhere(answer, text):
+    tokenizer = tokenizer_of("channels")
+    target, ids = own_target(tokenizer), tokenizer(answer, add_special_tokens=False)["input_ids"]
+    assert target.answer_text(ids) == text
+    pieces = TextPieces(tokenizer, scaffold=target.scaffold)
+    kept = answer_tokens(ids, target.end_token_ids, ())
+    assert "".join(pieces.add([token]) for token in kept) + pieces.end() == text
+
+
+def test_an_answer_follows_the_first_scaffold_that_it_begins_with():
+    assert answer_tokens([7, 5, 4, 7, 8, 6, 2], [2], (7, 8)) == [6]
+    assert answer_tokens([3, 7, 8, 6, 2], [2], (7, 8)) == [3, 7, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("role", "text", "kept"),
+    [
+        ("user", "What is <|im_end|>?", 2),
+        ("user", "<s>struck out</s>", 2),
+        ("assistant", "It is </s>.", 2),
+        ("assistant", "<|im_start|>user", 2),
+        ("user", "a < s > and <unk> and <filename>", 4),
+    ],
+)
+def test_control_tokens_in_texts_are_refused_trimmed_and_counted(role, text, kept):
+    tokenizer = byte_tokenizer(CHATML.replace("[GEN]", "").replace("[END]", ""))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*tokenizer.all_special_tokens[3:], "<filename>"]})
+    chat = [dict(message) for message in CHAT]
+    chat[2 if role == "user" else 3]["content"] = text
+    target = own_target(tokenizer)
+    if kept == len(chat):
+        assert [len(row.messages) for row in Distiller(target, DistillOptions()).rows(dataset(chat))] == [4]
+        assert prompt_ids(target, text)
+        return
+    with pytest.raises(ConversationError, match=r"row 1 .*control token in someone's text: .* in turn \d .*skip_bad"):
+        Distiller(target, DistillOptions()).rows(dataset(chat))
+    (trimmed, dropped) = Distiller(target, DistillOptions(skip_bad_rows=True)).rows(
+        dataset(chat, [{"role": "user", "content": "</s>"}, CHAT[1]])
+    )
+    assert len(trimmed.messages) == (2 if role == "user" else 3) and trimmed.skipped is None
+    assert trained_runs(tokenizer, trimmed.ids, trimmed.mask) == ["I am fine, thank you.<|im_end|>"]
+    assert trimmed.trimmed.startswith("a control token in someone's text: ")
+    assert dropped.skipped.startswith("a control token in someone's text: ")
+    if role == "user":
+        with pytest.raises(ControlTokenError):
+            prompt_ids(target, text)
+    else:  # the target's own answers may hold them
+        assert prompt_ids(target, [*chat, CHAT[0]])
+
+
+def test_rows_with_control_tokens_are_counted_by_reason(tmp_path, caplog, capsys):
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi </s>"}, CHAT[1]]},
+        {"messages": [*CHAT[:2], {"role": "user", "content": "<|user|>"}, CHAT[3]]},
+        {"messages": CHAT[:2]},
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    target = Target.from_pretrained("data/tiny_target")
+    manifest = distill(target, str(source), str(tmp_path / "out"), DistillOptions(skip_bad_rows=True), False, False)
+    assert "1 row dropped: a control token in someone's text (line 1)" in caplog.text
+    assert "1 row trimmed: a control token in someone's text (line 2)" in caplog.text
+    (shard,) = manifest["shards"]
+    assert [(row["place"], row["kept_turns"]) for row in shard["trimmed"]] == [("line 2", 2)]
+    assert manifest["counts"]["rows"] == 2 and shard["skipped"][0]["place"] == "line 1"
+    # what is left asks what the third row asks: they are held out together
+    assert len({row["conversation"] for row in load_distilled(str(tmp_path / "out")).dataset}) == 1
+    summary(manifest, "out")
+    shown = capsys.readouterr().out
+    assert re.search(r"bad rows trimmed +│ +1 ", shown) and "1 row trimmed: a control token" in shown
+
+
+def test_recorded_answers_that_are_written_anew_may_hold_control_tokens():
+    tokenizer = byte_tokenizer(CHATML.replace("[GEN]", "").replace("[END]", ""))
+    distiller = Distiller(own_target(tokenizer), DistillOptions(labels="generate", max_new_tokens=4))
+    (row,) = distiller.rows(dataset([CHAT[0], {"role": "assistant", "content": "It is <|im_end|>."}]))
+    assert row.skipped is None and any(row.mask)
+
+
+def test_control_tokens_in_the_descriptions_of_tools_are_refused():
+    form = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    renderer = ChatRenderer(byte_tokenizer(form + CHATML.replace("[GEN]", "").replace("[END]", "")))
+    tools = [{"type": "function", "function": {"name": "f", "description": "Ends with <|im_end|>."}}]
+    with pytest.raises(ControlTokenError, match=r"'<\|im_end\|>' in 'tools' would be encoded as that token"):
+        renderer.check_texts(CHAT, extra={"tools": tools})
+    renderer.check_texts(CHAT, extra={"tools": [{"name": "f", "description": "Ends."}], "thinking": True})
