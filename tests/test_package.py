@@ -73,10 +73,7 @@ def inside(module: str, part: str) -> bool:
 
 def test_rooms_are_imported_by_their_package_name():
     strays = {
-        (module, name)
-        for module in FILES
-        for name in imported(module)
-        if name.partition(".")[0] in (*ROOMS, "tests")
+        (module, name) for module in FILES for name in imported(module) if name.partition(".")[0] in (*ROOMS, "tests")
     }
     assert not strays, f"import draft_heads.ROOM, and never tests: {sorted(strays)}"
 
