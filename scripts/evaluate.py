@@ -101,7 +101,7 @@ def decode_and_judge(
     Processes that torchrun started share the questions; the first one judges, the others get None.
     """
     check_questions(target, benchmarks)
-    processes = Processes.started()
+    processes = Processes.from_environment()
     # several batches, because slots are refilled and only the last ones run empty
     group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
     with processes.first_alone() as first:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
-from draft_heads.data.generation_config import processed
+from draft_heads.data.generation_config import process_logits
 from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
 from draft_heads.inference.evaluation.parts import Difference
 from draft_heads.inference.generation import GenerationSettings
@@ -150,7 +150,7 @@ def gap_noise(
 
     def gap(length: int, logits_V: Tensor) -> Tensor:
         if processors is not None:
-            logits_V = processed(processors, ids_1L[:, :length], logits_V[None])[0]
+            logits_V = process_logits(processors, ids_1L[:, :length], logits_V[None])[0]
         return top_two_gap(logits_V)
 
     rows = model(input_ids=ids_1L, use_cache=False).logits[0]
