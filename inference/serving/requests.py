@@ -122,8 +122,8 @@ class DecodingRequest(BaseModel):
                 f"{name} must be at most {server.max_new_tokens}, the server's limit; got {tokens}", name
             )
         if unknown := [token for token in self.stop_token_ids or () if not 0 <= token < target.vocab_size]:
-            told = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}"
-            raise ParameterError(told, "stop_token_ids")
+            message = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}"
+            raise ParameterError(message, "stop_token_ids")
         self._check_checkpoints_own(target)
         temperature = server.temperature if self.temperature is None else self.temperature
         ends = tuple({*target.end_token_ids, *(self.stop_token_ids or ())})

@@ -9,7 +9,7 @@ from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.answers import Answer, AnsweredTurn
+from draft_heads.inference.evaluation.answer_files import Answer, AnsweredTurn
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.replay import (
     RecordedTurn,
