@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -124,6 +125,10 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self) -> DraftTree:
         """Draft continuations of the base token."""
+
+    def settings(self) -> dict[str, Any]:
+        """Every option with its value, for reports."""
+        return asdict(self.options)
 
     def findings(self) -> dict[str, Any]:
         """The drafter's own statistics so far, for reports; nothing by default."""

@@ -33,7 +33,7 @@ class DrafterOptions:
 class TreeOptions(DrafterOptions):
     """Those of a drafter whose node budget is --max_nodes unless its own option says otherwise."""
 
-    max_nodes: int = option(32, "most nodes of its tree", least=1)
+    max_nodes: int = option(32, "most nodes of its tree (default: --max_nodes)", least=1)
 
 
 Options = TypeVar("Options", bound=DrafterOptions)

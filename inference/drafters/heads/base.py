@@ -139,7 +139,7 @@ class HeadOptions(TreeOptions):
     tuned_by: ClassVar[str] = "scripts/tune_tree.py"
 
     tree_temperature: float | None = option(
-        None, "divides log-probabilities before a tree is made; default: the checkpoint's"
+        None, "divides log-probabilities before a tree is made (default: the checkpoint's)"
     )
 
 

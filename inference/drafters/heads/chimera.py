@@ -179,7 +179,7 @@ class KGramCache:
 
 @dataclass(frozen=True)
 class ChimeraOptions(LevelTreeOptions):
-    kgram_cache: int = option(0, "k-gram encodings kept on the device; 64 times as many on the host", least=0)
+    kgram_cache: int = option(0, "k-gram encodings kept on the device, 64 times as many on the host", least=0)
 
 
 class ChimeraDrafter(HeadDrafter):

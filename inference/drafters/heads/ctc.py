@@ -44,7 +44,7 @@ def draft_tree(
 
 @dataclass(frozen=True)
 class CTCOptions(HeadOptions):
-    tree: str = option("prefix", "how candidates become a tree, see *Trees*", choices=TREE_MODES)
+    tree: str = option("prefix", "how candidates become a tree", choices=TREE_MODES)
 
 
 class CTCDrafter(HeadDrafter):

@@ -27,7 +27,7 @@ Expand = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LevelTreeOptions(HeadOptions):
-    tree: str = option("best", "chain: the most probable path alone", choices=("best", "chain"))
+    tree: str = option("best", "the most probable nodes, or the most probable path alone", choices=("best", "chain"))
 
 
 def grow_tree(

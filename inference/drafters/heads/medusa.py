@@ -94,7 +94,7 @@ class MedusaOptions(HeadOptions):
     paths, few heads may do."""
 
     tree: str = option("best", "how K distributions become a tree", choices=("best", "chain", "raw", "prefix"))
-    heads: int = option(0, "use the first so many heads; 0: all", least=0)
+    heads: int = option(0, "use the first so many heads (0: all)", least=0)
 
 
 class MedusaDrafter(HeadDrafter):

@@ -85,7 +85,7 @@ class _Part:
 @dataclass(frozen=True)
 class HybridOptions(DrafterOptions):
     depth: int = option(
-        0, "deepest level of the tree; 0: the parts' deepest, and four more where n-grams lengthen trees", least=0
+        0, "deepest level of the tree (0: the parts' own, and four more where n-grams lengthen trees)", least=0
     )
 
 
@@ -174,6 +174,11 @@ class HybridDrafter(Drafter):
                 part.rows = merged.append_window_rows(place, part.source)
         self._merged = merged
         return merged.as_tree(self.target.device)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Drafter.settings`; under `parts` those of each part."""
+        parts = {part.name: part.drafter.settings() for part in self.parts}
+        return {"max_nodes": self.budget, **super().settings(), "parts": parts}
 
     def findings(self) -> dict[str, Any]:
         """Target steps; for each part the `accepted` tokens it proposed first, and the `needed` ones it alone did."""

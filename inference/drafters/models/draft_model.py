@@ -64,7 +64,7 @@ class ChainOptions(TreeOptions):
 
 @dataclass(frozen=True)
 class DraftModelOptions(ChainOptions):
-    via: str = option("", "KIND[:PATH] of a drafter for the draft model; empty: none")
+    via: str = option("", "KIND[:PATH] of a drafter for the draft model (empty: none)")
 
 
 class DraftModelDrafter(ModelDrafter):
@@ -98,7 +98,7 @@ class DraftModelDrafter(ModelDrafter):
 @dataclass(frozen=True)
 class CascadeOptions(DraftModelOptions):
     k: int = option(8, "most tokens of a draft", least=1)
-    via: str = option("ngram", "KIND[:PATH] of a drafter for the draft model; empty: none")
+    via: str = option("ngram", "KIND[:PATH] of a drafter for the draft model (empty: none)")
 
 
 class CascadeDrafter(DraftModelDrafter):
@@ -106,14 +106,14 @@ class CascadeDrafter(DraftModelDrafter):
 
     sources = ("cascade",)
     kind = "cascade"
-    title = "the same with n-grams drafting for the draft model"
+    title = "k tokens of a smaller model that has a drafter of its own"
     options_type = CascadeOptions
 
 
 @dataclass(frozen=True)
 class SelfSpeculativeOptions(ChainOptions):
     k: int = option(3, "most tokens of a draft", least=1)
-    skip: str = option("", "layers to leave out, from 0, as 1/3; empty: 1, 3, 5 …, never the last")
+    skip: str = option("", "layers left out, from 0, as in skip=1/3 (default: 1, 3, 5 …, never the last)")
 
 
 class SelfSpeculativeDrafter(DraftModelDrafter):

@@ -41,13 +41,13 @@ class OuroborosOptions(DrafterOptions):
     w: int = option(15, "columns of the draft model's window, and most phrases of a first token", least=1)
     p: int = option(6, "tokens of a phrase, the paper's β", least=2)
     k: int = option(3, "phrases that lengthen the draft", least=1)
-    beside: int = option(3, "phrases below the base token; 0: the paper", least=0)
-    max_nodes: int = option(0, "cuts phrases first, then the draft; 0: no limit", least=0)
-    accelerate: int = option(1, "0: no lookahead in the draft model", choices=(0, 1))
-    lengthen: int = option(1, "0: phrases do not lengthen the draft", choices=(0, 1))
-    from_verification: int = option(1, "0: no phrases from the target's choices", choices=(0, 1))
-    reuse_history: int = option(1, "0: phrases end with their prompt", choices=(0, 1))
-    from_text: int = option(1, "0: no phrases from the text, as in the paper", choices=(0, 1))
+    beside: int = option(3, "phrases below the base token (0: the paper)", least=0)
+    max_nodes: int = option(0, "cuts phrases first, then the draft (0: no limit)", least=0)
+    accelerate: int = option(1, "0: plain steps of the draft model", choices=(0, 1))
+    lengthen: int = option(1, "0: verify no phrases", choices=(0, 1))
+    from_verification: int = option(1, "0: learn no phrases from the target's choices", choices=(0, 1))
+    reuse_history: int = option(1, "0: forget the phrases with the prompt", choices=(0, 1))
+    from_text: int = option(1, "0: learn none from the text (the paper)", choices=(0, 1))
 
 
 class OuroborosDrafter(ModelDrafter):

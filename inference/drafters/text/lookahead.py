@@ -32,8 +32,8 @@ from draft_heads.inference.tree import DraftTree, TokenTrie
 class LookaheadOptions(DrafterOptions):
     n: int = option(5, "tokens of an n-gram", least=2)
     w: int = option(15, "columns of the window", least=1)
-    g: int = option(0, "n-grams verified per step; 0: as many as columns", least=0)
-    max_nodes: int = option(0, "shrinks window and n-grams in proportion; 0: no limit", least=0)
+    g: int = option(0, "n-grams verified per step (0: as many as columns)", least=0)
+    max_nodes: int = option(0, "shrinks window and n-grams in proportion (0: no limit)", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

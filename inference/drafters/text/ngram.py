@@ -124,8 +124,8 @@ def check_length(n: int) -> None:
 class NgramOptions(TreeOptions):
     n: int = option(5, "tokens of the longest n-gram", least=2)
     k: int = option(7, "most tokens of a path", least=1)
-    branches: int = option(1, "1: one path; more: a tree with up to so many continuations of a node", least=1)
-    keep: int = option(0, "1: counts survive the prompt", choices=(0, 1))
+    branches: int = option(1, "most continuations of a node (1: a path, more: a tree)", least=1)
+    keep: int = option(0, "1: keep the counts for the next prompt", choices=(0, 1))
 
     def __post_init__(self) -> None:
         super().__post_init__()

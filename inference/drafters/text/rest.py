@@ -31,7 +31,7 @@ class RESTOptions(TreeOptions):
     n: int = option(16, "tokens of the longest suffix that is looked up", least=1)
     k: int = option(10, "most tokens of a path", least=1)
     least: int = option(1, "tokens of the shortest suffix", least=1)
-    levels: int = option(3, "suffixes combined; 1: as published", least=1)
+    levels: int = option(3, "suffixes combined (1: as published)", least=1)
     places: int = option(300, "matches, sampled evenly, whose continuations are counted", least=1)
 
     def __post_init__(self) -> None:
