@@ -140,7 +140,7 @@ def test_a_resumed_run_is_counted(tmp_path):
     engines = {"vanilla": StubEngine(), "learns": Drafting("ngram", carries_over=True)}
     parts = DecodedFolder(tmp_path)
     parts.begin({}, False)
-    whole = evaluate(engines, StubOracle(), [benchmark()], render, parts=parts)
+    whole = evaluate(engines, StubOracle(), [benchmark()], render, store=parts)
     (tmp_path / "parts" / "bench-00002.json").unlink()
     parts._lock.close()
     again = DecodedFolder(tmp_path)
