@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from draft_heads.configs.options import THREADS_HELP, dtype_named, option
+from draft_heads.configs.options import THREADS_HELP, dtype_from_name, option
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.train.inherited import OPTIMIZERS, refused
 from draft_heads.train.length import ENDLESS_EPOCHS
@@ -50,7 +50,7 @@ class RunOptions:
             raise ValueError(f"--target_device must be auto, or left out; got {self.target_device}")
         if self.target_device and self.shard_target:
             raise ValueError("--target_device auto is for one process, --shard_target for several; got both; drop one")
-        dtype_named("--target_dtype", self.target_dtype)
+        dtype_from_name("--target_dtype", self.target_dtype)
 
 
 @dataclass
