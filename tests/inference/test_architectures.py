@@ -164,6 +164,15 @@ def test_where_only_the_cache_of_generate_has_a_window_texts_end_at_it():
     assert Target(_model("starcoder2", sliding_window=32), name="starcoder2").max_positions == 256
 
 
+def test_windows_that_differ_from_layer_to_layer_are_refused():
+    listed, layered = (_model(one) for one in ("llama", "mistral"))
+    listed.config.sliding_window = [64, None]  # of a config that does not declare it, so that it is not checked
+    layered.config.per_layer_config = {0: {"sliding_window": 64}, 1: {"sliding_window": None}}
+    for model in (listed, layered):
+        with pytest.raises(ValueError, match=r"must have one window, .*; small has sliding_window \[64, None\]; pick"):
+            Target(model, name="small")
+
+
 REFUSED = {
     "mpt": "takes no position ids",
     "qwen3_next": "layers of type linear_attention",
