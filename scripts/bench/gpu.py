@@ -4,7 +4,7 @@
 
 - every drafter on small random targets in float32, some in bfloat16, graphs on and off, against transformers'
   `generate`; where drafting is the device's, every tensor of a step must lie there;
-- for each of `--shapes`, in bfloat16 behind `--prompt_tokens` of text: the plain step against the time its weights take
+- for each of `--shapes`, in bfloat16 after `--prompt_tokens` of text: the plain step against the time its weights take
   to read at the measured bandwidth; trees of 8 … 64 nodes, each head's step, n-grams and a hybrid over the plain step;
   what drafting alone takes; captured against eager steps, both tree attentions, transformers' `generate`; γ and η of
   scripted accepted lengths; the memory of cache and graphs;
@@ -46,7 +46,7 @@ from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, correctness
 from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, prompts, random_target, ratio, table
-from draft_heads.scripts.bench.scripted import ScriptedEngine
+from draft_heads.scripts.bench.scripted import scripted_engine
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.options import RECIPES, SHAPES, peak_flops
@@ -76,7 +76,7 @@ def bandwidth(device: torch.device) -> float:
     return 2 * words.numel() / statistics.median(taken)
 
 
-class Steps:
+class StepTimer:
     """Times steps of engines over one text, each beside the plain loop's."""
 
     def __init__(self, target: Target, args: argparse.Namespace) -> None:
@@ -88,16 +88,14 @@ class Steps:
 
     def engine(self, drafter: Drafter, graphs: bool = True) -> DecodingEngine:
         """One that captures no longer texts than this bench decodes."""
-        return self._sized(DecodingEngine(self.target, drafter), graphs)
+        return self._sized(DecodingEngine(self.target, drafter, captured=None if graphs else False))
 
-    def _sized(self, engine: DecodingEngine, graphs: bool = True) -> DecodingEngine:
-        engine.reserved = self.args.prompt_tokens + self.args.new_tokens + 256
-        if not graphs:
-            engine._captured = None
+    def _sized(self, engine: DecodingEngine) -> DecodingEngine:
+        engine.steps.reserved = self.args.prompt_tokens + self.args.new_tokens + 256
         return engine
 
     def run(self, engine: DecodingEngine) -> tuple[float, float]:
-        """Seconds of a step and tokens of one, over the steps behind the prefill's and the first."""
+        """Seconds of a step and tokens of one, over the steps after the prefill's and the first."""
         result = Generation()
         pieces = engine.stream(self.text, self.settings, result)
         next(pieces), next(pieces)
@@ -121,7 +119,7 @@ class Steps:
             **{"over_plain_step": over, "step_ms": round(1e3 * statistics.median(own), 3)},
             **{"beta": round(statistics.median(tokens), 3)},
             **{"gamma": round(statistics.median(tokens) / over["median"], 3), "eta": round(1 / over["median"], 3)},
-            **{"graphs": len(engine._captured or ()), "memory_mib": round(used / 2**20)},
+            **{"graphs": len(engine.steps.captured or ()), "memory_mib": round(used / 2**20)},
         }
 
     def plain_step(self) -> dict[str, Any]:
@@ -143,20 +141,15 @@ class Steps:
     def scripted(self) -> dict[str, Any]:
         """Steps of a CTC head that accept `ACCEPTED` tokens, by script."""
         ctc = build(self.target, "ctc:head", 32)
-        return self.beside_plain(self._sized(ScriptedEngine(self.target, ctc, ACCEPTED)))
+        return self.beside_plain(self._sized(scripted_engine(self.target, ctc, ACCEPTED)))
 
     def drafting(self, words: str) -> dict[str, float]:
-        """Drafting alone over the plain step: `observe` and `propose` behind the text, captured where steps are."""
-        engine = self.engine(build(self.target, words, 32))
-        pieces = engine.stream(self.text, self.settings)
-        next(pieces), next(pieces)
-        seen: list[Any] = []
-        draft = engine._draft_step
-        engine._draft_step = engine._draft = lambda step: (seen.append(step), draft(step))[1]  # type: ignore
-        engine._captured = None
-        next(pieces)
-        work = partial(draft, seen[-1])
-        if self.device.type == "cuda" and engine.drafter.on_device:
+        """Drafting alone over the plain step: `observe` and `propose` after the text, captured where steps are."""
+        steps = self.engine(build(self.target, words, 32), graphs=False).steps
+        state = steps.begin(len(self.text) + self.args.new_tokens, self.settings)
+        step, _ = steps.run(steps.prefill(self.text, state)[0], state)
+        work = partial(steps.draft, step, state)
+        if self.device.type == "cuda" and steps.drafter.on_device:
             with torch.inference_mode():
                 work()
                 graph = torch.cuda.CUDAGraph()
@@ -165,7 +158,7 @@ class Steps:
             work = graph.replay
         taken = []
         for _ in range(self.args.repeats):
-            engine.drafter.begin(torch.tensor(self.text, device=self.device), engine.reserved)
+            steps.drafter.begin(torch.tensor(self.text, device=self.device), state.reserved)
             plain = self.run(self.plain)[0]
             with torch.inference_mode():
                 self.synchronize()
@@ -281,7 +274,7 @@ class Parts:
         else:
             try:
                 self.result[name] = found = work()
-            except Exception:  # told at once and in the result; the parts behind it are still measured
+            except Exception:  # told at once and in the result; the parts after it are still measured
                 self.result["failed"][name] = traceback.format_exc()
                 print(f"{name} failed:\n{traceback.format_exc()}", file=sys.stderr)
             print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
@@ -334,15 +327,15 @@ def run() -> bool:
         parts.run(f"{shape}: target", lambda made=made: made.append(random_target(args)))
         if not made:
             continue
-        steps, found = Steps(made[0], args), {}
-        for name, work in steps.parts():
+        timer, found = StepTimer(made[0], args), {}
+        for name, work in timer.parts():
             found[name] = parts.run(f"{shape}: {name}", work) or {}
         listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
         rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
         timed = {name: row for name, row in rows.items() if row}
         plain_console().print(table({f"{shape}, over the plain step:": timed}))
         print(found["plain step"], found["ctc scripted"])
-        del steps, work
+        del timer, work
         print(parts.run(f"{shape}: training", partial(training, made[0], args)))
         made.clear()
     print(f"written: {args.output}; failed: {', '.join(parts.result['failed']) or 'nothing'}")
