@@ -52,7 +52,7 @@ class DecodingEngine:
 
         ahead     start a step before the tokens of the previous one are read; every tree is padded to one size
         captured  replay steps as CUDA graphs: whole ones that start ahead, else their verification; False: never
-        accept    which drafts are kept; every rule but the default is lossy
+        accept    which drafts are accepted; every rule but the default is lossy
         """
         check_vocabulary(drafter, target)
         self.target = target

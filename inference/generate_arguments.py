@@ -42,7 +42,7 @@ CHANGING_NOTHING = (
     "num_assistant_tokens_schedule max_matching_ngram_size assistant_lookbehind target_lookbehind "
     "assistant_ensemble_weight transformers_version"
 )
-"""They say how `generate` computes, or matter to the loops of `MODES` alone."""
+"""How `generate` computes, or what only the loops of `MODES` read."""
 
 _CACHES = {CACHE, "past_key_values"}  # `generate` goes on taking the earlier name
 _READ = {"attention_mask", "position_ids", CACHE, "inputs_embeds"}
@@ -55,7 +55,7 @@ def padding_of(mask: list[int]) -> int:
     """How many tokens of padding a row of the attention mask begins with; ValueError for padding elsewhere."""
     padding = mask.count(0)
     if 0 in mask[padding:]:
-        raise ValueError("prompts must be padded on the left; got an attention mask with zeros behind ones")
+        raise ValueError("prompts must be padded on the left; got an attention mask with zeros after ones")
     return padding
 
 
@@ -66,10 +66,10 @@ def check_config(config: Any, assistant_model: Any = None) -> None:
     mode = config.get_generation_mode(assistant_model)
     if mode not in ("greedy_search", "sample"):
         chosen = {name: getattr(config, name, None) for name in sorted(MODES.split())}
-        told = [f"{name}={value}" for name, value in chosen.items() if value not in (None, 0, 1)]
-        told += [] if assistant_model is None else ["assistant_model"]
+        asked = [f"{name}={value}" for name, value in chosen.items() if value not in (None, 0, 1)]
+        asked += [] if assistant_model is None else ["assistant_model"]
         raise ValueError(
-            f"drafting takes the place of greedy decoding and of sampling; got {', '.join(told)}, which ask for "
+            f"drafting takes the place of greedy decoding and of sampling; got {', '.join(asked)}, which ask for "
             f"{getattr(mode, 'value', mode)}; leave it out, or {WITHOUT}"
         )
     if config.cache_implementation == "quantized":
@@ -87,14 +87,14 @@ def check_config(config: Any, assistant_model: Any = None) -> None:
 
 def check_criteria(criteria: StoppingCriteriaList, sequences: int) -> None:
     """ValueError for criteria that may judge several sequences together: they are decoded one after another."""
-    if sequences > 1 and (told := [type(one).__name__ for one in criteria if type(one) not in _ROW_BY_ROW]):
+    if sequences > 1 and (others := [type(one).__name__ for one in criteria if type(one) not in _ROW_BY_ROW]):
         raise ValueError(
-            f"drafting decodes the sequences of a batch one after another, which {', '.join(told)} may not notice; got "
-            f"{sequences}; generate them one by one"
+            f"drafting decodes the sequences of a batch one after another, which {', '.join(others)} may not notice; "
+            f"got {sequences}; generate them one by one"
         )
 
 
-def _says_something(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return bool(value.any()) if isinstance(value, Tensor) else bool(value)
 
 
@@ -108,7 +108,7 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
     """ValueError for arguments that this loop would have to ignore. generate: the variables of `generate` itself."""
     whole, given = model.config, {name: value for name, value in model_kwargs.items() if value is not None}
     if whole.get_text_config(decoder=True) is not whole:  # multimodal: what says that there is nothing but text
-        nothing = {name for name in _OF_TEXT & given.keys() if not _says_something(given[name])}
+        nothing = {name for name in _OF_TEXT & given.keys() if not _is_set(given[name])}
         given = {name: value for name, value in given.items() if name not in nothing}
     if unknown := sorted(given.keys() - _READ - _NOT_READ):
         raise ValueError(

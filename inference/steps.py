@@ -116,7 +116,7 @@ class StepRunner:
         """Read the prompt: what it committed and the base token, and the tensor for `PendingReadback` (one row)."""
         step = self._prefill(ids, text)
         if self.captured is not None and self.target.fused is not None:
-            assert self.captured.holds(self._graph_key(text)), "memory of graphs has moved"
+            assert self.captured.valid_for(self._graph_key(text)), "memory of graphs has moved"
         return step, torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
 
     def _prefill(self, ids: list[int], text: TextState) -> VerifiedStep:
@@ -250,7 +250,7 @@ class StepRunner:
         cache, device, start = text.cache, self.target.device, time.perf_counter()
         assert self.target.fused is not None
         cache.allocate(self.target.fused.like)
-        if captured.holds(self._graph_key(text)):
+        if captured.valid_for(self._graph_key(text)):
             return
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         with current(device):

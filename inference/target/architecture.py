@@ -18,7 +18,7 @@ def check_decoder_only(config: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"the target must be a decoder-only causal LM; {name or config.model_type} is an encoder-decoder model "
-            f"({config.model_type}); pick another --target"
+            f"({config.model_type}); pick another target"
         )
 
 
@@ -47,7 +47,7 @@ class Architecture:
         if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
             raise ValueError(
                 f"the target must be a decoder with full or sliding-window attention; {name} has layers of type "
-                f"{', '.join(unknown)}; pick another --target"
+                f"{', '.join(unknown)}; pick another target"
             )
         uses_window = getattr(config, "use_sliding_window", True) is not False
         by_layer_type = "sliding_attention" in layer_types
@@ -73,7 +73,7 @@ def _window(config: Any, name: str) -> int | None:
     if window is not None and not isinstance(window, int):
         raise ValueError(
             f"the sliding layers of a target must have one window, given as one number; {name} has sliding_window "
-            f"{window}; pick another --target"
+            f"{window}; pick another target"
         )
     return window
 

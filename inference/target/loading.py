@@ -57,10 +57,10 @@ def load_model(
                 model = load(attn_implementation="eager")
     except SafetensorError as error:
         raise ValueError(
-            f"--target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
+            f"the target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
         ) from None
     except ValueError as error:
-        raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
+        raise ValueError(f"the target {path} ({config.model_type}) is no causal LM: {error}") from None
     sampled = None
     if adapter:
         from peft import PeftModel

@@ -32,7 +32,7 @@ from draft_heads.inference.target.linear import DraftingView, half_precision_pro
 from draft_heads.inference.target.loading import LESS_MEMORY, load_model
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
-from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
+from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
 from draft_heads.inference.target.weights import WeightsSeen, merge_weights, take_in_changes
 
 TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
@@ -85,7 +85,7 @@ class Target:
             model.set_output_embeddings(sharded.whole_copy(model.get_output_embeddings()))
         self.lm_head = model.get_output_embeddings()
         if self.lm_head is None:
-            raise ValueError(f"the target must have an LM head; {self.name} has none; pick another --target")
+            raise ValueError(f"the target must have an LM head; {self.name} has none; pick another target")
         self.architecture = Architecture.of(self.config, self.decoder, self.name)
         self.layer_types, self.window = self.architecture.layer_types, self.architecture.window
         self.modules = ModuleDecoder(self.decoder, self.config, self.architecture, self.dtype)
@@ -94,7 +94,7 @@ class Target:
         if self.device.type != "meta" and any(device.type == "meta" for device in self.layer_devices):
             raise ValueError(
                 f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
-                "smaller --dtype, or another --target"
+                "smaller dtype, or another target"
             )
         self.compiled = False
         self._drafted_below = 0  # 0: all rows of the LM head are chosen from
@@ -144,21 +144,21 @@ class Target:
 
     def compile(self) -> None:
         """Engines made from now on decode through compiled programs; ValueError where the modules must do."""
-        self._check_compilable(self._needs_fused("--compile").attention)
+        self._check_compilable(self._needs_fused("compile").attention)
         self.compiled = True
 
     def without_layers(self, skipped: Collection[int]) -> Target:
         """A target of the layers that are left, sharing their weights; ValueError where the modules must do."""
         whole = self._needs_fused("self_speculative")
-        left = copy(self)
-        left._fused = whole.without_layers(skipped)
-        left.layer_types = [layer.layer_type for layer in left._fused.layers]
-        left._whole = self, skipped
-        return left
+        rest = copy(self)
+        rest._fused = whole.without_layers(skipped)
+        rest.layer_types = [layer.layer_type for layer in rest._fused.layers]
+        rest._whole = self, skipped
+        return rest
 
     def attend(self, path: str) -> None:
         """How tree rows attend, a name of `TREE_ATTENTION`; ValueError where the modules must do."""
-        fused = self._needs_fused("--attention")
+        fused = self._needs_fused("attention")
         if self.compiled:
             self._check_compilable(path)
         fused.attention = path
@@ -166,12 +166,12 @@ class Target:
     @staticmethod
     def _check_compilable(path: str) -> None:
         if path == "flex":
-            raise ValueError("--compile works with --attention masked; got flex; leave one of them out")
+            raise ValueError("compiled programs need attention masked; got flex; use one of them")
 
-    def _needs_fused(self, flag: str) -> FusedDecoder:
+    def _needs_fused(self, option: str) -> FusedDecoder:
         if self.fused is None:
             raise ValueError(
-                f"{flag} needs a target that the fused forward serves (docs/targets.md), unquantised, on one device; "
+                f"{option} needs a target that the fused forward serves (docs/targets.md), unquantised, on one device; "
                 f"{self.name} ({self.config.model_type}) runs through its modules; leave it out"
             )
         return self.fused
@@ -196,8 +196,8 @@ class Target:
         adapter        a PEFT adapter to merge into the target
         chat_template  a bundled name or a .jinja file, instead of the tokenizer's own (older Vicunas have none)
         split          the weights are split among the processes of the run (`inference.target.sharded`)
-        lend_to        only embedding and LM head go to this device; the rest will not be run and stays in its files
-        drafts         it drafts for another target, by its logits alone: its generation settings concern no answer
+        lend_to        only embedding and LM head go to this device; the rest is not run and stays in its files
+        drafts         it drafts for another target by its logits alone: its generation settings are ignored
         """
         if not isinstance(dtype, torch.dtype):
             dtype = dtype_named("--dtype", dtype)
@@ -253,8 +253,8 @@ class Target:
 
     def answer_text(self, tokens: list[int]) -> str:
         """The text of an answer as later turns have it: stripped, of one in several channels (gpt-oss) the last."""
-        kept = answer_tokens(tokens, self.end_token_ids, self.scaffold)
-        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()
+        shown = answer_tokens(tokens, self.end_token_ids, self.scaffold)
+        return str(self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()
 
     @cached_property
     def scaffold(self) -> tuple[int, ...]:
@@ -321,7 +321,7 @@ class Target:
         if self.fused is not None:
             return self.fused(token_ids, depths, sees, cache, target_layers)
         positions = depths + cache.lengths[:, None]
-        visible, keys = behind_text(sees, positions, cache.lengths, cache.set_visible_length(sees.shape[1]))
+        visible, keys = visible_keys(sees, positions, cache.lengths, cache.set_visible_length(sees.shape[1]))
         masks = masks_by_layer_type(visible, positions, keys, self.window, self.layer_types)
         return self.modules(token_ids, positions, masks, cache, target_layers)
 
@@ -339,7 +339,7 @@ class Target:
     def forward_tree(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """One forward over R rows behind each of B cached texts, written to `cache` but not committed: `[B, R, …]`.
+        """One forward over R rows after each of B cached texts, written to `cache` but not committed: `[B, R, …]`.
 
         token_ids [B, R] int64; depths [B, R] int64, distance from the first row in the text; sees [B, R, R] bool, which
         rows each row sees beside the whole cached text; target_layers: those whose outputs are wanted (`check_layers`).
@@ -367,8 +367,8 @@ class Target:
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden `[B, L, H]` and aux_hidden `[B, L, k·H]` of whole rows; a token sees its own conversation only.
 
-        A conversation a row, padded on the right, needs no mask beside the causal one, which flash attention has built
-        in; what stands at padding means nothing.
+        One conversation per row, padded on the right, needs no mask but the causal one, which flash attention has built
+        in; states at padding are meaningless.
         """
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         if int(segment_ids.max()) <= 1:
@@ -381,8 +381,12 @@ class Target:
         """A training batch's `hidden [B, L, H]` and `aux_hidden [B, L, k·H]`, cached or computed now."""
         if "hidden" in batch:
             return {name: batch[name] for name in ("hidden", "aux_hidden") if name in batch}
-        rows = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
-        hidden, aux_hidden = self.forward_rows(*rows, target_layers)
+        hidden, aux_hidden = self.forward_rows(
+            input_ids=batch["input_ids"],
+            segment_ids=batch["segment_ids"],
+            position_ids=batch["position_ids"],
+            target_layers=target_layers,
+        )
         return {"hidden": hidden} if aux_hidden is None else {"hidden": hidden, "aux_hidden": aux_hidden}
 
     def label(

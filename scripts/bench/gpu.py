@@ -8,7 +8,7 @@
   to read at the measured bandwidth; trees of 8 … 64 nodes, each head's step, n-grams and a hybrid over the plain step;
   what drafting alone takes; captured against eager steps, both tree attentions, transformers' `generate`; γ and η of
   scripted accepted lengths; the memory of cache and graphs;
-- the training step of a CTC head: tokens a second, share of the GPU's peak (MFU), peak memory.
+- the training step of a CTC head: tokens per second, share of the GPU's peak (MFU), peak memory.
 
 A step's time is that of an answer's later steps, after its prefill and its first step. Every run has a run of the plain
 loop beside it; figures are medians of the ratios of such pairs, with their quartiles. What fails is named in the file
@@ -52,7 +52,7 @@ from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.options import RECIPES, SHAPES, peak_flops
 
 NODES = (8, 16, 32, 64)  # trees of one node are padded to 8
-ACCEPTED = 3.6  # tokens a step of a CTC head in its paper
+ACCEPTED = 3.6  # tokens per step of a CTC head in its paper
 TIMED = (*HEAD_WORDS, "ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
 
 
@@ -70,7 +70,7 @@ class Clock(BaseStreamer):
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large sum reads."""
+    """Bytes per second that a large sum reads."""
     words = torch.ones(2**30 if device.type == "cuda" else 2**24, dtype=torch.bfloat16, device=device)
     taken = in_turn({"read": lambda: words.sum(dtype=torch.float32)}, 9, device)["read"]
     return 2 * words.numel() / statistics.median(taken)
@@ -95,7 +95,7 @@ class StepTimer:
         return engine
 
     def run(self, engine: DecodingEngine) -> tuple[float, float]:
-        """Seconds of a step and tokens of one, over the steps after the prefill's and the first."""
+        """Seconds per step and tokens per step, over the steps after the prefill's and the first."""
         result = Generation()
         pieces = engine.stream(self.text, self.settings, result)
         next(pieces), next(pieces)
@@ -108,7 +108,7 @@ class StepTimer:
         return (time.perf_counter() - start) / steps, tokens / steps
 
     def beside_plain(self, engine: DecodingEngine) -> dict[str, Any]:
-        """Its step over the plain one, tokens of a step, what both say of speed, graphs and their memory."""
+        """Its step over the plain one, tokens per step, β, γ and η, the number of graphs and their memory."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         self.run(engine)  # captures, warms up
         used = free - torch.cuda.mem_get_info(self.device)[0] if free else 0
@@ -116,10 +116,13 @@ class StepTimer:
         plain, own, tokens = map(list, zip(*pairs))
         over = ratio(own, plain)
         return {
-            **{"over_plain_step": over, "step_ms": round(1e3 * statistics.median(own), 3)},
-            **{"beta": round(statistics.median(tokens), 3)},
-            **{"gamma": round(statistics.median(tokens) / over["median"], 3), "eta": round(1 / over["median"], 3)},
-            **{"graphs": len(engine.steps.captured or ()), "memory_mib": round(used / 2**20)},
+            "over_plain_step": over,
+            "step_ms": round(1e3 * statistics.median(own), 3),
+            "beta": round(statistics.median(tokens), 3),
+            "gamma": round(statistics.median(tokens) / over["median"], 3),
+            "eta": round(1 / over["median"], 3),
+            "graphs": len(engine.steps.captured or ()),
+            "memory_mib": round(used / 2**20),
         }
 
     def plain_step(self) -> dict[str, Any]:
@@ -223,7 +226,7 @@ class StepTimer:
 
 
 def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second, MFU and peak memory of a CTC head's training step over one row of `--train_tokens`."""
+    """Tokens per second, MFU and peak memory of a CTC head's training step over one row of `--train_tokens`."""
     device, on_gpu = target.device, target.device.type == "cuda"
     recipe = yaml.safe_load((RECIPES / "ctc" / "8b.yaml").read_text())
     head: Any = build(target, "ctc:head", 32).head.float().train()  # type: ignore[attr-defined]
@@ -258,7 +261,7 @@ def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Parts:
-    """The result file: one entry a part, what failed and what there was no time for."""
+    """The result file: one entry per part, what failed and what there was no time for."""
 
     def __init__(self, output: Path, device: torch.device, seconds: float) -> None:
         self.output, self.device, self.end = output, device, time.monotonic() + seconds
@@ -297,10 +300,8 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", help="default: bfloat16 on a GPU")
     add("--layers", type=int, help="of the shapes, for a rehearsal (default: all)")
     add("--seconds", type=float, default=520.0, help="no part begins after so many seconds (default 520)")
-    for name, default in {
-        **{"prompt_tokens": 1024, "new_tokens": 64, "repeats": 5},
-        **{"train_rows": 2, "train_tokens": 2048},
-    }.items():
+    sizes = {"prompt_tokens": 1024, "new_tokens": 64, "repeats": 5, "train_rows": 2, "train_tokens": 2048}
+    for name, default in sizes.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     add_threads(made)
     return made

@@ -82,8 +82,8 @@ def test_a_target_of_int8_weights_labels_trains_and_decodes_through_its_modules(
 
 
 def _siblings_see_each_other(monkeypatch):
-    own = target_module.behind_text
-    monkeypatch.setattr(target_module, "behind_text", lambda sees, *rest: own(torch.ones_like(sees).tril(), *rest))
+    own = target_module.visible_keys
+    monkeypatch.setattr(target_module, "visible_keys", lambda sees, *rest: own(torch.ones_like(sees).tril(), *rest))
 
 
 def _window_of_eight(monkeypatch):
