@@ -20,6 +20,7 @@ from draft_heads.data.labels.loops import LoopDetector
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
+from draft_heads.inference.drafters.table import drafters_table
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.report import environment
@@ -83,8 +84,9 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
         "--drafters",
         nargs="+",
         metavar="NAME[=[KIND:]PATH[,key=value…][+…]]",
-        help="docs/decoding.md lists them; vanilla always runs",
+        help="--list_drafters shows them; vanilla always runs",
     )
+    add("--list_drafters", action=ListDrafters, help="print all drafters and their options, as Markdown, and end")
     add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files, named as you like (docs/decoding.md)")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
@@ -173,6 +175,17 @@ def load_engines(
         return {spec.name: DecodingEngine(target, build_drafter(spec, target, max_nodes)) for spec in specs}
     builder = DrafterBuilder(target, max_nodes)
     return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
+
+
+class ListDrafters(argparse.Action):
+    """The flag --list_drafters: print the table of drafters and end, as --help does."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(drafters_table(), end="")
+        parser.exit()
 
 
 class IncrementalStop:

@@ -64,6 +64,7 @@ class Evaluation:
 
     sources   drafter → the names of its draft sources, which `Generation.sources` indexes
     findings  drafter → its own statistics (`Drafter.findings`), where it has any
+    options   drafter → every option with its value (`Drafter.settings`)
     kinds     drafter → its kind, whatever its name; those of its parts, joined by +, for a hybrid
     carried_over  see `evaluation.carried_over`
     lossy     the drafters whose drafts were accepted by a rule that is not lossless
@@ -75,6 +76,7 @@ class Evaluation:
     noise: float | None = None
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     carried_over: dict[str, dict[str, Any]] = field(default_factory=dict)
     lossy: frozenset[str] = frozenset()
@@ -181,13 +183,15 @@ def evaluate(
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """The fields `sources`, `findings` and `kinds` of an evaluation of these drafters."""
+    """The fields `sources`, `findings`, `options` and `kinds` of an evaluation of these drafters."""
     sources = {name: drafter.sources for name, drafter in drafters.items()}
+    options = {name: drafter.settings() for name, drafter in drafters.items()}
     kinds = {
         name: "+".join(part.drafter.kind for part in getattr(drafter, "parts", ())) or drafter.kind
         for name, drafter in drafters.items()
     }
-    return {"sources": sources, "findings": findings_of({n: [d] for n, d in drafters.items()}), "kinds": kinds}
+    found = findings_of({name: [drafter] for name, drafter in drafters.items()})
+    return {"sources": sources, "findings": found, "options": options, "kinds": kinds}
 
 
 def drafters_of(engines: Mapping[str, AnyEngine]) -> dict[str, list[Drafter]]:

@@ -52,6 +52,7 @@ def build_report(
         "settings": settings if target is None else {**settings, "plain_loop": plain_loop(evaluation)},
         "results": results,
         "findings": evaluation.findings,
+        "options": evaluation.options,
         "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
         "environment": environment((target or {}).get("device", "cpu")),
