@@ -104,16 +104,8 @@ def _drops_out(module: nn.Module) -> bool:
     return module.training and isinstance(p, float) and p > 0
 
 
-def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], generate: dict[str, Any]) -> None:
-    """ValueError for arguments that this loop would have to ignore. generate: the variables of `generate` itself."""
-    whole, given = model.config, {name: value for name, value in model_kwargs.items() if value is not None}
-    if whole.get_text_config(decoder=True) is not whole:  # multimodal: what says that there is nothing but text
-        nothing = {name for name in _OF_TEXT & given.keys() if not _is_set(given[name])}
-        given = {name: value for name, value in given.items() if name not in nothing}
-    if unknown := sorted(given.keys() - _READ - _NOT_READ):
-        raise ValueError(
-            f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; {WITHOUT}"
-        )
+def _check_positions(input_ids: Tensor, given: dict[str, Any]) -> None:
+    """ValueError for an attention mask of another shape, and for positions not counted from the first token."""
     mask = given.get("attention_mask", torch.ones_like(input_ids))  # transformers leaves one of ones out
     if mask.shape != input_ids.shape:
         raise ValueError(
@@ -126,6 +118,19 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
         axes = positions.reshape(-1, *positions.shape[-2:])  # several where the model has them for images
         if usual.shape != axes.shape[1:] or not all(torch.equal(axis[read], usual[read]) for axis in axes):
             raise ValueError("drafting counts positions from the first token; got other position_ids; leave them out")
+
+
+def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], generate: dict[str, Any]) -> None:
+    """ValueError for arguments that this loop would have to ignore. generate: the variables of `generate` itself."""
+    whole, given = model.config, {name: value for name, value in model_kwargs.items() if value is not None}
+    if whole.get_text_config(decoder=True) is not whole:  # multimodal: what says that there is nothing but text
+        nothing = {name for name in _OF_TEXT & given.keys() if not _is_set(given[name])}
+        given = {name: value for name, value in given.items() if name not in nothing}
+    if unknown := sorted(given.keys() - _READ - _NOT_READ):
+        raise ValueError(
+            f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; {WITHOUT}"
+        )
+    _check_positions(input_ids, given)
     cache = model_kwargs.get(CACHE)
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(f"drafting starts with an empty cache; got {CACHE} that is not empty; leave it out")

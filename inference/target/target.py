@@ -218,14 +218,14 @@ class Target:
         check_decoder_only(config, path)
         check_file(path)
         tokenizer = load_tokenizer(path, chat_template)
-        model, sampled = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
+        model, hashes = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
         if lend_to:
             lent_in = dtype or (torch.float32 if lend_to.type == "cpu" else None)
             target.embedding.to(lend_to, lent_in)
             target.lm_head.to(lend_to, lent_in)
-        if sampled:
-            target._weights_hashes = sampled
+        if hashes:
+            target._weights_hashes = hashes
         if target.runs and not drafts:
             check_settings(model, path)
         return target

@@ -312,6 +312,17 @@ def run() -> bool:
     args.attention, args.compile = "masked", False
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     parts = Parts(args.output, device, args.seconds)
+    wrong = check_answers(parts, args, device)
+    for shape in args.shapes:
+        measure_shape(parts, args, shape)
+    print(f"written: {args.output}; failed: {', '.join(parts.result['failed']) or 'nothing'}")
+    if parts.result["no_time"]:
+        print(f"no time for: {', '.join(parts.result['no_time'])}")
+    return not wrong and not parts.result["failed"] and not parts.result["no_time"]
+
+
+def check_answers(parts: Parts, args: argparse.Namespace, device: torch.device) -> list[str]:
+    """The engines on small random targets whose answers differ or that leave the device."""
     wrong = []
     checks = {name: partial(correctness, device, name) for name in args.targets}
     if args.targets:
@@ -322,27 +333,26 @@ def run() -> bool:
         bad = [words for words, counts in answers.items() if counts["unexplained"] or counts["elsewhere"]]
         print(f"{name}: answers of {len(answers)} engines; {', '.join(bad) or 'none'} differ or leave the device")
         wrong += bad
-    for shape in args.shapes:
-        args.shape = shape
-        made: list[Target] = []
-        parts.run(f"{shape}: target", lambda made=made: made.append(random_target(args)))
-        if not made:
-            continue
-        timer, found = StepTimer(made[0], args), {}
-        for name, work in timer.parts():
-            found[name] = parts.run(f"{shape}: {name}", work) or {}
-        listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
-        rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
-        timed = {name: row for name, row in rows.items() if row}
-        plain_console().print(table({f"{shape}, over the plain step:": timed}))
-        print(found["plain step"], found["ctc scripted"])
-        del timer, work
-        print(parts.run(f"{shape}: training", partial(training, made[0], args)))
-        made.clear()
-    print(f"written: {args.output}; failed: {', '.join(parts.result['failed']) or 'nothing'}")
-    if parts.result["no_time"]:
-        print(f"no time for: {', '.join(parts.result['no_time'])}")
-    return not wrong and not parts.result["failed"] and not parts.result["no_time"]
+    return wrong
+
+
+def measure_shape(parts: Parts, args: argparse.Namespace, shape: str) -> None:
+    """Steps and training on a random target of a shape, whose memory is free afterwards."""
+    args.shape = shape
+    made: list[Target] = []
+    parts.run(f"{shape}: target", lambda: made.append(random_target(args)))
+    if not made:
+        return
+    timer, found = StepTimer(made[0], args), {}
+    for name, work in timer.parts():
+        found[name] = parts.run(f"{shape}: {name}", work) or {}
+    listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
+    rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
+    timed = {name: row for name, row in rows.items() if row}
+    plain_console().print(table({f"{shape}, over the plain step:": timed}))
+    print(found["plain step"], found["ctc scripted"])
+    del timer, work
+    print(parts.run(f"{shape}: training", partial(training, made[0], args)))
 
 
 if __name__ == "__main__":
