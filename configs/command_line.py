@@ -23,6 +23,10 @@ import yaml
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+_NO_SETTINGS = ("help", "config", "print_recipe")
+"""Flags that a file of settings cannot give."""
+
+
 def with_home(text: str) -> str:
     """`--output=~/x`, `mt=~/x.jsonl` and `a=~/h,tuned=~/t.json` with the home folder, which a shell expands at the
     start of a word only."""
@@ -72,31 +76,36 @@ def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         raise ValueError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must map flags to values, got {type(content).__name__}")
-    flags = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+    return config_values(content, str(path), parser)
+
+
+def config_values(content: dict[str, Any], name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Settings converted and checked as flags on the command line would be; `name` is what --config was given."""
+    flags = {action.dest: action for action in parser._actions if action.dest not in _NO_SETTINGS}
     for key in content:
         if key not in flags and isinstance(parser, OptionParser) and (sentence := parser.refused_flag(str(key))):
-            raise ValueError(f"--config {path}: {sentence}")
+            raise ValueError(f"--config {name}: {sentence}")
     if unknown := sorted(str(key) for key in content if key not in flags):
-        raise ValueError(f"--config {path}: unknown {', '.join(unknown)}; valid keys: {', '.join(flags)}")
-    return {key: _config_value(path, flags[key], value) for key, value in content.items()}
+        raise ValueError(f"--config {name}: unknown {', '.join(unknown)}; valid keys: {', '.join(flags)}")
+    return {key: _config_value(name, flags[key], value) for key, value in content.items()}
 
 
-def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
+def _config_value(name: str, flag: argparse.Action, value: Any) -> Any:
     """`value` converted and checked as the flag on the command line would be."""
     if value is None and flag.default is not None:
-        raise ValueError(f"--config {path}: {flag.dest} has no value; give one, or delete the line")
+        raise ValueError(f"--config {name}: {flag.dest} has no value; give one, or delete the line")
     if value is None:
         return None
     if flag.nargs in ("+", "*"):
-        return [_single_value(path, flag, item) for item in (value if isinstance(value, list) else [value])]
+        return [_single_value(name, flag, item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:
         if not isinstance(value, bool):
-            raise ValueError(f"--config {path}: {flag.dest} must be true or false, got {value!r}")
+            raise ValueError(f"--config {name}: {flag.dest} must be true or false, got {value!r}")
         return value
-    return _single_value(path, flag, value)
+    return _single_value(name, flag, value)
 
 
-def _single_value(path: Path, flag: argparse.Action, value: Any) -> Any:
+def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
     kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
     try:
         if isinstance(value, dict | list):
@@ -105,11 +114,11 @@ def _single_value(path: Path, flag: argparse.Action, value: Any) -> Any:
             value = "no"
         converted = kind(with_home(str(value)))
     except ValueError:
-        name = getattr(kind, "__name__", str(kind))
-        raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None
+        wanted = getattr(kind, "__name__", str(kind))
+        raise ValueError(f"--config {name}: {flag.dest} must be of type {wanted}, got {value!r}") from None
     if flag.choices is not None and converted not in flag.choices:
         valid = ", ".join(map(str, flag.choices))
-        raise ValueError(f"--config {path}: {flag.dest} must be one of {valid}, got {value!r}")
+        raise ValueError(f"--config {name}: {flag.dest} must be one of {valid}, got {value!r}")
     return converted
 
 

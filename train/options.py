@@ -1,32 +1,18 @@
-"""Options of every trainer: dataclasses read from a YAML recipe and the command line, checked where they are declared.
-
-A recipe gives defaults, the command line overrides them. Without `--config` the recipe of the target's size class is
-taken; a paper's own is taken by its name only.
-"""
+"""Options of every trainer: dataclasses, read from a recipe and the command line, checked where they are declared."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from draft_heads.configs.command_line import read_config
-
 import torch
-from transformers import AutoConfig, AutoModel
 
 from draft_heads.configs.options import THREADS_HELP, dtype_named, option
-from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_tokenizer
+from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.train.inherited import OPTIMIZERS, refused
 from draft_heads.train.length import ENDLESS_EPOCHS
 from draft_heads.train.zero_config import check_build_locks, check_launcher, zero_config
-
-RECIPES = Path(__file__).resolve().parent.parent / "configs"
-CONFIG_HELP = "recipe of defaults: a YAML file or a bundled name; without it that of the target's size class"
-# Fewer parameters than the bound, about the geometric mean of the sizes that two classes are named after.
-SIZE_CLASSES = ((50e6, "tiny"), (3e9, "1b"), (11e9, "8b"), (22e9, "14b"), (48e9, "32b"), (float("inf"), "70b"))
 
 
 @dataclass
@@ -199,78 +185,6 @@ class TrainingOptions:
             self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
 
 
-def recipe_defaults(
-    kind: str, known: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[dict[str, Any], str, bool]:
-    """The defaults of the recipe that --config names or the target's size class has, a line that says which, and
-    whether it is a bundled one.
-
-    The chat template of a bundled recipe is for tokenizers that have none, its draft vocabulary for larger ones.
-    """
-    config = None
-    if known.config:
-        recipe, taken = find_recipe(kind, known.config)
-    else:
-        config = AutoConfig.from_pretrained(known.target)
-        recipe, taken = recipe_for(kind, config)
-    defaults = read_config(recipe, parser)
-    if recipe.parent != RECIPES / kind:
-        return defaults, taken, False
-    if size := defaults.get("draft_vocab_size"):
-        config = config or AutoConfig.from_pretrained(known.target)
-        if size >= config.get_text_config(decoder=True).vocab_size:
-            del defaults["draft_vocab_size"]
-    if (template := defaults.get("chat_template")) and not known.chat_template:
-        if load_tokenizer(known.target).chat_template:
-            del defaults["chat_template"]
-            taken += f"; its chat template {template} is left out, the tokenizer has its own"
-        else:
-            taken += f"; chat template {template}, as the tokenizer has none"
-    return defaults, taken, True
-
-
-def recipe_for(kind: str, config: Any) -> tuple[Path, str]:
-    """The recipe of a head for a target's size class, from its config alone, and a line that says why."""
-    parameters = count_parameters(config)
-    recipe = recipe_for_size(kind, parameters)
-    size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.1f} M"
-    return recipe, f"{kind}/{recipe.stem}, by the {size} parameters of the target's config"
-
-
-def recipe_for_size(kind: str, parameters: int) -> Path:
-    """The recipe of the size class; a mixture of experts counts whole, because its memory decides what fits."""
-    return RECIPES / kind / f"{next(name for bound, name in SIZE_CLASSES if parameters < bound)}.yaml"
-
-
-def find_recipe(kind: str, name_or_path: str) -> tuple[Path, str]:
-    """The recipe that --config names: a file, or a bundled one of this head."""
-    path, bundled = Path(name_or_path), RECIPES / kind / f"{name_or_path}.yaml"
-    if path.is_file():
-        return path, str(path)
-    if bundled.is_file():
-        return bundled, f"{kind}/{name_or_path}"
-    names = ", ".join(sorted(recipe.stem for recipe in (RECIPES / kind).glob("*.yaml")))
-    raise ValueError(
-        f"--config {name_or_path} is neither a file nor a bundled recipe; pass a YAML file or one of {names}"
-    )
-
-
-_COLUMNS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
-SHAPES = {
-    name: dict(zip(_COLUMNS.split(), sizes))
-    for name, sizes in {
-        "1b": (2048, 8192, 16, 32, 8, 64, 128256),
-        "7b": (4096, 11008, 32, 32, 32, 128, 32000),
-        "8b": (4096, 12288, 36, 32, 8, 128, 151936),
-        "13b": (5120, 13824, 40, 40, 40, 128, 32000),
-        "14b": (5120, 17408, 40, 40, 8, 128, 151936),
-        "32b": (5120, 25600, 64, 64, 8, 128, 151936),
-        "33b": (6656, 17920, 60, 52, 52, 128, 32000),
-        "70b": (8192, 28672, 80, 64, 8, 128, 128256),
-    }.items()
-}
-"""Llama shapes: those of the papers' targets (7b, 13b, 33b) and one of today's for each size class."""
-
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Operations a second of GPUs by what their names contain: dense, bfloat16."""
 
@@ -279,24 +193,3 @@ def peak_flops(device: torch.device) -> float | None:
     """Of a GPU that `PEAK_FLOPS` knows."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
-
-
-def count_parameters(config: Any) -> int:
-    """Parameters of the decoder that a config describes, every expert counted; made without memory."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"--target must be a decoder-only causal LM; got an encoder-decoder model ({config.model_type}); pick "
-            "another target"
-        )
-    text = config.get_text_config(decoder=True)
-    try:
-        with torch.device("meta"):
-            decoder = AutoModel.from_config(text)
-    except Exception as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"the size of --target ({config.model_type}) cannot be read from its config ({reason}); name a recipe with "
-            f"--config, one of {', '.join(name for _, name in SIZE_CLASSES)}"
-        ) from error
-    tied = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
-    return sum(p.numel() for p in decoder.parameters()) + (0 if tied else text.vocab_size * text.hidden_size)

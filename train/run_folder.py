@@ -25,9 +25,9 @@ from draft_heads.train.wall_clock import (
 )
 from draft_heads.train.zero_config import read_zero_config
 
-SETTINGS = "run.json"
+SETTINGS, RECIPE = "run.json", "recipe.yaml"
 _OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
-_WRITTEN = _OWN | {SETTINGS, "head", "loss.png"}  # and folders of checkpoints
+_WRITTEN = _OWN | {SETTINGS, RECIPE, f".{RECIPE}.partial", "head", "loss.png"}  # and folders of checkpoints
 # May differ between a run and its resumption: they change where and how often, not what is learned. Datasets are
 # compared by their content.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
@@ -107,6 +107,7 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path |
                 shutil.rmtree(cut_short)
             set_damaged_aside(folder)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            write_text(folder / RECIPE, args.recipe)
             resume = newest_complete_checkpoint(folder)
     processes.check_shared(folder, "--output_dir")
     chosen: Path | None = broadcast_object_list([resume])[0]

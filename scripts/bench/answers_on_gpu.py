@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draft_heads.configs.options import option_names
+from draft_heads.configs.recipes import load_recipe
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import target_sizes
@@ -22,7 +22,6 @@ from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.checks.lossless_matrix import FREE, RANDOM_TARGETS, make_prompts, untrained_head
-from draft_heads.train.options import RECIPES
 
 HEAD_WORDS = tuple(f"{kind}:head" for kind in sorted(HEADS))
 CHECKED = (
@@ -40,7 +39,7 @@ def build(target: Target, words: str, nodes: int) -> Drafter:
         if target.vocab_size < 1000:
             return untrained_head(target, kind).to(target.device).eval()
         head_type, config_type = head_classes(kind)
-        recipe = yaml.safe_load((RECIPES / kind / "8b.yaml").read_text())
+        recipe = load_recipe(kind, "8b")
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         with torch.device(target.device):
             return head_type(config_type(**target_sizes(target.config), **settings)).to(target.dtype).eval()

@@ -29,6 +29,7 @@ import torch
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_heads.configs.recipes import SHAPES
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.data.text.rendering import render_prompt
@@ -49,7 +50,6 @@ from draft_heads.scripts.decoding_options import (
     load_target,
     target_parser,
 )
-from draft_heads.train.options import SHAPES
 
 NODES = (8, 16, 32, 64)
 BASELINES = ("eager", "static", "compiled")

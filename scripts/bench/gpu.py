@@ -34,10 +34,10 @@ from typing import Any
 from draft_heads.configs.command_line import exit_status
 
 import torch
-import yaml
 from transformers.generation.streamers import BaseStreamer
 
 from draft_heads.configs.options import add_threads
+from draft_heads.configs.recipes import SHAPES, load_recipe
 from draft_heads.data.common.console import plain_console
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
@@ -49,7 +49,7 @@ from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, pro
 from draft_heads.scripts.bench.scripted import ScriptedEngine
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 from draft_heads.scripts.decoding_options import script_parser
-from draft_heads.train.options import RECIPES, SHAPES, peak_flops
+from draft_heads.train.options import peak_flops
 
 NODES = (8, 16, 32, 64)  # trees of one node are padded to 8
 ACCEPTED = 3.6  # tokens a step of a CTC head in its paper
@@ -232,7 +232,7 @@ class Steps:
 def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second, MFU and peak memory of a CTC head's training step over one row of `--train_tokens`."""
     device, on_gpu = target.device, target.device.type == "cuda"
-    recipe = yaml.safe_load((RECIPES / "ctc" / "8b.yaml").read_text())
+    recipe = load_recipe("ctc", "8b")
     head: Any = build(target, "ctc:head", 32).head.float().train()  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-5, fused=on_gpu)
     ids = torch.randint(0, target.vocab_size, (args.train_rows, args.train_tokens), device=device)

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draft_heads.configs.options import option_names
+from draft_heads.configs.recipes import SHAPES, load_recipe
 from draft_heads.heads.base import LogitsRule
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import target_sizes
@@ -23,7 +23,6 @@ from draft_heads.inference.generation import Clock, GenerationSettings
 from draft_heads.inference.target import target as target_module
 from draft_heads.inference.target import weights as weights_module
 from draft_heads.inference.target.target import Target
-from draft_heads.train.options import RECIPES, SHAPES
 from tests.meta import MetaOnly, NoHostValues
 
 LLAMA_8B = {**SHAPES["8b"], "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
@@ -47,7 +46,7 @@ def make_engine(model, kind, monkeypatch):
         drafter = VanillaDrafter("meta")
     else:
         head_type, config_type = head_classes(kind)
-        recipe = yaml.safe_load((RECIPES / kind / "8b.yaml").read_text())
+        recipe = load_recipe(kind, "8b")
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         with torch.device("meta"):
             head = head_type(config_type(**target_sizes(target.config), **settings)).bfloat16().eval()

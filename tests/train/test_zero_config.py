@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from draft_heads.configs.recipes import RECIPES
 from draft_heads.heads.ctc import CTCConfig
-from draft_heads.train.options import RECIPES
 from draft_heads.train.training_arguments import parse_options
 from draft_heads.train.zero_config import check_launcher, read_zero_config, zero_config
 
