@@ -16,7 +16,7 @@ from draft_heads.heads.config import HeadConfig
 from draft_heads.train.inherited import NO_EFFECT, OF_HEADS, OF_RUNS, READ, check_effects, refused
 from draft_heads.train.length import settle_end
 from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, find_recipe, recipe_defaults
-from draft_heads.train.wall_clock import check_schedule
+from draft_heads.train.schedule import check_schedule
 
 
 @dataclass
