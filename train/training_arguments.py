@@ -17,7 +17,7 @@ from draft_heads.train.inherited import NO_EFFECT, OF_HEADS, OF_RUNS, READ, chec
 from draft_heads.train.length import settle_end
 from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo
 from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe
-from draft_heads.train.wall_clock import check_schedule
+from draft_heads.train.schedule import check_schedule
 from draft_heads.train.zero_config import check_build_locks, zero_config
 
 
