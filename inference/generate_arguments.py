@@ -14,21 +14,12 @@ from transformers import (
     StopStringCriteria,
 )
 
+from draft_heads.data.generation_config import APPLIED, NAMED, REFUSED
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.library_names import CACHE
 
 WITHOUT = "generate without custom_generate"
 
-# every field of GenerationConfig, by what becomes of it; one that a newer transformers adds is refused
-PREPARED = (
-    "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p min_p "
-    "top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id "
-    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias "
-    "token_healing guidance_scale watermarking_config num_return_sequences pad_token_id bos_token_id eos_token_id "
-    "decoder_start_token_id is_assistant assistant_confidence_threshold"
-)
-"""`generate` makes processors, stopping criteria or inputs of them, which are checked as such."""
 MODES = (
     "num_beams num_beam_groups diversity_penalty penalty_alpha dola_layers constraints force_words_ids use_mtp "
     "prompt_lookup_num_tokens assistant_early_exit speculation_type"
@@ -36,13 +27,6 @@ MODES = (
 """They choose another loop than greedy decoding and sampling (`GenerationConfig.get_generation_mode`)."""
 OUTPUTS = "return_dict_in_generate output_scores output_logits output_attentions output_hidden_states"
 """What is returned beside token ids."""
-CHANGING_NOTHING = (
-    "use_cache cache_implementation cache_config max_cache_len prefill_chunk_size compile_config disable_compile "
-    "continuous_batching_config early_stopping length_penalty low_memory num_assistant_tokens "
-    "num_assistant_tokens_schedule max_matching_ngram_size assistant_lookbehind target_lookbehind "
-    "assistant_ensemble_weight transformers_version"
-)
-"""How `generate` computes, or what only the loops of `MODES` read."""
 
 _CACHES = {CACHE, "past_key_values"}  # `generate` goes on taking the earlier name
 _READ = {"attention_mask", "position_ids", CACHE, "inputs_embeds"}
@@ -78,7 +62,7 @@ def check_config(config: Any, assistant_model: Any = None) -> None:
             f"{WITHOUT}"
         )
     neutral = {**vars(GenerationConfig()), **getattr(config, "_get_default_generation_params", dict)()}
-    known = {*PREPARED.split(), *MODES.split(), *OUTPUTS.split(), *CHANGING_NOTHING.split()}
+    known = {*APPLIED, *NAMED, *REFUSED, "transformers_version"}
     for name in sorted(vars(GenerationConfig()).keys() - known):
         value = getattr(config, name, None)
         if not name.startswith("_") and value is not None and value != neutral.get(name):

@@ -33,7 +33,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from draft_heads.data.generation_config import own_processors, processed
+from draft_heads.data.generation_config import own_processors, process_logits
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
@@ -120,4 +120,4 @@ class TextProcessors:
         if processors is None:
             return logits.float()
         ids = torch.tensor([text[: len(text) - bool(path)] + path], device=logits.device)
-        return processed(processors, ids, logits[None])[0]
+        return process_logits(processors, ids, logits[None])[0]

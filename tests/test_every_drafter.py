@@ -12,18 +12,15 @@ import torch
 
 from draft_heads.data.datastore import DEPTH, Datastore, suffix_array
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterBuilder, DrafterSpec, options_of
-from draft_heads.inference.drafters.table import drafters_table
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import described
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.replay import replay
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.scripts import evaluate
 from draft_heads.scripts.checks.lossless_matrix import make_prompts
 from tests.inference.models import load_target, make_head, small_model
 from tests.inference.test_ahead import HostQuestions
 from tests.inference.trees import check_tree
-from tests.running import ROOT
 
 RULES = GenerationSettings(24, ())
 MAX_NODES = 12
@@ -251,7 +248,7 @@ def test_a_path_is_given_where_one_is_loaded_and_nowhere_else(kind):
 
 
 # ----------------------------------------------------------------------------------------------------
-# The table
+# Declarations
 
 
 def test_every_drafter_declares_its_name_what_it_drafts_and_the_help_of_its_options():
@@ -260,16 +257,6 @@ def test_every_drafter_declares_its_name_what_it_drafts_and_the_help_of_its_opti
         assert kind == "vanilla" or kind in drafter.sources or drafter.loads == "RUN/head"
         for f in fields(drafter.options_type):
             assert f.metadata.get("help"), f"{drafter.options_type.__name__}.{f.name} needs a help text: `option(…)`"
-
-
-def test_the_guide_has_the_table_that_evaluate_prints(capsys):
-    with pytest.raises(SystemExit) as ended:
-        evaluate.main(["--list_drafters"])
-    printed = capsys.readouterr().out
-    assert not ended.value.code and printed == drafters_table()
-    assert printed in (ROOT / "docs/decoding.md").read_text(encoding="utf-8"), (
-        "put what `python scripts/evaluate.py --list_drafters` prints into docs/decoding.md"
-    )
 
 
 def test_a_drafter_that_loads_what_the_tests_do_not_have_is_named(monkeypatch):

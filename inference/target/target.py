@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from draft_heads.configs.options import dtype_named, memory_explained
+from draft_heads.configs.options import dtype_from_name, explain_out_of_memory
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_file, check_settings
@@ -187,7 +187,7 @@ class Target:
         return self.fused
 
     @classmethod
-    @memory_explained("loading the target", lambda: LESS_MEMORY)
+    @explain_out_of_memory("loading the target", lambda: LESS_MEMORY)
     def from_pretrained(
         cls,
         path: str,
@@ -210,7 +210,7 @@ class Target:
         drafts         it drafts for another target by its logits alone: its generation settings are ignored
         """
         if not isinstance(dtype, torch.dtype):
-            dtype = dtype_named("--dtype", dtype)
+            dtype = dtype_from_name("--dtype", dtype)
         spread = device == "auto" and lend_to is None
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = lend_to or torch.device(default if not device or device == "auto" else device)

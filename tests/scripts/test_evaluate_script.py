@@ -339,12 +339,12 @@ def rows_without_times(folder):
 
 KILLED = """
 import os, signal, sys
-from draft_heads.inference.evaluation.parts import PartFolder
+from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.scripts import evaluate
-def put(self, group, part, own=PartFolder.put):
+def put(self, group, part, own=DecodedFolder.put):
     own(self, group, part)
     os.kill(os.getpid(), signal.SIGKILL)
-PartFolder.put = put
+DecodedFolder.put = put
 evaluate.main(sys.argv[1:])
 """
 
