@@ -19,7 +19,8 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.generation import Clock, GenerationSettings
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target import target as target_module
 from draft_heads.inference.target import weights as weights_module
 from draft_heads.inference.target.target import Target
@@ -60,19 +61,20 @@ def described(step):
 
 def rehearse(engine):
     """Kernels of drafting and of verification in one step of the decoding loop."""
-    settings, clock = GenerationSettings(), Clock()
+    steps = engine.steps
+    begin, prefill, run = (method.__wrapped__ for method in (StepRunner.begin, StepRunner.prefill, StepRunner.run))
     with torch.no_grad():  # inference_mode would hide what composite operations are made of
-        cache = engine._cleared_cache(1024)
-        step = DecodingEngine._prefill.__wrapped__(engine, [0] * 512, cache, 1024, settings, clock)
-        step, _ = DecodingEngine._step.__wrapped__(engine, step, cache, engine._end, settings, clock)  # allocates
+        text = begin(steps, 1024, GenerationSettings())
+        step, _ = prefill(steps, [0] * 512, text)
+        step, _ = run(steps, step, text)  # allocates
     drafting, verifying = MetaOnly(), MetaOnly()
-    cache.bound += 1 + engine.drafter.max_depth
-    cache.set_visible_length(1 + NODES)
+    text.cache.bound += 1 + engine.drafter.max_depth
+    text.cache.set_visible_length(1 + NODES)
     with torch.no_grad(), NoHostValues():
         with drafting:
-            tree = engine._draft_step(step)
+            drafted = steps.draft(step, text)
         with verifying:
-            after, packed = engine._verify_step(step.base, tree, cache, engine._end, None, None)
+            after, packed = steps.verify(drafted, text)
     assert described(after) == described(step)
     assert packed.shape == (1 + 2 * len(step.tokens),)
     return drafting.kernels, verifying.kernels

@@ -7,7 +7,7 @@ from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
-from draft_heads.inference.evaluation.answers import Answer, AnsweredTurn
+from draft_heads.inference.evaluation.answer_files import Answer, AnsweredTurn
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.replay import (
     RecordedTurn,

@@ -9,11 +9,11 @@ import pytest
 
 from draft_heads.data.common.console import plain_console
 from draft_heads.inference.evaluation import plots
-from draft_heads.inference.evaluation.answers import write_answers
+from draft_heads.inference.evaluation.answer_files import write_answers
 from draft_heads.inference.evaluation.carried_over import carried_over, notes
+from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import evaluate
 from draft_heads.inference.evaluation.names import shown_name
-from draft_heads.inference.evaluation.parts import PartFolder
 from draft_heads.inference.evaluation.report import build_report, markdown, write_report
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.verify import TypicalAcceptance
@@ -138,12 +138,12 @@ def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
 
 def test_a_resumed_run_is_counted(tmp_path):
     engines = {"vanilla": StubEngine(), "learns": Drafting("ngram", carries_over=True)}
-    parts = PartFolder(tmp_path)
+    parts = DecodedFolder(tmp_path)
     parts.begin({}, False)
     whole = evaluate(engines, StubOracle(), [benchmark()], render, parts=parts)
     (tmp_path / "parts" / "bench-00002.json").unlink()
     parts._lock.close()
-    again = PartFolder(tmp_path)
+    again = DecodedFolder(tmp_path)
     again.begin({}, False)
     resumed = evaluate(engines, StubOracle(), [benchmark()], render, parts=again)
     runs = [one.carried_over["learns"]["runs"] for one in (whole, resumed)]

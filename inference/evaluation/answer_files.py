@@ -16,8 +16,8 @@ from typing import Any
 
 from draft_heads.data.common.files import write_text
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
+from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.names import shown_name
-from draft_heads.inference.evaluation.parts import TurnRecord
 
 QuestionId = int | str
 QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
@@ -94,12 +94,12 @@ def _parse_answer(row: dict[str, Any]) -> Answer:
 
 
 def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = None) -> list[Any]:
-    """The list `choice[name]`, one entry a turn, each of `kind` and not negative."""
+    """The list `choice[name]`, one entry per turn, each of `kind` and not negative."""
     values, where = choice.get(name), f"choices[0].{name}"
     if not isinstance(values, list):
-        raise ValueError(f"{where} must be a list with one entry a turn, got {type(values).__name__}")
+        raise ValueError(f"{where} must be a list with one entry per turn, got {type(values).__name__}")
     if turns is not None and len(values) != turns:
-        raise ValueError(f"{where} must have one entry a turn: {turns} turns, {len(values)} entries")
+        raise ValueError(f"{where} must have one entry per turn: {turns} turns, {len(values)} entries")
     for value in values:
         if isinstance(value, bool) or not isinstance(value, kind):
             named = " or ".join(one.__name__ for one in getattr(kind, "__args__", (kind,)))
@@ -112,7 +112,7 @@ def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = No
 def write_answers(
     output: Path, drafters: Sequence[str], records: Sequence[TurnRecord], lossy: Collection[str] = ()
 ) -> None:
-    """`answers/NAME.jsonl` of every drafter in FastChat form, a line a question; those of an earlier run are deleted.
+    """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run.
 
     A question without an answered turn gets no line; lossy: drafters whose `model_id` says so.
     """
@@ -158,7 +158,7 @@ def check_one_benchmark(answers: Iterable[QuestionKey]) -> None:
     """ValueError for answers of several benchmarks, whose questions may have the same ids."""
     if len(names := {str(benchmark) for benchmark, _ in answers}) > 1:
         raise ValueError(
-            f"--questions names the questions of one benchmark; the answers are of {', '.join(sorted(names))}; put "
+            f"the questions are those of one benchmark; the answers are of {', '.join(sorted(names))}; put "
             "the lines of one of them into a file of their own"
         )
 

@@ -1,4 +1,4 @@
-"""What a server tells Prometheus."""
+"""The metrics that a server exposes to Prometheus."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class ServerMetrics:
             self.accepted.observe(accepted)
 
     def text(self) -> bytes:
-        """All of it, in the exposition format."""
+        """All metrics in the exposition format."""
         return generate_latest(self.registry)

@@ -67,7 +67,7 @@ class Group:
 
 
 @dataclass
-class Part:
+class DecodedGroup:
     """What is known of one group.
 
     run        which run of the program decoded it, and when that was
@@ -83,23 +83,23 @@ class Part:
     time: float = field(default_factory=time.time)
 
 
-class Parts:
-    """The parts of a run, in memory."""
+class DecodedGroups:
+    """The decoded groups of a run, in memory."""
 
     def __init__(self) -> None:
-        self._kept: dict[Group, Part] = {}
+        self._groups: dict[Group, DecodedGroup] = {}
 
-    def get(self, group: Group) -> Part | None:
-        """The part of a group, if it has been decoded."""
-        return self._kept.get(group)
+    def get(self, group: Group) -> DecodedGroup | None:
+        """What is known of a group, if it has been decoded."""
+        return self._groups.get(group)
 
-    def put(self, group: Group, part: Part) -> None:
-        """Keep a group's part."""
-        self._kept[group] = part
+    def put(self, group: Group, decoded: DecodedGroup) -> None:
+        """Store what is known of a group."""
+        self._groups[group] = decoded
 
 
-class PartFolder(Parts):
-    """The same in a folder, each part in a file that appears whole or not at all."""
+class DecodedFolder(DecodedGroups):
+    """The same in a folder, each group in a file that appears whole or not at all."""
 
     def __init__(self, output: Path) -> None:
         super().__init__()
@@ -107,9 +107,8 @@ class PartFolder(Parts):
         self._lock: TextIO | None = None  # held from `begin` on
 
     def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
-        """Start, or go on with a run of the same settings; ValueError naming what differs for another run's parts.
-
-        Also while another process is at work on them.
+        """Start a run, or resume one of the same settings; ValueError naming what differs for another run's groups, and
+        while another process writes to the folder.
         """
         known = self.folder / "run.json"
         wanted = json.loads(json.dumps(settings))
@@ -130,11 +129,11 @@ class PartFolder(Parts):
         write_text(known, json.dumps(wanted, indent=2))
 
     def clear(self) -> None:
-        """Remove all parts."""
+        """Remove all groups."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def get(self, group: Group) -> Part | None:
-        """The part of a group; ValueError for a file that was damaged."""
+    def get(self, group: Group) -> DecodedGroup | None:
+        """What is known of a group; ValueError for a file that was damaged."""
         path = self._file(group)
         if super().get(group) is None and path.is_file():
             try:
@@ -145,27 +144,28 @@ class PartFolder(Parts):
                 ) from None
         return super().get(group)
 
-    def put(self, group: Group, part: Part) -> None:
-        """Keep a part and write its file."""
-        super().put(group, part)
-        write_text(self._file(group), _to_json(part))
+    def put(self, group: Group, decoded: DecodedGroup) -> None:
+        """Store what is known of a group and write its file."""
+        super().put(group, decoded)
+        write_text(self._file(group), _to_json(decoded))
 
     def _file(self, group: Group) -> Path:
         return self.folder / f"{quote(str(group), safe=' ')}.json"
 
-    def kept(self, groups: int) -> str:
-        """What an interrupted run leaves, and how to go on with it."""
+    def resume_hint(self, groups: int) -> str:
+        """What an interrupted run has finished, of so many groups, and how to resume it."""
         done = len(list(self.folder.glob("*-*.json")))
-        kept = f"{done} of {groups} groups of questions are kept in {self.folder}"
-        return f"{kept}: the same command, without --overwrite, goes on there"
+        finished = f"{done} of {groups} groups of questions are kept in {self.folder}"
+        return f"{finished}: the same command, without --overwrite, goes on there"
 
 
-def _to_json(part: Part) -> str:
-    expected = None if part.expected is None else [[list(prompt), tokens] for prompt, tokens in part.expected.items()]
-    return json.dumps({**asdict(part), "expected": expected}, ensure_ascii=False)
+def _to_json(decoded: DecodedGroup) -> str:
+    answers = decoded.expected
+    expected = None if answers is None else [[list(prompt), tokens] for prompt, tokens in answers.items()]
+    return json.dumps({**asdict(decoded), "expected": expected}, ensure_ascii=False)
 
 
-def _from_json(text: str) -> Part:
+def _from_json(text: str) -> DecodedGroup:
     values = json.loads(text)
     records = [
         TurnRecord(**{**turn, "prompt": tuple(turn["prompt"]), "generation": Generation(**turn["generation"])})
@@ -174,35 +174,35 @@ def _from_json(text: str) -> Part:
     expected = values["expected"]
     if expected is not None:
         expected = {tuple(prompt): tokens for prompt, tokens in expected}
-    return Part(values["run"], records, values["findings"], expected, values["time"])
+    return DecodedGroup(values["run"], records, values["findings"], expected, values["time"])
 
 
-def merged_findings(parts: Sequence[Part]) -> dict[str, dict[str, Any]]:
-    """The drafters' statistics over all runs of the program: counts added, ratios averaged."""
-    last: dict[str, Part] = {}
-    for part in sorted(parts, key=lambda part: part.time):
-        last[part.run] = part
-    return merged([part.findings for part in last.values()])
+def total_findings(groups: Sequence[DecodedGroup]) -> dict[str, dict[str, Any]]:
+    """The drafters' statistics over all runs of the program, of each its last group's: see `add_findings`."""
+    last: dict[str, DecodedGroup] = {}
+    for group in sorted(groups, key=lambda group: group.time):
+        last[group.run] = group
+    return add_findings([group.findings for group in last.values()])
 
 
-def since(found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+def subtract_counts(found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     """Statistics without the counts that were there `before`; ratios stay."""
     values = {}
     for key, value in found.items():
         if isinstance(value, dict):
-            values[key] = since(value, before.get(key, {}))
+            values[key] = subtract_counts(value, before.get(key, {}))
         else:
             values[key] = value - before.get(key, 0) if isinstance(value, int) else value
     return values
 
 
-def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def add_findings(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Statistics of several drafters or runs together: counts added, ratios averaged."""
     together: dict[str, Any] = {}
     for key in dict.fromkeys(key for one in found for key in one):
         values = [one[key] for one in found if key in one]
         if isinstance(values[0], dict):
-            together[key] = merged(values)
+            together[key] = add_findings(values)
         else:
             together[key] = sum(values) if isinstance(values[0], int) else sum(values) / len(values)
     return together
