@@ -14,7 +14,7 @@ from draft_heads.configs.command_line import on_interrupt
 from safetensors import SafetensorError
 from transformers import set_seed
 
-from draft_heads.configs.options import memory_explained, use_threads
+from draft_heads.configs.options import explain_out_of_memory, use_threads
 from draft_heads.data.collate import label_counts
 from draft_heads.data.common.files import names_path
 from draft_heads.data.labels.shards import DistilledDataset, load_distilled
@@ -198,7 +198,7 @@ def explain_errors(outlook: Callable[[], str], folder: Path) -> Iterator[None]:
         return f"free some, or lower --save_total_limit; {outlook()}"
 
     try:
-        with names_path(folder, free_disk), memory_explained("training", lower_memory):
+        with names_path(folder, free_disk), explain_out_of_memory("training", lower_memory):
             yield
     except SafetensorError as error:
         raise ValueError(f"a checkpoint in {folder} cannot be read ({error}); {outlook()}") from error

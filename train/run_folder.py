@@ -24,9 +24,9 @@ from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.zero_config import read_zero_config
 
-SETTINGS = "run.json"
+SETTINGS, RECIPE = "run.json", "recipe.yaml"
 _OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; a first file that a kill cut short
-_WRITTEN = _OWN | {SETTINGS, "head", "loss.png"}  # and folders of checkpoints
+_WRITTEN = _OWN | {SETTINGS, RECIPE, f".{RECIPE}.partial", "head", "loss.png"}  # and folders of checkpoints
 # May change when a run is resumed: where things lie and how often they happen, not what is learned. Datasets are
 # compared by their content.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
@@ -110,6 +110,7 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path |
             delete_incomplete(folder)
             set_damaged_aside(folder)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            write_text(folder / RECIPE, args.recipe)
             resume = newest_complete_checkpoint(folder)
     processes.check_shared(folder, "--output_dir")
     chosen: Path | None = broadcast_object_list([resume])[0]

@@ -157,15 +157,15 @@ def test_answers_are_the_targets_and_simulated_steps_those_of_decoding(kind, set
 def test_a_step_that_runs_ahead_asks_the_host_nothing(kind, settings, ids):
     target = load_target("llama", torch.float32)
     engine = DecodingEngine(target, drafter_for(cut_head(target, kind, settings, ids), target, 12), ahead=True)
-    step, asked = engine._step, []
+    run, asked = engine.steps.run, []
 
     def watched(*arguments):
         with HostQuestions() as questions:
-            result = step(*arguments)
+            result = run(*arguments)
         asked.append(questions.asked)
         return result
 
-    engine._step = watched
+    engine.steps.run = watched
     prompt = list(range(3, 40))
     assert engine.generate(prompt, RULES).tokens == Oracle(target, RULES).answer(prompt)
     assert len(asked) > 5 and not any(asked), asked

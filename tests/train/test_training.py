@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -113,8 +114,10 @@ def test_every_head_trains_and_refuses_a_recipe_of_another(dataset, tmp_path, ki
     provenance = (tmp_path / "run" / "head" / "provenance.json").read_text()
     assert {"eval_loss", "eval_accuracy_2"} <= set(json.loads(provenance)["metrics"])
     assert "NaN" not in provenance  # β cannot be simulated on recorded answers
-    status, told = run(dataset, tmp_path / "refused", "--config", "configs/ctc/tiny.yaml", kind=kind)
-    assert status != 0 and "unknown" in told
+    kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert kept.items() >= {"warmup_steps": 2, "weight_decay": 0.01, "report_to": "tensorboard"}.items()
+    status, told = run(dataset, tmp_path / "refused", "--config", "published-code", kind=kind)
+    assert status != 0 and "published-code is neither a file nor a bundled recipe" in told
 
 
 def test_gradient_accumulation_has_the_losses_of_one_large_batch(dataset, uninterrupted, tmp_path):
