@@ -27,22 +27,11 @@ from draft_heads.configs.options import option_names
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.block import DecoderBlock
-from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.checkpoint import HEADS, head_classes, head_variants
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.options import SHAPES, count_parameters, recipe_for_size
-
-VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
-    ("ctc", "ctc", {}),
-    ("ctc, two blocks", "ctc", {"blocks": 2}),
-    ("chimera, full", "chimera", {}),
-    ("chimera, shared", "chimera", {"projection": "shared"}),
-    ("medusa", "medusa", {}),
-    ("hydra", "hydra", {}),
-    ("hydra++", "hydra", {"layers": 4, "prefix_attention": True}),
-    ("eagle3", "eagle3", {}),
-]
 
 
 def make_head(config: Any, kind: str, settings: dict[str, Any]) -> DraftHead:
@@ -56,7 +45,7 @@ def make_head(config: Any, kind: str, settings: dict[str, Any]) -> DraftHead:
 def sizes(config: Any) -> list[tuple[str, int, int]]:
     """(variant, parameters, weights a draft reads) for a decoder configuration."""
     found = []
-    for name, kind, settings in VARIANTS:
+    for name, (kind, settings) in head_variants().items():
         head = make_head(config, kind, settings)
         found.append((name, sum(p.numel() for p in head.parameters()), head.weights_read()))
     return found

@@ -31,6 +31,7 @@ from draft_heads.heads.config import target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.target.target import Target
+from draft_heads.train.entry_points import trainer_script
 from draft_heads.train.length import too_few_in
 from draft_heads.train.loss_plot import save_loss_plot
 from draft_heads.train.options import RunOptions, TrainingOptions
@@ -45,7 +46,8 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     head_type, config_type = head_classes(kind)
     if args.deepspeed and "LOCAL_RANK" not in os.environ:
         raise ValueError(
-            f"--deepspeed needs a launcher, on one GPU too; got none; start with: deepspeed train/{kind}.py …"
+            "--deepspeed needs a launcher, on one GPU too; got none; start with: deepspeed "
+            f"{' '.join(trainer_script(kind))} …"
         )
     use_threads(run.threads)
     set_seed(args.seed)

@@ -8,6 +8,7 @@ have `,`, `+` and `:` in it: of several readings the one with the longest existi
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from contextlib import suppress
@@ -17,14 +18,9 @@ from typing import Any
 
 from draft_heads.configs.options import check_number, check_whole
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import load_head, read_config
+from draft_heads.heads.checkpoint import HEADS, load_head, read_config
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.heads.base import HeadDrafter
-from draft_heads.inference.drafters.heads.chimera import ChimeraDrafter
-from draft_heads.inference.drafters.heads.ctc import CTCDrafter
-from draft_heads.inference.drafters.heads.eagle3 import Eagle3Drafter
-from draft_heads.inference.drafters.heads.hydra import HydraDrafter
-from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import (
     CascadeDrafter,
@@ -39,20 +35,25 @@ from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafte
 from draft_heads.inference.drafters.text.rest import RESTDrafter
 from draft_heads.inference.target.target import Target
 
-DRAFTERS: dict[str, type[Drafter]] = {
+
+def _head_drafter(kind: str) -> type[Any]:
+    """The `HeadDrafter` of a kind of head, in the module that has the kind's name."""
+    module = importlib.import_module(f"draft_heads.inference.drafters.heads.{kind}")
+    members = (found for found in vars(module).values() if isinstance(found, type) and issubclass(found, HeadDrafter))
+    return next(found for found in members if found.kind == kind)
+
+
+HEAD_DRAFTERS: dict[str, type[Any]] = {kind: _head_drafter(kind) for kind in HEADS}
+"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
+DRAFTERS: dict[str, type[Drafter]] = HEAD_DRAFTERS | {
     drafter.kind: drafter
     for drafter in (
-        *(ChimeraDrafter, CTCDrafter, Eagle3Drafter, HydraDrafter, MedusaDrafter),
         *(CascadeDrafter, DraftModelDrafter, OuroborosDrafter, SelfSpeculativeDrafter),
         *(LookaheadDrafter, NgramDrafter, PromptLookupDrafter, RESTDrafter, VanillaDrafter),
     )
 }
 """Kind → class, instantiated by `from_options`."""
 
-HEAD_DRAFTERS: dict[str, type[Any]] = {
-    kind: drafter for kind, drafter in DRAFTERS.items() if issubclass(drafter, HeadDrafter)
-}
-"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
 _TUNED_REMEDY = "write it behind a head or Ouroboros, as in ctc=RUN/head,tuned=FILE"
 
 

@@ -9,7 +9,7 @@ from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
-from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterSpec, build_drafter, drafter_for
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
@@ -78,7 +78,10 @@ OPTIONS = {
     OuroborosDrafter: ("gamma", "w", "p", "k", "beside", "max_nodes"),
     HybridDrafter: ("max_nodes", "depth"),
 }
-HEADS = {"ctc": (), "medusa": ("heads",), "hydra": (), "chimera": ("kgram_cache",), "eagle3": ()}
+HEADS = {
+    kind: [name for name, default in drafter.options.items() if isinstance(default, int)]
+    for kind, drafter in HEAD_DRAFTERS.items()
+}
 
 
 @pytest.mark.parametrize("value", [2.5, True, "3"])

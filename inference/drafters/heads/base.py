@@ -138,6 +138,8 @@ class HeadDrafter(Drafter):
     caches  of what the head's blocks have read
     """
 
+    trees: ClassVar[tuple[str, ...]] = ("best",)
+    """Values of the option `tree`, the default first."""
     tuned_options: ClassVar[dict[str, type]] = {"max_nodes": int, "tree_temperature": float}
     tuned_by = "scripts/tune_tree.py"
 

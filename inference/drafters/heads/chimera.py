@@ -23,7 +23,7 @@ from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter, RotationTable
-from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
+from draft_heads.inference.drafters.heads.level_tree import TREES, check_tree, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -181,6 +181,7 @@ class ChimeraDrafter(HeadDrafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
     kind = "chimera"
+    trees = TREES
     options: ClassVar[dict[str, Any]] = {"kgram_cache": 0, "tree": "best"}
 
     def __init__(

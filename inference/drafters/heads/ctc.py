@@ -47,6 +47,7 @@ class CTCDrafter(HeadDrafter):
     """
 
     kind = "ctc"
+    trees = TREE_MODES
     options: ClassVar[dict[str, Any]] = {"tree": "prefix"}
 
     def __init__(self, head: CTCHead, target: Target, max_nodes: int = 32, tree: str = "prefix") -> None:

@@ -16,7 +16,7 @@ from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.eagle3 import Eagle3Head
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter, RotationTable
-from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
+from draft_heads.inference.drafters.heads.level_tree import TREES, check_tree, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -58,6 +58,7 @@ class Eagle3Drafter(HeadDrafter):
     """Keeps the block's keys and values of pass 0; those of drafted tokens lie behind and are overwritten."""
 
     kind = "eagle3"
+    trees = TREES
     options: ClassVar[dict[str, Any]] = {"tree": "best"}
 
     def __init__(self, head: Eagle3Head, target: Target, max_nodes: int = 32, tree: str = "best") -> None:

@@ -15,7 +15,7 @@ from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.hydra import HydraHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
+from draft_heads.inference.drafters.heads.level_tree import TREES, check_tree, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -43,6 +43,7 @@ class HydraDrafter(HeadDrafter):
     """Keeps s_n and the base token; with prefix attention also the keys and values of h_1 … h_n in the head's block."""
 
     kind = "hydra"
+    trees = TREES
     options: ClassVar[dict[str, Any]] = {"tree": "best"}
 
     def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32, tree: str = "best") -> None:

@@ -92,6 +92,7 @@ class MedusaDrafter(HeadDrafter):
     """Keeps the target's hidden state of the last committed token."""
 
     kind = "medusa"
+    trees = TREES
     options: ClassVar[dict[str, Any]] = {"tree": "best", "heads": 0}
 
     def __init__(
