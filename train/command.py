@@ -8,7 +8,8 @@ from draft_heads.configs.command_line import OptionParser, exit_status
 
 from draft_heads.configs.options import add_flags
 from draft_heads.heads.checkpoint import HEADS, head_classes
-from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions
+from draft_heads.train.options import RunOptions, TrainingOptions
+from draft_heads.train.recipe import add_recipe_flags
 
 TRANSFORMERS_FLAGS = {
     "output_dir": "folder for checkpoints and logs, and for head/ at the end",
@@ -34,7 +35,7 @@ def answer_help(kind: str, arguments: list[str]) -> None:
     )
     data = parser.add_argument_group("what to train on")
     add_flags(data, RunOptions)
-    data.add_argument("--config", help=CONFIG_HELP)
+    add_recipe_flags(data)
     add_flags(parser.add_argument_group(f"the {kind} head"), head_classes(kind)[1])
     training = parser.add_argument_group("how long, and where to")
     for name, text in TRANSFORMERS_FLAGS.items():

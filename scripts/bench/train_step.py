@@ -31,10 +31,10 @@ from draft_heads.configs.command_line import exit_status
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor
 
 from draft_heads.configs.options import add_threads, option_names, use_threads
+from draft_heads.configs.recipes import load_recipe, size_class
 from draft_heads.data.collate import row_lengths
 from draft_heads.heads import attention, base
 from draft_heads.heads.base import DraftHead
@@ -46,7 +46,8 @@ from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import in_turn, ratio
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.batches import TokenBatches
-from draft_heads.train.options import RunOptions, recipe_for
+from draft_heads.train.memory import count_parameters
+from draft_heads.train.options import RunOptions
 from draft_heads.train.training_data import load_data
 
 ARMS = ("ours", "plain")
@@ -141,7 +142,7 @@ class Bench:
             arm: self.tokens / sum(batch["input_ids"].numel() for batch in batches)
             for arm, batches in self.batches.items()
         }
-        recipe = yaml.safe_load(recipe_for(kind, self.target.model.config)[0].read_text())
+        recipe = load_recipe(kind, size_class(count_parameters(self.target.model.config)))
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         settings.pop("draft_vocab_size", None)
         settings["target_layers"] = layers

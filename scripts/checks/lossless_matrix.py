@@ -17,6 +17,7 @@ import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,12 @@ def trained_head(
     return head.eval()
 
 
+def other_trees(kind: str) -> tuple[str, ...]:
+    """The values of the option `tree` of a head's drafter beside the default, which comes first."""
+    options = fields(HEAD_DRAFTERS[kind].options_type)
+    return next((f.metadata["choices"][1:] for f in options if f.name == "tree"), ())
+
+
 class _Cell:
     """One target in one precision: its prompts, its own answers, heads trained on them and a draft model."""
 
@@ -183,7 +190,7 @@ class _Cell:
                     yield " + ".join([head, *others]), "yes", text
         elif not self.refuses(kind):
             head = HEADS[kind][0]
-            others = () if kind in OPTIONS else HEAD_DRAFTERS[head].trees[1:] if kind in REGISTERED else ("chain",)
+            others = () if kind in OPTIONS else other_trees(head) if kind in REGISTERED else ("chain",)
             for trained, mode in itertools.product(("no", "yes"), ("", *others)):
                 yield f"{kind} {mode}".strip(), trained, f"{head}:{kind}-{trained}" + (mode and f",tree={mode}")
 

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
 from draft_heads.configs.options import option_names
+from draft_heads.configs.recipes import load_recipe
 from draft_heads.heads import cross_entropy, ctc_loss, label_context
 from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.heads.windows import Windows
-from draft_heads.train.options import RECIPES
 from tests.meta import MetaOnly, NoHostValues
 
 LENGTH, VOCABULARY = 4096, 128256
@@ -44,7 +43,7 @@ def causal_attention_that_writes_no_scores(segment_ids):
 def step(kind, monkeypatch, **changes):
     """(head, peak bytes of forward and backward above weights and inputs) with the recipe of 8B targets."""
     head_type, config_type = head_classes(kind)
-    recipe = yaml.safe_load((RECIPES / kind / "8b.yaml").read_text()) | changes
+    recipe = load_recipe(kind, "8b") | changes
     settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
     module = sys.modules[head_type.__module__]
     for name, fake in (

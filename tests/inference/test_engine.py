@@ -136,7 +136,7 @@ def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
     caches = set()
     for prompt in make_prompts(target, 6):
         assert engine.generate(prompt, GenerationSettings(40)).tokens == oracle.answer(prompt)
-        caches.add(id(engine._cache))
+        caches.add(id(engine.steps.cache))
     assert len(caches) == 1
 
 
@@ -311,7 +311,7 @@ def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settin
 
         monkeypatch.setattr(each, "propose", proposing)
         engine = DecodingEngine(target, each)
-        monkeypatch.setattr(engine, "_reserved_length", lambda text: 240)  # as compiled programs reserve it
+        monkeypatch.setattr(engine.steps, "reserved_length", lambda text: 240)  # as compiled programs reserve it
         for prompt in ([5, 6, 7], PROMPT):
             engine.generate(prompt, GenerationSettings(80))
     for (own, _), (other, _) in zip(*trees.values(), strict=True):

@@ -9,21 +9,21 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draft_heads.configs.options import option_names
+from draft_heads.configs.recipes import SHAPES, load_recipe
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.heads.target_view import LogitsRule
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.generation import Clock, GenerationSettings
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target import target as target_module
 from draft_heads.inference.target import weights as weights_module
 from draft_heads.inference.target.target import Target
-from draft_heads.train.options import RECIPES, SHAPES
 from tests.meta import MetaOnly, NoHostValues
 
 LLAMA_8B = {**SHAPES["8b"], "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
@@ -46,7 +46,7 @@ def make_engine(model, kind, monkeypatch):
         drafter = VanillaDrafter("meta")
     else:
         head_type, config_type = head_classes(kind)
-        recipe = yaml.safe_load((RECIPES / kind / "8b.yaml").read_text())
+        recipe = load_recipe(kind, "8b")
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         with torch.device("meta"):
             head = head_type(config_type(**target_sizes(target.config), **settings)).bfloat16().eval()
@@ -60,19 +60,20 @@ def described(step):
 
 def rehearse(engine):
     """Kernels of drafting and of verification in one step of the decoding loop."""
-    settings, clock = GenerationSettings(), Clock()
+    steps = engine.steps
+    begin, prefill, run = (method.__wrapped__ for method in (StepRunner.begin, StepRunner.prefill, StepRunner.run))
     with torch.no_grad():  # inference_mode would hide what composite operations are made of
-        cache = engine._cleared_cache(1024)
-        step = DecodingEngine._prefill.__wrapped__(engine, [0] * 512, cache, 1024, settings, clock)
-        step, _ = DecodingEngine._step.__wrapped__(engine, step, cache, engine._end, settings, clock)  # allocates
+        text = begin(steps, 1024, GenerationSettings())
+        step, _ = prefill(steps, [0] * 512, text)
+        step, _ = run(steps, step, text)  # allocates
     drafting, verifying = MetaOnly(), MetaOnly()
-    cache.bound += 1 + engine.drafter.max_depth
-    cache.set_visible_length(1 + NODES)
+    text.cache.bound += 1 + engine.drafter.max_depth
+    text.cache.set_visible_length(1 + NODES)
     with torch.no_grad(), NoHostValues():
         with drafting:
-            tree = engine._draft_step(step)
+            drafted = steps.draft(step, text)
         with verifying:
-            after, packed = engine._verify_step(step.base, tree, cache, engine._end, None, None)
+            after, packed = steps.verify(drafted, text)
     assert described(after) == described(step)
     assert packed.shape == (1 + 2 * len(step.tokens),)
     return drafting.kernels, verifying.kernels

@@ -154,9 +154,7 @@ def test_it_is_built_from_the_words_of_a_command_line(tmp_path, monkeypatch):
     stub = target(StubTokenizer(6), 6)
     for words in (f"rest={tmp_path}/store,levels=1", f"mine=rest:{tmp_path}/store/datastore.json,levels=1"):
         drafter = build_drafter(DrafterSpec.parse(words), stub, 8)
-        assert isinstance(drafter, RESTDrafter) and (drafter.levels, drafter.max_nodes) == (1, 8)
-    with pytest.raises(ValueError, match="needs a datastore: write rest=FOLDER"):
-        build_drafter(DrafterSpec.parse("rest"), stub)
+        assert isinstance(drafter, RESTDrafter) and (drafter.options.levels, drafter.max_nodes) == (1, 8)
     with pytest.raises(ValueError, match=r"share the tokenizer; .* hash stub, the target other; build it again"):
         build_drafter(DrafterSpec.parse(f"rest={tmp_path}/store"), target(StubTokenizer(6, "other"), 6))
     with pytest.raises(ValueError, match="6 tokens in its vocabulary, the target 5"):

@@ -14,9 +14,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from draft_heads.configs.options import option
 from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.block import Attend, DecoderBlock, Rotation, folded_attention
-from draft_heads.inference.drafters.base import Builder, Drafter, check_max_nodes
+from draft_heads.inference.drafters.base import Builder, Drafter
+from draft_heads.inference.drafters.options import TreeOptions
 from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -131,6 +133,16 @@ class GivenMemory:
         self.values.index_copy_(2, slots, values)
 
 
+@dataclass(frozen=True)
+class HeadOptions(TreeOptions):
+    tuned: ClassVar[tuple[str, ...]] = ("max_nodes", "tree_temperature")
+    tuned_by: ClassVar[str] = "scripts/tune_tree.py"
+
+    tree_temperature: float | None = option(
+        None, "divides log-probabilities before a tree is made (default: the checkpoint's)"
+    )
+
+
 class HeadDrafter(Drafter):
     """Made from (head, target, max_nodes, **options); `propose` needs an observed prefill.
 
@@ -138,14 +150,12 @@ class HeadDrafter(Drafter):
     caches  of what the head's blocks have read
     """
 
-    trees: ClassVar[tuple[str, ...]] = ("best",)
-    """Values of the option `tree`, the default first."""
-    tuned_options: ClassVar[dict[str, type]] = {"max_nodes": int, "tree_temperature": float}
-    tuned_by = "scripts/tune_tree.py"
+    loads = "RUN/head"
+    options_type: ClassVar[type[HeadOptions]] = HeadOptions
+    options: HeadOptions
 
     def __new__(cls, head: Any, target: Any = None, max_nodes: int = 32, **options: Any) -> Self:
-        """ValueError for a head of another kind, before anything of it is read, and for what is no node budget."""
-        check_max_nodes(max_nodes)
+        """ValueError for a head of another kind, before anything of it is read."""
         if head.config.kind != cls.kind:
             raise ValueError(
                 f"{cls.__name__} drafts with {cls.kind} heads; got a {head.config.kind} head; use the drafter of that "
@@ -157,7 +167,7 @@ class HeadDrafter(Drafter):
         self,
         head: Any,
         target: Target,
-        max_nodes: int,
+        options: HeadOptions,
         levels: int,
         caches: Sequence[BlockCache] = (),
         behind: int = 0,
@@ -167,10 +177,14 @@ class HeadDrafter(Drafter):
 
         block: whose rotations are kept, if any.
         """
+        self.options = options
+        if options.tree_temperature is not None:  # on a copy, because other drafters may use the same head
+            head = copy(head)
+            head.config = replace(head.config, tree_temperature=options.tree_temperature)
         self.head: Any = prepare_for_drafting(head)
         self._target, self._changes = target, target.changes
-        self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = min(levels, max_nodes)
+        self.max_nodes = options.max_nodes
+        self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
         self.length = torch.zeros((), dtype=torch.long, device=target.device)
         self._caches, self._behind = caches, behind
@@ -189,16 +203,10 @@ class HeadDrafter(Drafter):
         return tuple(self.head.config.target_layers)
 
     @classmethod
-    def from_options(
-        cls, path: str, build: Builder, tree_temperature: float | None = None, **options: Any
-    ) -> HeadDrafter:
-        """See `Drafter.from_options`; tree_temperature: that of a tuning file, instead of the checkpoint's."""
-        head = build.head(cls.kind, path)
-        if tree_temperature is not None:  # other drafters may use the same head
-            head = copy(head)
-            head.config = replace(head.config, tree_temperature=tree_temperature)
+    def from_options(cls, path: str, build: Builder, **options: Any) -> HeadDrafter:
+        """See `Drafter.from_options`."""
         make: Any = cls
-        drafter: HeadDrafter = make(head, build.target, **options)
+        drafter: HeadDrafter = make(build.head(cls.kind, path), build.target, **options)
         return drafter
 
     def memory(self) -> list[Tensor]:
