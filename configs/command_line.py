@@ -27,7 +27,7 @@ _NO_SETTINGS = ("help", "config", "print_recipe")
 """Flags that a file of settings cannot give."""
 
 
-def with_home(text: str) -> str:
+def expand_home(text: str) -> str:
     """`--output=~/x`, `mt=~/x.jsonl` and `a=~/h,tuned=~/t.json` with the home folder, which a shell expands at the
     start of a word only."""
     return re.sub(r"(?:^|(?<=[=,+:]))~[^/=,+:\s]*(?=/|$)", lambda found: os.path.expanduser(found[0]), text)  # noqa: PTH111 — leaves unknown users
@@ -43,7 +43,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([with_home(text) for text in given], namespace)
+        return super().parse_known_args([expand_home(text) for text in given], namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -112,7 +112,7 @@ def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
             raise ValueError
         if value is False and "no" in (flag.choices or ()):  # as YAML reads an unquoted no
             value = "no"
-        converted = kind(with_home(str(value)))
+        converted = kind(expand_home(str(value)))
     except ValueError:
         wanted = getattr(kind, "__name__", str(kind))
         raise ValueError(f"--config {name}: {flag.dest} must be of type {wanted}, got {value!r}") from None
@@ -210,9 +210,9 @@ def ends_on_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
-    """Inside, Ctrl-C ends the program with the line that `kept()` gives: what is left, and how to go on."""
+def on_interrupt(message: Callable[[], str]) -> Iterator[None]:
+    """Inside, Ctrl-C ends the program with the line that `message()` gives: what is left, and how to go on."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        raise type(interrupt)(kept()) from None
+        raise type(interrupt)(message()) from None

@@ -113,7 +113,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_explained(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+def explain_out_of_memory(what: str, remedy: Callable[[], str]) -> Iterator[None]:
     """Inside, an error of torch for want of memory becomes a ValueError: what ran out of it, and a remedy."""
     try:
         yield
@@ -131,7 +131,7 @@ def true_or_false(text: str) -> bool:
     return words[text.lower()]
 
 
-def dtype_named(flag: str, name: str | None) -> torch.dtype | None:
+def dtype_from_name(flag: str, name: str | None) -> torch.dtype | None:
     """The type that the option `flag` names; None for None and `auto`; ValueError for an unknown name."""
     if name in (None, "auto"):
         return None

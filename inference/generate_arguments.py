@@ -39,7 +39,7 @@ def padding_of(mask: list[int]) -> int:
     """How many tokens of padding a row of the attention mask begins with; ValueError for padding elsewhere."""
     padding = mask.count(0)
     if 0 in mask[padding:]:
-        raise ValueError("prompts must be padded on the left; got an attention mask with zeros behind ones")
+        raise ValueError("prompts must be padded on the left; got an attention mask with zeros after ones")
     return padding
 
 
@@ -50,10 +50,10 @@ def check_config(config: Any, assistant_model: Any = None) -> None:
     mode = config.get_generation_mode(assistant_model)
     if mode not in ("greedy_search", "sample"):
         chosen = {name: getattr(config, name, None) for name in sorted(MODES.split())}
-        told = [f"{name}={value}" for name, value in chosen.items() if value not in (None, 0, 1)]
-        told += [] if assistant_model is None else ["assistant_model"]
+        asked = [f"{name}={value}" for name, value in chosen.items() if value not in (None, 0, 1)]
+        asked += [] if assistant_model is None else ["assistant_model"]
         raise ValueError(
-            f"drafting takes the place of greedy decoding and of sampling; got {', '.join(told)}, which ask for "
+            f"drafting takes the place of greedy decoding and of sampling; got {', '.join(asked)}, which ask for "
             f"{getattr(mode, 'value', mode)}; leave it out, or {WITHOUT}"
         )
     if config.cache_implementation == "quantized":
@@ -71,14 +71,14 @@ def check_config(config: Any, assistant_model: Any = None) -> None:
 
 def check_criteria(criteria: StoppingCriteriaList, sequences: int) -> None:
     """ValueError for criteria that may judge several sequences together: they are decoded one after another."""
-    if sequences > 1 and (told := [type(one).__name__ for one in criteria if type(one) not in _ROW_BY_ROW]):
+    if sequences > 1 and (others := [type(one).__name__ for one in criteria if type(one) not in _ROW_BY_ROW]):
         raise ValueError(
-            f"drafting decodes the sequences of a batch one after another, which {', '.join(told)} may not notice; got "
-            f"{sequences}; generate them one by one"
+            f"drafting decodes the sequences of a batch one after another, which {', '.join(others)} may not notice; "
+            f"got {sequences}; generate them one by one"
         )
 
 
-def _says_something(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return bool(value.any()) if isinstance(value, Tensor) else bool(value)
 
 
@@ -88,16 +88,8 @@ def _drops_out(module: nn.Module) -> bool:
     return module.training and isinstance(p, float) and p > 0
 
 
-def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], generate: dict[str, Any]) -> None:
-    """ValueError for arguments that this loop would have to ignore. generate: the variables of `generate` itself."""
-    whole, given = model.config, {name: value for name, value in model_kwargs.items() if value is not None}
-    if whole.get_text_config(decoder=True) is not whole:  # multimodal: what says that there is nothing but text
-        nothing = {name for name in _OF_TEXT & given.keys() if not _says_something(given[name])}
-        given = {name: value for name, value in given.items() if name not in nothing}
-    if unknown := sorted(given.keys() - _READ - _NOT_READ):
-        raise ValueError(
-            f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; {WITHOUT}"
-        )
+def _check_positions(input_ids: Tensor, given: dict[str, Any]) -> None:
+    """ValueError for an attention mask of another shape, and for positions not counted from the first token."""
     mask = given.get("attention_mask", torch.ones_like(input_ids))  # transformers leaves one of ones out
     if mask.shape != input_ids.shape:
         raise ValueError(
@@ -110,6 +102,19 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
         axes = positions.reshape(-1, *positions.shape[-2:])  # several where the model has them for images
         if usual.shape != axes.shape[1:] or not all(torch.equal(axis[read], usual[read]) for axis in axes):
             raise ValueError("drafting counts positions from the first token; got other position_ids; leave them out")
+
+
+def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], generate: dict[str, Any]) -> None:
+    """ValueError for arguments that this loop would have to ignore. generate: the variables of `generate` itself."""
+    whole, given = model.config, {name: value for name, value in model_kwargs.items() if value is not None}
+    if whole.get_text_config(decoder=True) is not whole:  # multimodal: what says that there is nothing but text
+        nothing = {name for name in _OF_TEXT & given.keys() if not _is_set(given[name])}
+        given = {name: value for name, value in given.items() if name not in nothing}
+    if unknown := sorted(given.keys() - _READ - _NOT_READ):
+        raise ValueError(
+            f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; {WITHOUT}"
+        )
+    _check_positions(input_ids, given)
     cache = model_kwargs.get(CACHE)
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(f"drafting starts with an empty cache; got {CACHE} that is not empty; leave it out")

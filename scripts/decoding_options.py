@@ -12,7 +12,7 @@ from typing import Any
 
 from draft_heads.configs.command_line import OptionParser, parse_with_config
 
-from draft_heads.configs.options import DTYPES, add_threads, dtype_name, dtype_named, use_threads
+from draft_heads.configs.options import DTYPES, add_threads, dtype_from_name, dtype_name, use_threads
 from draft_heads.data.common.files import write_text
 from draft_heads.data.common.processes import own_device
 from draft_heads.data.generation_config import processor_settings, unapplied_settings
@@ -112,7 +112,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2^63; got {options.seed}")
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
-    dtype_named("--dtype", options.dtype)
+    dtype_from_name("--dtype", options.dtype)
     return options
 
 
@@ -129,7 +129,11 @@ def load_target(options: argparse.Namespace) -> Target:
     for name in ("draft_heads.inference", "draft_heads.data.generation_config"):
         logging.getLogger(name).setLevel(logging.INFO)
     target = Target.from_pretrained(
-        *(options.target, options.dtype, own_device(options.device), options.target_adapter, options.chat_template)
+        options.target,
+        dtype=options.dtype,
+        device=own_device(options.device),
+        adapter=options.target_adapter,
+        chat_template=options.chat_template,
     )
     return configure_target(target, options)
 

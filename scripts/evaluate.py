@@ -24,7 +24,7 @@ from draft_heads.configs.command_line import exit_status, on_interrupt
 
 from rich.console import Console
 
-from draft_heads.configs.options import memory_explained
+from draft_heads.configs.options import explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
@@ -110,7 +110,7 @@ def decode_and_judge(
             clear_output(options.output, finished)
     processes.check_shared(parts.folder, "--output")
     groups = len(groups_of(benchmarks, group_size))
-    memory = memory_explained(
+    memory = explain_out_of_memory(
         "decoding", lambda: f"lower --batch_size or --max_nodes, or use a smaller --dtype; {parts.resume_hint(groups)}"
     )
     with (

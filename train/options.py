@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from draft_heads.configs.options import THREADS_HELP, dtype_named, option
+from draft_heads.configs.options import THREADS_HELP, dtype_from_name, option
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.train.inherited import OPTIMIZERS, refused
 from draft_heads.train.length import ENDLESS_EPOCHS
-from draft_heads.train.zero_config import check_build_locks, check_launcher, zero_config
+from draft_heads.train.zero_config import check_launcher, zero_config
 
 
 @dataclass
@@ -48,7 +50,7 @@ class RunOptions:
             raise ValueError(f"--target_device must be auto, or left out; got {self.target_device}")
         if self.target_device and self.shard_target:
             raise ValueError("--target_device auto is for one process, --shard_target for several; got both; drop one")
-        dtype_named("--target_dtype", self.target_dtype)
+        dtype_from_name("--target_dtype", self.target_dtype)
 
 
 @dataclass
@@ -75,114 +77,140 @@ class TrainingOptions:
     overwrite: bool = option(False, "delete what an earlier run left in --output_dir")
 
     def __post_init__(self: Any) -> None:
-        if self.clip not in ("norm", "value"):
-            raise ValueError(f"--clip must be norm or value; got {self.clip!r}")
-        if self.clip == "value" and self.deepspeed:
-            raise ValueError(
-                "--clip value cannot be used with --deepspeed, which clips by norm only; drop one of the two"
-            )
+        check_training(self)
+        on_cpu, given = not torch.accelerator.is_available(), self.deepspeed
+        self._settle()
+        self.zero_config: dict[str, Any] | None = None
+        if given is not None:
+            self.deepspeed = self.zero_config = zero_config(given, self)[0]
+        self.use_cpu = self.use_cpu or (on_cpu and not self.deepspeed)
+        self.accelerator_config = {"use_configured_state": True} if needs_gloo(given) else {}
+        super().__post_init__()  # type: ignore[misc]
+        self.deepspeed = given
+        check_reporting(self.report_to)
+        if self.tokens_per_batch:
+            self.accelerator_config.even_batches = False  # their numbers of rows differ
+        if self.n_gpu > 1:
+            self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
+
+    def _settle(self: Any) -> None:
+        """Set what follows from other options, and what is the same for every head."""
         if self.head_optimizer == "auto":
             self.head_optimizer = "adamw" if self.deepspeed or self.optim != OPTIMIZERS[0] else "muon"
-        if self.head_optimizer not in ("adamw", "muon"):
-            raise ValueError(f"--head_optimizer must be adamw, muon or auto; got {self.head_optimizer!r}")
-        if self.head_optimizer == "muon" and self.deepspeed:
-            raise ValueError(
-                "--head_optimizer muon cannot be used with --deepspeed, whose ZeRO stages flatten the matrices it "
-                "needs; add --head_optimizer adamw, with a learning rate for it"
-            )
-        for f in fields(self):
-            if getattr(self, f.name) != f.default and (reason := refused(f.name, getattr(self, f.name))):
-                raise ValueError(reason)
-        if self.optim not in OPTIMIZERS:
-            raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}; got {self.optim}")
-        rates = ("learning_rate", "max_grad_norm", "weight_decay", "adam_epsilon", "warmup_steps")
-        for name in ("max_minutes", "patience", *rates, "dataloader_num_workers"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"--{name} must be 0 or more; got {getattr(self, name)}")
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 0 and below 1; got {getattr(self, name)}")
-        for name in ("save_steps", "eval_steps", "logging_steps"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"--{name} must be above 0; got {getattr(self, name)}")
-        for name in ("seed", "data_seed"):
-            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 2**32:
-                raise ValueError(f"--{name} must be at least 0 and below 2^32; got {getattr(self, name)}")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1; got {getattr(self, name)}")
-        fractions = [
-            name for name in ("save_steps", "eval_steps", "logging_steps") if 0 < (getattr(self, name) or 0) < 1
-        ]
-        if self.max_minutes and fractions:
-            raise ValueError(
-                f"--{fractions[0]} must be a number of steps with --max_minutes, whose number of steps is not known; "
-                f"got {getattr(self, fractions[0])}"
-            )
-        if (limit := self.save_total_limit) is not None and (limit == 1 or limit < 0):
-            raise ValueError(
-                f"--save_total_limit must be at least 2, got {limit}: should the newest checkpoint be damaged, the one "
-                "before it is needed; raise it"
-            )
-        if self.patience and self.eval_strategy == "no":
-            raise ValueError(
-                f"--patience {self.patience} counts evaluations, got --eval_strategy no; pass --eval_strategy steps "
-                "or drop --patience"
-            )
         if self.patience:
             self.load_best_model_at_end = True
             self.metric_for_best_model = self.metric_for_best_model or "eval_loss"
             self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.logging_steps
         if self.max_minutes:
-            if self.max_steps > 0:
-                raise ValueError(
-                    f"a run ends by time or by steps; got --max_minutes {self.max_minutes:g} and --max_steps "
-                    f"{self.max_steps}; drop one of the two"
-                )
             self.num_train_epochs = ENDLESS_EPOCHS
-        accelerator: dict[str, Any] = {}
-        check_launcher(self)
-        self.zero_config: dict[str, Any] | None = None
-        if (given := self.deepspeed) is not None:
-            self.zero_config, lines = zero_config(given, self)
-            check_build_locks()
-            if lines and os.environ.get("RANK", "0") == "0":
-                print("\n".join(lines), flush=True)
-            self.deepspeed = self.zero_config
         self.remove_unused_columns = False
-        self.logging_nan_inf_filter = (
-            False  # the host would wait for every step; losses are checked where they are logged
-        )
+        self.logging_nan_inf_filter = False  # it would make the host wait for every step; logged losses are checked
         if self.ddp_find_unused_parameters is None:
             self.ddp_find_unused_parameters = False  # every parameter has a gradient in every step
         self.label_names = []  # type: ignore[var-annotated]
-        on_cpu = not torch.accelerator.is_available()
-        if on_cpu and not self.deepspeed:
-            self.use_cpu = True
-        elif on_cpu and "LOCAL_RANK" in os.environ:  # with DeepSpeed on CPU accelerate picks no backend, so name gloo
-            from accelerate import PartialState
 
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-            PartialState(backend="gloo")
-            del os.environ["ACCELERATE_USE_DEEPSPEED"]
-            accelerator["use_configured_state"] = True
-        self.accelerator_config = accelerator
-        super().__post_init__()  # type: ignore[misc]
-        self.deepspeed = given
-        if self.fp16 and on_cpu:
-            raise ValueError("--fp16 needs a GPU and torch sees none; leave it out, or pass --bf16")
-        from transformers.integrations import get_available_reporting_integrations
 
-        here = get_available_reporting_integrations()
-        if missing := set(self.report_to) - {*here, "kubeflow"}:  # which transformers adds itself
+def needs_gloo(deepspeed: Any) -> bool:
+    """Whether a process of a launcher runs DeepSpeed on a CPU, for which accelerate picks no backend."""
+    return deepspeed is not None and not torch.accelerator.is_available() and "LOCAL_RANK" in os.environ
+
+
+def check_training(options: Any) -> None:
+    """ValueError for values of `TrainingOptions` and of transformers' that no run can have.
+
+    Nothing is changed and no process met, so that `parse_options` can check before the processes connect.
+    """
+    _check_optimizer(options)
+    _check_ranges(options)
+    _check_intervals(options)
+    if options.fp16 and not torch.accelerator.is_available():
+        raise ValueError("--fp16 needs a GPU and torch sees none; leave it out, or pass --bf16")
+    check_launcher(options)
+    if options.deepspeed is not None:
+        zero_config(options.deepspeed, options)
+
+
+def _check_optimizer(options: Any) -> None:
+    """Clipping, the optimizer, what DeepSpeed can do of it, and settings of transformers that are not for heads."""
+    if options.clip not in ("norm", "value"):
+        raise ValueError(f"--clip must be norm or value; got {options.clip!r}")
+    if options.clip == "value" and options.deepspeed:
+        raise ValueError("--clip value cannot be used with --deepspeed, which clips by norm only; drop one of the two")
+    if options.head_optimizer not in ("adamw", "muon", "auto"):
+        raise ValueError(f"--head_optimizer must be adamw, muon or auto; got {options.head_optimizer!r}")
+    if options.head_optimizer == "muon" and options.deepspeed:
+        raise ValueError(
+            "--head_optimizer muon cannot be used with --deepspeed, whose ZeRO stages flatten the matrices it "
+            "needs; add --head_optimizer adamw, with a learning rate for it"
+        )
+    for f in fields(options):
+        if getattr(options, f.name) != f.default and (reason := refused(f.name, getattr(options, f.name))):
+            raise ValueError(reason)
+    if options.optim not in OPTIMIZERS:
+        raise ValueError(f"--optim must be one of {', '.join(OPTIMIZERS)}; got {options.optim}")
+
+
+_BOUNDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "0 or more",
+        lambda value: 0 <= value < math.inf,
+        "max_minutes patience learning_rate max_grad_norm weight_decay adam_epsilon warmup_steps "
+        "dataloader_num_workers",
+    ),
+    ("at least 0 and below 1", lambda value: 0 <= value < 1, "adam_beta1 adam_beta2"),
+    ("above 0", lambda value: 0 < value < math.inf, "save_steps eval_steps logging_steps"),
+    ("at least 0 and below 2^32", lambda value: 0 <= value < 2**32, "seed data_seed"),
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps",
+    ),
+)
+"""(what a value must be, whether it is, the options)."""
+
+
+def _check_ranges(options: Any) -> None:
+    for bound, holds, names in _BOUNDS:
+        for name in names.split():
+            if (value := getattr(options, name)) is not None and not holds(value):
+                raise ValueError(f"--{name} must be {bound}; got {value}")
+    if (limit := options.save_total_limit) is not None and (limit == 1 or limit < 0):
+        raise ValueError(
+            f"--save_total_limit must be at least 2, got {limit}: should the newest checkpoint be damaged, the one "
+            "before it is needed; raise it"
+        )
+
+
+def _check_intervals(options: Any) -> None:
+    """The end of the run, and intervals that are counted by it."""
+    for name in ("save_steps", "eval_steps", "logging_steps"):
+        if options.max_minutes and 0 < (getattr(options, name) or 0) < 1:
             raise ValueError(
-                f"--report_to must be none or one of {', '.join(here)}, which are installed here; got "
-                f"{', '.join(sorted(missing))}"
+                f"--{name} must be a number of steps with --max_minutes, whose number of steps is not known; "
+                f"got {getattr(options, name)}"
             )
-        if self.tokens_per_batch:
-            self.accelerator_config.even_batches = False  # their numbers of rows differ
-        if self.n_gpu > 1:
-            self._n_gpu = 1  # a head under DataParallel would be slower than on one GPU; launchers start processes
+    if options.patience and options.eval_strategy == "no":
+        raise ValueError(
+            f"--patience {options.patience} counts evaluations, got --eval_strategy no; pass --eval_strategy steps "
+            "or drop --patience"
+        )
+    if options.max_minutes and options.max_steps > 0:
+        raise ValueError(
+            f"a run ends by time or by steps; got --max_minutes {options.max_minutes:g} and --max_steps "
+            f"{options.max_steps}; drop one of the two"
+        )
+
+
+def check_reporting(report_to: list[str]) -> None:
+    """ValueError for what is not installed here."""
+    from transformers.integrations import get_available_reporting_integrations
+
+    here = get_available_reporting_integrations()
+    if missing := set(report_to) - {*here, "kubeflow"}:  # which transformers adds itself
+        raise ValueError(
+            f"--report_to must be none or one of {', '.join(here)}, which are installed here; got "
+            f"{', '.join(sorted(missing))}"
+        )
 
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
@@ -14,9 +15,10 @@ from draft_heads.configs.options import add_flags, option_names
 from draft_heads.heads.config import HeadConfig
 from draft_heads.train.inherited import NO_EFFECT, OF_HEADS, OF_RUNS, READ, check_effects, refused
 from draft_heads.train.length import settle_end
-from draft_heads.train.options import RunOptions, TrainingOptions
+from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo
 from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe
-from draft_heads.train.wall_clock import check_schedule
+from draft_heads.train.schedule import check_schedule
+from draft_heads.train.zero_config import check_build_locks, zero_config
 
 
 @dataclass
@@ -74,6 +76,8 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
             raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
         if not offered.output_dir:
             raise ValueError("--output_dir must name a folder for checkpoints and the head; got nothing")
+        check_training(offered)
+        start_processes(offered)
         training = HeadTrainingArguments(**vars(offered))
         head = {name: getattr(rest, name) for name in option_names(head_config)}
         check_together(run, head_config(**head), training, set(given), set() if recipe.bundled else set(defaults))
@@ -83,6 +87,23 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     if training.process_index == 0:
         print(f"recipe: {recipe.line}", flush=True)
     return run, head, training
+
+
+def start_processes(options: Any) -> None:
+    """Make DeepSpeed's processes ready, which `HeadTrainingArguments` connect: wait for builds of its operators, and on
+    CPUs start the process group, with gloo."""
+    if options.deepspeed is None:
+        return
+    check_build_locks()
+    if os.environ.get("RANK", "0") == "0":
+        for line in zero_config(options.deepspeed, options)[1]:
+            print(line, flush=True)
+    if needs_gloo(options.deepspeed):
+        from accelerate import PartialState
+
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
 
 
 def defaults_beside(given: dict[str, Any], recipe: Recipe) -> dict[str, Any]:

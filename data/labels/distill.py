@@ -33,7 +33,7 @@ import datasets
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.configs.options import dtype_name, memory_explained
+from draft_heads.configs.options import dtype_name, explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
@@ -99,7 +99,7 @@ def distill(
     def remedy() -> str:
         return f"lower batch_size, or use a smaller dtype or device auto; {resume_hint()}".removesuffix("; ")
 
-    out_of_memory = memory_explained("distillation", remedy)
+    out_of_memory = explain_out_of_memory("distillation", remedy)
     with out_of_memory, on_interrupt(resume_hint), progress_bar(first="distilling", show=show_progress) as show:
 
         def advance(units: int) -> None:

@@ -51,8 +51,8 @@ def label(
         greedy = [-100, *chosen[:-1].tolist()]
         for start, end in turns(mask):
             greedy[start:end] = processed_choices(target, row, hidden_LH, start, end) or greedy[start:end]
-        kept = [x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK)]
-        labelled.append(Labelled(greedy, *kept))
+        hidden, aux_hidden = (x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK))
+        labelled.append(Labelled(greedy, hidden, aux_hidden))
     return labelled
 
 

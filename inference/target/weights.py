@@ -115,7 +115,7 @@ def take_in_changes(target: Target) -> None:
     if target.compiled:
         raise ValueError(
             f"compiled programs keep the weights that they were made for; those of {target.name} have changed; make a "
-            "new Target, with new drafters and engines, or leave --compile out"
+            "new Target, with new drafters and engines, or do not compile it"
         )
     target.changes += 1
     target.modules = ModuleDecoder(target.decoder, target.config, target.architecture, target.dtype)

@@ -20,6 +20,7 @@ from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.checks.lossless_matrix import FREE, RANDOM_TARGETS, make_prompts, untrained_head
 
@@ -77,26 +78,22 @@ def correctness(
     for words in ("vanilla", *drafters):
         for graphs in (True, False):
             try:
-                engine = DecodingEngine(target, build(target, words, 12))
-                if not graphs:
-                    engine._captured = None
+                engine = DecodingEngine(target, build(target, words, 12), captured=None if graphs else False)
                 turns = [(text, engine.generate(text, settings).tokens) for text in texts]
                 counts = judge_all(oracle, turns).as_dict()
-                counts["elsewhere"] = _elsewhere(engine, texts[0]) if engine.ahead and not graphs else []
+                counts["elsewhere"] = _elsewhere(engine.steps, texts[0]) if engine.steps.ahead and not graphs else []
             except Exception:  # the other drafters are still tried
                 counts = {"unexplained": len(texts), "elsewhere": [], "failed": traceback.format_exc()}
             found[f"{words}{', graphs' if graphs else ''}"] = counts
     return found
 
 
-def _elsewhere(engine: DecodingEngine, text: list[int]) -> list[str]:
-    """Operations of the engine's steps with tensors that do not lie on its device, over a short answer."""
-    step, watching = engine._step, OnDevice(engine.target.device)
-
-    def watched(*arguments: Any) -> Any:
+def _elsewhere(steps: StepRunner, text: list[int]) -> list[str]:
+    """Operations of a short answer's steps with tensors that do not lie on its device."""
+    watching, state = OnDevice(steps.target.device), steps.begin(len(text) + 64, GenerationSettings())
+    step, _ = steps.prefill(text, state)
+    for _ in range(4):
         with watching:
-            return step(*arguments)
-
-    engine._step = watched  # type: ignore[method-assign]
-    engine.generate(text, GenerationSettings(8, eos_token_ids=()))
+            step, _ = steps.run(step, state)
+        state.cache.bound += 1 + steps.drafter.max_depth  # what it accepted is not read
     return sorted(watching.elsewhere)

@@ -110,7 +110,7 @@ def test_values_that_ask_for_nothing_cost_nothing(target, monkeypatch):
     assert not processor_settings(target.model.generation_config)
     assert not unapplied_settings(target.model.generation_config)
     monkeypatch.setattr(target.model, "generate", lambda *args, **options: pytest.fail("processors are made"))
-    monkeypatch.setattr(TextProcessors, "_changed", lambda *args: pytest.fail("logits are changed"))
+    monkeypatch.setattr(TextProcessors, "_process", lambda *args: pytest.fail("logits are changed"))
     DecodingEngine(target, NgramDrafter()).generate(PROMPT, GenerationSettings(8))
 
 

@@ -44,7 +44,7 @@ def test_what_fails_is_named_and_stops_nothing_else(tmp_path, monkeypatch):
         raise RuntimeError("planted")
 
     parts = [("plain step", lambda: {"plain_step_ms": 1}), ("8 nodes", fails), ("ctc scripted", dict), ("last", dict)]
-    monkeypatch.setattr(gpu.Steps, "parts", lambda self: iter(parts))
+    monkeypatch.setattr(gpu.StepTimer, "parts", lambda self: iter(parts))
     monkeypatch.setattr(gpu, "training", fails)
     sound, found = rehearse(tmp_path, monkeypatch, "--targets")
     assert not sound and found["failed"].keys() == {"1b: 8 nodes", "1b: training"}
