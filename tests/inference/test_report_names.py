@@ -145,6 +145,6 @@ def test_a_resumed_run_is_counted(tmp_path):
     parts._lock.close()
     again = DecodedFolder(tmp_path)
     again.begin({}, False)
-    resumed = evaluate(engines, StubOracle(), [benchmark()], render, parts=again)
+    resumed = evaluate(engines, StubOracle(), [benchmark()], render, store=again)
     runs = [one.carried_over["learns"]["runs"] for one in (whole, resumed)]
     assert runs == [1, 2] and not replace(resumed, carried_over={}).carried_over
