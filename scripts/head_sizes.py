@@ -28,7 +28,6 @@ from draft_heads.train.memory import count_parameters, make_head, training_memor
 
 VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
     ("ctc", "ctc", {}),
-    ("ctc, two blocks", "ctc", {"blocks": 2}),
     ("chimera, full", "chimera", {}),
     ("chimera, shared", "chimera", {"projection": "shared"}),
     ("medusa", "medusa", {}),

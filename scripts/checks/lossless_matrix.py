@@ -48,7 +48,7 @@ _LAYERS: dict[str, Any] = {"target_layers": []}  # EAGLE-3's choice of the targe
 OPTIONS: dict[str, dict[str, Any]] = {
     "ctc_hidden": {"kind": "ctc", "context": "hidden"},
     "ctc_chained": {"kind": "ctc", "frames_from": "chain"},
-    "ctc_cut": {"kind": "ctc", "blocks": 2, "draft_vocab_size": 100},
+    "ctc_cut": {"kind": "ctc", "draft_vocab_size": 100},
     "chimera_shared": {"kind": "chimera", "projection": "shared", **_LAYERS},
     "chimera_plain": {"kind": "chimera", "residual": False},
     "medusa_layers": {"kind": "medusa", **_LAYERS},

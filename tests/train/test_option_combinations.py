@@ -28,7 +28,6 @@ RANGES = {  # of the heads' options that have neither choices nor two values onl
     "dropout": (0, 0.2, 0.9),
     "frames": (1, 2, 4, 7),
     "labels": (1, 2, 3, 4),
-    "blocks": (1, 2),
     "label_context": (0, 0, 1, 5),
     "ctc_weight": (0, 0.5, 1),
     "regression_weight": (0, 0, 1),
