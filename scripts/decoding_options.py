@@ -129,7 +129,11 @@ def load_target(options: argparse.Namespace) -> Target:
     for name in ("draft_heads.inference", "draft_heads.data.generation_config"):
         logging.getLogger(name).setLevel(logging.INFO)
     target = Target.from_pretrained(
-        *(options.target, options.dtype, own_device(options.device), options.target_adapter, options.chat_template)
+        options.target,
+        dtype=options.dtype,
+        device=own_device(options.device),
+        adapter=options.target_adapter,
+        chat_template=options.chat_template,
     )
     return configure_target(target, options)
 

@@ -21,26 +21,16 @@ from transformers import AutoConfig
 
 from draft_heads.configs.recipes import SHAPES, load_recipe, size_class
 from draft_heads.data.common.pretrained import load_config
-from draft_heads.heads.checkpoint import HEADS
+from draft_heads.heads.checkpoint import HEADS, head_variants
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.memory import count_parameters, make_head, training_memory
-
-VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
-    ("ctc", "ctc", {}),
-    ("chimera, full", "chimera", {}),
-    ("chimera, shared", "chimera", {"projection": "shared"}),
-    ("medusa", "medusa", {}),
-    ("hydra", "hydra", {}),
-    ("hydra++", "hydra", {"layers": 4, "prefix_attention": True}),
-    ("eagle3", "eagle3", {}),
-]
 
 
 def sizes(config: Any) -> list[tuple[str, int, int]]:
     """(variant, parameters, weights a draft reads) for a decoder configuration."""
     found = []
-    for name, kind, settings in VARIANTS:
+    for name, (kind, settings) in head_variants().items():
         head = make_head(config, kind, settings)
         found.append((name, sum(p.numel() for p in head.parameters()), head.weights_read()))
     return found

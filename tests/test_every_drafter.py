@@ -17,8 +17,8 @@ from draft_heads.inference.evaluation.evaluate import described
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.replay import replay
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.scripts.checks.lossless_matrix import make_prompts
-from tests.inference.models import load_target, make_head, small_model
+from draft_heads.scripts.checks.lossless_matrix import make_prompts, trained_head
+from tests.inference.models import load_target
 from tests.inference.test_ahead import HostQuestions
 from tests.inference.trees import check_tree
 
@@ -64,8 +64,10 @@ def target():
 
 @functools.cache
 def prompts():
-    """The second repeats the end of the first, so that whatever was kept of it would be drafted."""
+    """The first goes round in circles, so that drafts are accepted; the second ends like it, so that what a drafter has
+    kept of the first would be drafted."""
     first, second = make_prompts(target(), 2)
+    first = [*first, *Oracle(target(), GenerationSettings(50, ())).answer(first)]
     return first, [*second, *first[-12:]]
 
 
@@ -89,14 +91,25 @@ def datastore():
 
 @functools.cache
 def draft_model():
-    return small_model()
+    """The target with noise on its weights, which often agrees with it."""
+    model = load_target("llama", torch.float64)
+    torch.manual_seed(2)
+    for parameter in model.model.parameters():
+        parameter.data += 0.1 * parameter.std().nan_to_num() * torch.randn_like(parameter)
+    return model
+
+
+@functools.cache
+def head(kind):
+    """A head that has learned the answers, so that many drafts are accepted."""
+    return trained_head(target(), list(zip(prompts(), answers())), steps=40, kind=kind)
 
 
 class Builder(DrafterBuilder):
-    """Gives a random head of the kind, a small random model, or the tests' datastore, whatever the path is."""
+    """Gives this file's head of the kind or its draft model, whatever the path is."""
 
     def head(self, kind, path):
-        return make_head(self.target, kind, scale=0.4).eval()
+        return head(kind)
 
     def draft_model(self, kind, path):
         return draft_model()

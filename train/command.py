@@ -7,7 +7,7 @@ import sys
 from draft_heads.configs.command_line import OptionParser, exit_status
 
 from draft_heads.configs.options import add_flags
-from draft_heads.heads.checkpoint import head_classes
+from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.train.options import RunOptions, TrainingOptions
 from draft_heads.train.recipe import add_recipe_flags
 
@@ -49,14 +49,31 @@ def answer_help(kind: str, arguments: list[str]) -> None:
     sys.exit()
 
 
-def train(kind: str) -> None:
-    """The whole of an entry point: train a head of this kind as the command line says and export it to RUN/head."""
+def train_named_head() -> None:
+    """The entry point of all heads: `--head NAME`, then what the entry point of that head takes."""
+    parser = OptionParser(usage="%(prog)s --head NAME [flag …]", add_help=False, allow_abbrev=False)
+    parser.add_argument("--head", choices=sorted(HEADS), help="the head to train; with it, --help lists its flags")
+    known, arguments = parser.parse_known_args()
+    if known.head is None:
+        if {"-h", "--help", "--help_all"}.intersection(arguments):
+            parser.print_help()
+            sys.exit()
+        parser.error(f"--head must name the head to train, one of {', '.join(sorted(HEADS))}; got none")
+    train(known.head, arguments)
+
+
+def train(kind: str, arguments: list[str] | None = None) -> None:
+    """The whole of an entry point: train a head of this kind as the command line says and export it to RUN/head.
+
+    arguments: in place of those of the command line.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
 
     def run() -> None:
-        answer_help(kind, sys.argv[1:])
+        answer_help(kind, given)
         from draft_heads.train.run import train_head
         from draft_heads.train.training_arguments import parse_options
 
-        train_head(kind, *parse_options(head_classes(kind)[1]))
+        train_head(kind, *parse_options(head_classes(kind)[1], given))
 
     sys.exit(exit_status(run))

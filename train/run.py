@@ -25,6 +25,7 @@ from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.target.target import Target
 from draft_heads.train.checkpoints import how_to_resume
+from draft_heads.train.entry_points import trainer_script
 from draft_heads.train.length import too_few_in
 from draft_heads.train.loss_plot import save_loss_plot
 from draft_heads.train.options import RunOptions, TrainingOptions
@@ -97,7 +98,8 @@ def check_launched(kind: str, args: HeadTrainingArguments) -> None:
     """ValueError for --deepspeed in a process that no launcher started."""
     if args.deepspeed and "LOCAL_RANK" not in os.environ:
         raise ValueError(
-            f"--deepspeed needs a launcher, on one GPU too; got none; start with: deepspeed train/{kind}.py …"
+            "--deepspeed needs a launcher, on one GPU too; got none; start with: deepspeed "
+            f"{' '.join(trainer_script(kind))} …"
         )
 
 

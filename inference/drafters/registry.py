@@ -14,14 +14,9 @@ from typing import Any
 
 from draft_heads.configs.options import option_names
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.heads.base import HeadDrafter
-from draft_heads.inference.drafters.heads.chimera import ChimeraDrafter
-from draft_heads.inference.drafters.heads.ctc import CTCDrafter
-from draft_heads.inference.drafters.heads.eagle3 import Eagle3Drafter
-from draft_heads.inference.drafters.heads.hydra import HydraDrafter
-from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter, HybridOptions
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.options import TUNED_REMEDY, DrafterOptions, TreeOptions, read_options
@@ -48,19 +43,19 @@ def _drafter_class(place: str) -> type[Drafter]:
     return found
 
 
-DRAFTERS: dict[str, type[Drafter]] = {
-    drafter.kind: drafter
-    for drafter in (
-        *(CTCDrafter, MedusaDrafter, HydraDrafter, ChimeraDrafter, Eagle3Drafter),
-        *map(_drafter_class, WITHOUT_TRAINING),
-    )
+def _head_drafter(kind: str) -> type[Any]:
+    """The `HeadDrafter` of a kind of head, in the module that has the kind's name."""
+    module = import_module(f"draft_heads.inference.drafters.heads.{kind}")
+    members = (found for found in vars(module).values() if isinstance(found, type) and issubclass(found, HeadDrafter))
+    return next(found for found in members if found.kind == kind)
+
+
+HEAD_DRAFTERS: dict[str, type[Any]] = {kind: _head_drafter(kind) for kind in HEADS}
+"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
+DRAFTERS: dict[str, type[Drafter]] = HEAD_DRAFTERS | {
+    drafter.kind: drafter for drafter in map(_drafter_class, WITHOUT_TRAINING)
 }
 """Kind → class, instantiated by `from_options`."""
-
-HEAD_DRAFTERS: dict[str, type[Any]] = {
-    kind: drafter for kind, drafter in DRAFTERS.items() if issubclass(drafter, HeadDrafter)
-}
-"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
 
 
 # ----------------------------------------------------------------------------------------------------

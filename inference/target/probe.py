@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.configs.options import out_of_memory
-from draft_heads.heads.base import LogitsRule
+from draft_heads.heads.target_view import LogitsRule
 from draft_heads.inference.target.library_names import CACHE, is_recurrent, takes_cache
 from draft_heads.inference.tree import ancestor_rows, depths
 

@@ -10,6 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draft_heads.heads.checkpoint import HEADS as REGISTERED
+from draft_heads.heads.checkpoint import head_variants
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
@@ -30,18 +32,7 @@ from tests.inference.models import (
     make_prompts,
 )
 
-HEADS = [
-    ("vanilla", {}),
-    ("medusa", {"layers": 1}),
-    ("hydra", {}),
-    ("hydra", {"prefix_attention": True, "layers": 4}),
-    ("chimera", {}),
-    ("chimera", {"encoder": "target_layer0_finetuned"}),
-    ("ctc", {}),
-    ("ctc", {"frames_from": "chain"}),
-    ("ctc", {"label_context": 4}),
-    ("eagle3", {"target_layers": [1], "passes": 4}),
-]
+HEADS = [("vanilla", {}), *head_variants().values()]
 ASKS_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}
 
 
@@ -296,7 +287,7 @@ class Watched(Rerun):
         return [x.data_ptr() for x in (*steps.cache.memory(), *(steps.drafter.memory() if steps.ahead else ()))]
 
 
-@pytest.mark.parametrize("words", ["vanilla", "medusa:head", "hydra:head", "chimera:head", "ctc:head", *HOST_DRAFTERS])
+@pytest.mark.parametrize("words", ["vanilla", *(f"{kind}:head" for kind in REGISTERED), *HOST_DRAFTERS])
 def test_graphs_are_captured_on_their_device_and_replayed_over_the_memory_they_know(words, monkeypatch):
     target = load_target("qwen3", torch.float64)
     builder = DrafterBuilder(target, 12)
@@ -364,7 +355,7 @@ def test_on_a_gpu_steps_are_captured_and_never_wait_for_the_device(kind, setting
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["vanilla", "medusa", "hydra", "chimera", "ctc"])
+@pytest.mark.parametrize("kind", ["vanilla", *REGISTERED])
 def test_in_half_precision_every_difference_is_a_near_tie(kind, dtype):
     target = load_target("llama", dtype)
     rules = GenerationSettings(40)

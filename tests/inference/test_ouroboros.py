@@ -252,7 +252,7 @@ def test_every_forward_of_the_draft_model_teaches_the_lookahead_inside(llama):
     inner, told = drafter.loop.inner, []
     observe = inner.observe
     inner.observe = lambda step: (told.append(step.choices is not None), observe(step))
-    verified_ones, whole = [], drafter.loop._verified
-    drafter.loop._verified = lambda *arguments: verified_ones.append(1) or whole(*arguments)
+    verified_ones, whole = [], drafter.loop._verify_and_commit
+    drafter.loop._verify_and_commit = lambda *arguments: verified_ones.append(1) or whole(*arguments)
     DecodingEngine(llama, drafter).generate(make_prompts(llama, 1)[0], GenerationSettings(30))
     assert told.count(True) == len(verified_ones) > 5

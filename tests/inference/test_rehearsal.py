@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from draft_heads.configs.options import option_names
 from draft_heads.configs.recipes import SHAPES, load_recipe
-from draft_heads.heads.base import LogitsRule
-from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
+from draft_heads.heads.target_view import LogitsRule
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.engine import DecodingEngine
@@ -29,9 +29,8 @@ from tests.meta import MetaOnly, NoHostValues
 LLAMA_8B = {**SHAPES["8b"], "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
 MODELS = {"llama": (LlamaForCausalLM, LlamaConfig, LLAMA_8B), "qwen3": (Qwen3ForCausalLM, Qwen3Config, SHAPES["8b"])}
 NODES = 32
-A_LAYER = 36
+LAYER_KERNELS = 36
 """Kernels of the verify step: 32.5 on Llama, 35.1 on Qwen3; ten of a layer's are attention, which is one on CUDA."""
-DRAFTING = {"eagle3": 0.35}  # of the verify step's: seven blocks one after another
 
 
 def make_engine(model, kind, monkeypatch):
@@ -81,12 +80,11 @@ def rehearse(engine):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("kind", ["vanilla", *sorted(HEADS)])
-def test_a_step_needs_no_host_and_is_short(kind, model, monkeypatch):
-    engine = make_engine(model, kind, monkeypatch)
-    drafting, verifying = rehearse(engine)
-    assert verifying.total() <= A_LAYER * engine.target.config.num_hidden_layers, verifying.most_common(12)
-    assert drafting.total() <= DRAFTING.get(kind, 1 / 4) * verifying.total(), drafting.most_common(12)
+def test_a_step_needs_no_host_and_is_short(model, monkeypatch):
+    """Drafting with a head: `tests/test_every_head.py`."""
+    engine = make_engine(model, "vanilla", monkeypatch)
+    _, verifying = rehearse(engine)
+    assert verifying.total() <= LAYER_KERNELS * engine.target.config.num_hidden_layers, verifying.most_common(12)
 
 
 MISTAKES = {

@@ -9,7 +9,7 @@ import torch
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
-from draft_heads.inference.drafters.text.rest import RESTDrafter, blended, frequent
+from draft_heads.inference.drafters.text.rest import RESTDrafter, blend_prefixes, frequent_prefixes
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from tests.inference.datastores import StubTokenizer, target, write_datastore
@@ -104,14 +104,14 @@ def test_many_places_are_sampled_evenly(datastore):
 
 def test_beginnings_of_the_worked_example():
     rows = np.array([[1, 2], [1, 3], [1, 3], [4, 9]])
-    assert frequent(rows, 9, 10) == ([1, 3, 4, 2], [-1, 0, -1, 0], [0.75, 0.5, 0.25, 0.25])
-    assert frequent(rows, 9, 2) == ([1, 3], [-1, 0], [0.75, 0.5])
-    assert frequent(np.array([[9, 1]]), 9, 2) == ([], [], [])
+    assert frequent_prefixes(rows, 9, 10) == ([1, 3, 4, 2], [-1, 0, -1, 0], [0.75, 0.5, 0.25, 0.25])
+    assert frequent_prefixes(rows, 9, 2) == ([1, 3], [-1, 0], [0.75, 0.5])
+    assert frequent_prefixes(np.array([[9, 1]]), 9, 2) == ([], [], [])
 
 
 def test_shares_of_several_suffixes_of_the_worked_example():
     known = [(1, ([5], [-1], [1.0])), (3, ([5, 6], [-1, -1], [2 / 3, 1 / 3]))]
-    tokens, parents, shares = blended(known, 8)
+    tokens, parents, shares = blend_prefixes(known, 8)
     assert (tokens, parents) == ([5, 6], [-1, -1])
     assert shares == pytest.approx([3 / 4, 1 / 8])
 

@@ -133,7 +133,7 @@ def test_trees_draw_what_the_plain_loop_draws(name, sampling):
 
 @pytest.mark.parametrize("rule,value", [("temperature", 0.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 2.0)])
 def test_settings_that_draw_nothing_are_refused(rule, value):
-    with pytest.raises(ValueError, match=f"--{rule} must be .* got"):
+    with pytest.raises(ValueError, match=f"{rule} must be .* got"):
         Sampling(**{rule: value})
 
 

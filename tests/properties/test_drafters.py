@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from draft_heads.configs.options import option_names
 from draft_heads.data.datastore import DEPTH, Datastore, suffix_array
+from draft_heads.heads.checkpoint import head_classes
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
@@ -47,10 +48,9 @@ def expected(name, prompt):
 @functools.cache
 def head_of(name, kind):
     """Of one row of the losslessness matrix; a draft vocabulary has the first tokens."""
-    target, settings = target_of(name), dict(HEADS[kind])
-    if "target_layers" in settings:
-        settings["target_layers"] = [1]
-    head = make_head(target, settings.pop("kind", "ctc" if kind == "context" else kind), **settings)
+    target, (kind, settings) = target_of(name), HEADS[kind]
+    layers = [1] if "target_layers" in settings else head_classes(kind)[1].usual_layers(2)
+    head = make_head(target, kind, **{**settings, "target_layers": layers})
     if size := head.config.draft_vocab_size:
         head.set_draft_vocab(torch.arange(size))
     return head

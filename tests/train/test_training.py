@@ -17,14 +17,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from draft_heads.data.collate import DraftCollator, label_counts
 from draft_heads.data.labels.shards import load_distilled
-from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import explain_errors
 from draft_heads.train.training_data import load_data
 from tests.running import run_script
-from tests.train.runs import HEADS, TARGET, losses, run
+from tests.train.runs import TARGET, losses, run
 
 
 def test_a_run_leaves_a_head_with_its_history(uninterrupted):

@@ -19,7 +19,7 @@ from draft_heads.inference.drafters.base import Drafter, check_max_nodes
 from draft_heads.inference.drafters.hybrid.calibration import Calibration
 from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, Source, TreeSource
 from draft_heads.inference.drafters.options import DrafterOptions
-from draft_heads.inference.drafters.text.base import committed
+from draft_heads.inference.drafters.text.base import committed_tokens
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.target import Target
@@ -147,7 +147,7 @@ class HybridDrafter(Drafter):
     def observe(self, step: VerifiedStep) -> None:
         """Learn from what was accepted; parts that draft trees of their own observe the step when they draft."""
         self._step = step
-        new = committed(step)
+        new = committed_tokens(step)
         if self._merged is not None:
             self._steps += 1
             self._credit(self._merged.learn(new))

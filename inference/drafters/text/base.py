@@ -36,7 +36,7 @@ class TextDrafter(Drafter):
         self.start()
 
     def observe(self, step: VerifiedStep) -> None:
-        self.read(committed(step))
+        self.read(committed_tokens(step))
 
     def chain(self, tokens: Sequence[int]) -> DraftTree:
         """A tree of one path, of at most `max_depth` tokens."""
@@ -47,7 +47,7 @@ class TextDrafter(Drafter):
         return DraftTree.of_lists(tokens, parents, log_probs, [0] * len(tokens), self.device)
 
 
-def committed(step: VerifiedStep) -> list[int]:
+def committed_tokens(step: VerifiedStep) -> list[int]:
     """The tokens that a step added to the text: its accepted drafts and the new base token; first the prompt."""
     if step.new_tokens is not None:
         return step.new_tokens

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draft_heads.configs.options import option
 from draft_heads.inference.drafters.options import DrafterOptions
-from draft_heads.inference.drafters.text.base import TextDrafter, committed, target_choices
+from draft_heads.inference.drafters.text.base import TextDrafter, committed_tokens, target_choices
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree, TokenTrie
@@ -40,13 +40,13 @@ class LookaheadOptions(DrafterOptions):
         self.fit_window()
 
     @property
-    def verified(self) -> int:
+    def verified_ngrams(self) -> int:
         """n-grams verified per step, and most phrases of a first token."""
         return self.g or self.w
 
     def fit_window(self) -> tuple[int, int]:
         """Columns and phrases that the node budget leaves; see `fit_window`."""
-        return fit_window(self.n, self.w, self.verified, self.max_nodes)
+        return fit_window(self.n, self.w, self.verified_ngrams, self.max_nodes)
 
 
 class LookaheadDrafter(TextDrafter):
@@ -67,7 +67,7 @@ class LookaheadDrafter(TextDrafter):
         self.n = n = chosen.n
         self.width, self.phrases = chosen.fit_window()
         super().__init__(device, (n - 1) * (self.width + self.phrases), self.width + n - 2)
-        self.pool = PhrasePool(n, chosen.verified) if pool is None else pool
+        self.pool = PhrasePool(n, chosen.verified_ngrams) if pool is None else pool
         self._owns_pool = pool is None
         self._rows: list[list[int]] = []  # of the window, each of `width` tokens
         self._base = 0
@@ -97,7 +97,7 @@ class LookaheadDrafter(TextDrafter):
                     self.pool.add(phrase)
                 del self._rows[0]
             self._rows.append(row)
-        self._base = committed(step)[-1]
+        self._base = committed_tokens(step)[-1]
 
     def propose(self) -> DraftTree:
         """The window's cells, row by row, and after them the phrases merged into a tree."""

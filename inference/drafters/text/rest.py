@@ -94,12 +94,12 @@ class RESTDrafter(TextDrafter):
 
     def propose(self) -> DraftTree:
         known = [
-            (last - first, frequent(self._rows(size, first, last), self.vocabulary, self.max_nodes))
+            (last - first, frequent_prefixes(self._rows(size, first, last), self.vocabulary, self.max_nodes))
             for size, first, last in self._matches()
         ]
         if not known:
             return self.chain([])
-        tokens, parents, shares = known[0][1] if len(known) == 1 else blended(known, self.max_nodes)
+        tokens, parents, shares = known[0][1] if len(known) == 1 else blend_prefixes(known, self.max_nodes)
         return self.tree(tokens, parents, [math.log(share) for share in shares])
 
     # ---- suffix array search ------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class RESTDrafter(TextDrafter):
         return store.tokens[np.minimum(places, len(store.tokens) - 1)].astype(np.int64)
 
 
-def frequent(rows: NDArray[np.int64], separator: int, most: int) -> Prefixes:
+def frequent_prefixes(rows: NDArray[np.int64], separator: int, most: int) -> Prefixes:
     """The `most` most frequent prefixes of ordered `rows [P, k]`, most frequent first.
 
     Rows end at a token from the separator on. Ties: shorter prefixes first, then in order of rows. Example with
@@ -171,7 +171,7 @@ def frequent(rows: NDArray[np.int64], separator: int, most: int) -> Prefixes:
     return rows[row, depth].tolist(), parents, (count / P).tolist()
 
 
-def blended(known: Sequence[tuple[int, Prefixes]], most: int) -> Prefixes:
+def blend_prefixes(known: Sequence[tuple[int, Prefixes]], most: int) -> Prefixes:
     """The `most` likeliest prefixes of several suffixes combined: (matches, prefixes) of each, longest suffix first.
 
     Example: 1 match followed by 5, 3 matches followed by 5, 5, 6: 5 gets ½ + ½·¾·⅔ = ¾, 6 gets ½·¾·⅓ = ⅛.

@@ -19,5 +19,5 @@ def test_states_that_a_type_cannot_hold_are_refused():
     assert cast_for_storage(large, torch.bfloat16, "a").isfinite().all()
     with pytest.raises(ValueError, match="float16 holds values up to 65,504; a state of row a has 70,000; name bfl"):
         cast_for_storage(large, torch.float16, "a")
-    with pytest.raises(ValueError, match="some of row b are not in float32; name another --dtype"):
+    with pytest.raises(ValueError, match="some of row b are not in float32; name another dtype"):
         cast_for_storage(large / 0, torch.float32, "b")

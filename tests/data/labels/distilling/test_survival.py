@@ -40,7 +40,7 @@ def test_running_out_of_memory_names_the_options_and_what_is_done(target, source
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
     monkeypatch.setattr(Distiller, "rows", full)
-    rule = r"distillation ran out of memory; lower --batch_size.*; no shard was finished: the same command"
+    rule = r"distillation ran out of memory; lower batch_size.*; no shard was finished: the same command"
     with pytest.raises(ValueError, match=rule):
         run_distill(target, source, str(tmp_path / "out"))
 
@@ -168,7 +168,7 @@ def test_nodes_that_do_not_share_the_output_folder_are_told_so(target, source, t
         node.mkdir()
     command = [str(ROOT / "scripts" / "distill.py"), "--target", target, "--dataset", source, "--labels", "argmax"]
     for status, told in on_two_nodes([*command, "--output", "out"], *nodes):
-        assert status == 2 and told.startswith("output must be a folder that all nodes share"), told
+        assert status == 2 and "output must be a folder that all nodes share" in told, told
 
 
 def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path):
