@@ -30,7 +30,7 @@ def test_merged_projections_change_nothing_but_the_number_of_products():
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, vocab_size=61, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
     head = CTCHead(CTCConfig(**sizes, head_dim=8)).double()
-    block, states = head.decoder_blocks[0], torch.randn(1, 3, 32, dtype=torch.float64)
+    block, states = head.block, torch.randn(1, 3, 32, dtype=torch.float64)
     for linear in (block.o_proj, block.down_proj):
         torch.nn.init.normal_(linear.weight)
 
@@ -57,7 +57,7 @@ def test_a_head_that_has_drafted_can_be_copied_and_converted(dtype, changed):
     sizes = dict(hidden_size=32, vocab_size=61, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
     head = prepare_for_drafting(CTCHead(CTCConfig(**sizes, head_dim=8)).to(dtype))
     other = changed(head)
-    block = other.decoder_blocks[0].double()
+    block = other.block.double()
     with torch.no_grad():
         for weight in block.parameters():
             weight.copy_(torch.randn_like(weight))

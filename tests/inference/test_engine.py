@@ -183,10 +183,8 @@ def decode_with_partial_acceptances(target, drafter):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"blocks": 1, "context": "hidden+token"},
-        {"blocks": 2, "context": "hidden+token"},
-        {"blocks": 1, "context": "hidden"},
-        {"blocks": 2, "context": "hidden"},
+        {"context": "hidden+token"},
+        {"context": "hidden"},
         {"frames_from": "chain"},
     ],
 )

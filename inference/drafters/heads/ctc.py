@@ -91,9 +91,8 @@ class CTCDrafter(HeadDrafter):
         hidden = head.target_states(step.hidden, step.aux_hidden)
         states = head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
         slots = self._new_slots(hidden)
-        rotation = head.decoder_blocks[0].rotation(slots[None] + 1)
-        for block, cache in zip(head.decoder_blocks, self._caches):
-            cache.write(slots, *block.context_keys_values(states, rotation))
+        rotation = head.block.rotation(slots[None] + 1)
+        self._caches[0].write(slots, *head.block.context_keys_values(states, rotation))
         self.length += step.count
         self._state, self._base = states[0, -1], step.base
 
@@ -109,7 +108,7 @@ class CTCDrafter(HeadDrafter):
             return head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
         # frames see the whole context and each other; they lie behind the context, overwritten each step
         slots = self.length + torch.arange(head.config.frames, device=self.length.device)
-        attend = [cache.entering(slots, causal=False) for cache in self._caches]
+        attend = self._caches[0].entering(slots, causal=False)
         return head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
 
     def propose(self) -> DraftTree:
