@@ -1,7 +1,5 @@
 """What holds for every registered head and its variants, from the loss to the export, the decoder and its cost."""
 
-import functools
-
 import pytest
 import torch
 
@@ -11,14 +9,10 @@ from draft_heads.heads.draft_vocab import OUTSIDE
 from draft_heads.heads.export.formats import differences, formats_of, read_folder, write_folder
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.generation import GenerationSettings
-from draft_heads.scripts.checks.lossless_matrix import trained_head
-from draft_heads.train.simulate import simulate_row
 from tests.heads.small import FINGERPRINT, SIZES, disturbed, lent_target, loss_of, text
 from tests.heads.test_export import TARGET
 from tests.heads.test_training_at_scale import step
-from tests.inference.models import load_target, make_prompts
+from tests.heads.trained import RULES, simulated, texts, trained
 from tests.inference.test_ahead import HostQuestions
 from tests.inference.test_engine import decode_with_partial_acceptances
 from tests.inference.test_rehearsal import MODELS, make_engine, rehearse
@@ -298,41 +292,10 @@ def test_labels_that_cannot_be_drafted_count_as_misses(name, view):
 # ----------------------------------------------------------------------------------------------------
 # Decoding
 
-RULES = GenerationSettings(40)
 LAST = {kind: name for name, (kind, _) in VARIANTS.items()}.values()  # the last variant of each kind
 with_draft_vocab = pytest.mark.parametrize(
     ("name", "size"), [*((name, 0) for name in VARIANTS), *((name, 40) for name in LAST)]
 )
-
-
-@functools.cache
-def texts():
-    """A target in float64 and its own answers."""
-    target = load_target("llama", torch.float64)
-    oracle = Oracle(target, RULES)
-    return target, [(prompt, oracle.answer(prompt)) for prompt in make_prompts(target, 2)]
-
-
-@functools.cache
-def trained(name, size):
-    """A variant fitted to the answers, so that drafts are accepted; size: of its draft vocabulary, 0 for all."""
-    (target, known), (kind, options) = texts(), VARIANTS[name]
-    layers = head_classes(kind)[1].usual_layers(target.config.num_hidden_layers)
-    return trained_head(target, known, 30, kind, **options, target_layers=layers, draft_vocab_size=size)
-
-
-def simulated(head, target, prompt, answer, nodes):
-    """[(new tokens, target steps)] as training measures them along the text."""
-    row = torch.tensor([prompt + answer])
-    rows = Rows.of(torch.empty(0), row)
-    layers = head.config.target_layers
-    hidden, aux_hidden = target.forward_rows(row, rows.segment_ids, rows.position_ids, layers)
-    batch = {"input_ids": row, "greedy_ids": row, "mask": torch.arange(row.shape[1])[None] >= len(prompt)}
-    batch |= {"segment_ids": rows.segment_ids, "position_ids": rows.position_ids, "hidden": hidden}
-    batch |= {} if aux_hidden is None else {"aux_hidden": aux_hidden}
-    propose_from = HEAD_DRAFTERS[head.config.kind].propose_from
-    with torch.inference_mode():
-        return simulate_row(head, batch, target.view(), lambda *row: propose_from(*row, nodes))
 
 
 @with_draft_vocab
