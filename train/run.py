@@ -29,7 +29,6 @@ from draft_heads.heads.card import target_licence
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.target.target import Target
 from draft_heads.train.length import too_few_in
 from draft_heads.train.loss_plot import save_loss_plot
@@ -72,7 +71,6 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         coverage = choose_draft_vocab(head, training, collator.max_length)
         if args.process_index == 0:
             print(coverage, flush=True)
-    propose_from = HEAD_DRAFTERS[kind].propose_from
     resume, lock = begin(args, every_setting)
     with explained(lambda: kept(folder), folder):
         trainer = DraftHeadTrainer(
@@ -83,7 +81,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             training,
             held_out,
             simulate_dataset=held_out.select(range(min(run.simulate_rows, len(held_out)))),
-            propose_from=lambda head, rows, view: propose_from(head, rows, view, run.simulate_nodes),
+            simulate_nodes=run.simulate_nodes,
         )
 
     def left() -> str:

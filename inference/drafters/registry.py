@@ -23,6 +23,7 @@ from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.chimera import ChimeraDrafter
 from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.heads.eagle3 import Eagle3Drafter
+from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.heads.hydra import HydraDrafter
 from draft_heads.inference.drafters.heads.medusa import MedusaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
@@ -49,10 +50,10 @@ DRAFTERS: dict[str, type[Drafter]] = {
 }
 """Kind → class, instantiated by `from_options`."""
 
-HEAD_DRAFTERS: dict[str, type[Any]] = {
+HEAD_DRAFTERS: dict[str, type[HeadDrafter]] = {
     kind: drafter for kind, drafter in DRAFTERS.items() if issubclass(drafter, HeadDrafter)
 }
-"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
+"""Head kind → the class that drafts with heads of that kind; `drafter_for` makes one."""
 _TUNED_REMEDY = "write it behind a head or Ouroboros, as in ctc=RUN/head,tuned=FILE"
 
 
@@ -162,8 +163,7 @@ def _kind_at(path: str) -> str:
 
 def drafter_for(head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> Drafter:
     """The drafter of a head that is in memory."""
-    drafter: Drafter = HEAD_DRAFTERS[head.config.kind](head, target, max_nodes, **options)
-    return drafter
+    return HEAD_DRAFTERS[head.config.kind].for_target(head, target, max_nodes, **options)
 
 
 def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32) -> Drafter:
@@ -205,7 +205,7 @@ class DrafterBuilder:
                     "kind out to use the checkpoint's"
                 )
             self.target.check_layers(head.config.target_layers)
-            self._heads[path] = head
+            self._heads[path] = prepare_for_drafting(head)  # shared by all drafters with this head
         return self._heads[path]
 
     def draft_model(self, kind: str, path: str) -> Target:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -33,7 +34,7 @@ from draft_heads.inference.target.loading import LESS_MEMORY, load_model
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
-from draft_heads.inference.target.weights import WeightsSeen, merge_weights, take_in_changes
+from draft_heads.inference.target.weights import WeightsSeen, if_changed, merge_weights, take_in_changes
 
 TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
 """The id of a transformers model → the newest target that wraps it."""
@@ -290,11 +291,13 @@ class Target:
         """The embedding and LM head, lent to a draft head."""
         layers = getattr(self.decoder, "layers", None)
         weight, bias = self.lm_head.weight.to(self.device), getattr(self.lm_head, "bias", None)
-        return TargetView(self.embedding, weight, None if bias is None else bias.to(self.device), layers, self.rule)
+        bias = None if bias is None else bias.to(self.device)
+        return TargetView(self.embedding, weight, bias, layers, self.rule, if_changed(self, self.view))
 
     def drafting_view(self, head: DraftHead) -> TargetView:
         """The same with the rows of the head's draft vocabulary, its logits fast for a few rows."""
-        view = head.draft_view(self.view())
+        renew = if_changed(self, lambda: self.drafting_view(head))
+        view = head.draft_view(replace(self.view(), renew=renew))
         if view.lm_head_weight is not self.lm_head.weight:
             return DraftingView.of(view)
         return view if self.fused is None else DraftingView.of(view, self.fused.logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from draft_heads.heads.base import TargetView
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import probe
@@ -99,6 +101,12 @@ def merge_weights(target: Target) -> None:
             target._fused = None
         if target.seen is not None:
             target.seen = WeightsSeen(target.model)  # merging moves weights
+
+
+def if_changed(target: Target, lend: Callable[[], TargetView]) -> Callable[[], TargetView | None]:
+    """What lends the target's weights again: calls `lend` once they are other ones than now, until then gives None."""
+    changes = target.changes
+    return lambda: None if target.changes == changes else lend()
 
 
 def take_in_changes(target: Target) -> None:

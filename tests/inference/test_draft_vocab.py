@@ -12,7 +12,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.scripts.checks.lossless_matrix import trained_head
-from draft_heads.train.simulate import simulate_row
+from draft_heads.train.held_out import replay_answers, replay_drafter
 from tests.inference.models import load_target, make_head, make_prompts
 from tests.inference.test_ahead import HostQuestions
 from tests.inference.trees import check_tree
@@ -128,7 +128,7 @@ def test_answers_are_the_targets_and_simulated_steps_those_of_decoding(kind, set
     head = trained_head(target, texts, steps=60, kind=kind, **settings, draft_vocab_size=40)
     said, known = {token for _, answer in texts for token in answer}, set(head.draft_vocab.tolist())
     assert known < said
-    propose_from = HEAD_DRAFTERS[kind].propose_from
+    replayed = replay_drafter(head, target, target.view(), 12)
     for ahead in (False, True):
         engine = DecodingEngine(target, drafter_for(head, target, 12), ahead=ahead)
         results = [engine.generate(prompt, RULES) for prompt, _ in texts]
@@ -147,9 +147,7 @@ def test_answers_are_the_targets_and_simulated_steps_those_of_decoding(kind, set
                 "position_ids": rows.position_ids,
                 "hidden": hidden,
             }
-            with torch.inference_mode():
-                walked = simulate_row(head, batch, target.view(), lambda *row: propose_from(*row, 12))
-            assert walked == [(len(answer), decoded)]
+            assert replay_answers(replayed, batch) == [(len(answer), decoded)]
 
 
 @pytest.mark.parametrize("ids", [SOME, torch.tensor([0, 7, 200])])
