@@ -23,7 +23,11 @@ import yaml
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def with_home(text: str) -> str:
+_NO_SETTINGS = ("help", "config", "print_recipe")
+"""Flags that a file of settings cannot give."""
+
+
+def expand_home(text: str) -> str:
     """`--output=~/x`, `mt=~/x.jsonl` and `a=~/h,tuned=~/t.json` with the home folder, which a shell expands at the
     start of a word only."""
     return re.sub(r"(?:^|(?<=[=,+:]))~[^/=,+:\s]*(?=/|$)", lambda found: os.path.expanduser(found[0]), text)  # noqa: PTH111 — leaves unknown users
@@ -39,7 +43,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([with_home(text) for text in given], namespace)
+        return super().parse_known_args([expand_home(text) for text in given], namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
@@ -72,44 +76,49 @@ def read_config(path: Path, parser: argparse.ArgumentParser) -> dict[str, Any]:
         raise ValueError(f"--config {path} is not YAML: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must map flags to values, got {type(content).__name__}")
-    flags = {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+    return config_values(content, str(path), parser)
+
+
+def config_values(content: dict[str, Any], name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Settings converted and checked as flags on the command line would be; `name` is what --config was given."""
+    flags = {action.dest: action for action in parser._actions if action.dest not in _NO_SETTINGS}
     for key in content:
         if key not in flags and isinstance(parser, OptionParser) and (sentence := parser.refused_flag(str(key))):
-            raise ValueError(f"--config {path}: {sentence}")
+            raise ValueError(f"--config {name}: {sentence}")
     if unknown := sorted(str(key) for key in content if key not in flags):
-        raise ValueError(f"--config {path}: unknown {', '.join(unknown)}; valid keys: {', '.join(flags)}")
-    return {key: _config_value(path, flags[key], value) for key, value in content.items()}
+        raise ValueError(f"--config {name}: unknown {', '.join(unknown)}; valid keys: {', '.join(flags)}")
+    return {key: _config_value(name, flags[key], value) for key, value in content.items()}
 
 
-def _config_value(path: Path, flag: argparse.Action, value: Any) -> Any:
+def _config_value(name: str, flag: argparse.Action, value: Any) -> Any:
     """`value` converted and checked as the flag on the command line would be."""
     if value is None and flag.default is not None:
-        raise ValueError(f"--config {path}: {flag.dest} has no value; give one, or delete the line")
+        raise ValueError(f"--config {name}: {flag.dest} has no value; give one, or delete the line")
     if value is None:
         return None
     if flag.nargs in ("+", "*"):
-        return [_single_value(path, flag, item) for item in (value if isinstance(value, list) else [value])]
+        return [_single_value(name, flag, item) for item in (value if isinstance(value, list) else [value])]
     if flag.nargs == 0:
         if not isinstance(value, bool):
-            raise ValueError(f"--config {path}: {flag.dest} must be true or false, got {value!r}")
+            raise ValueError(f"--config {name}: {flag.dest} must be true or false, got {value!r}")
         return value
-    return _single_value(path, flag, value)
+    return _single_value(name, flag, value)
 
 
-def _single_value(path: Path, flag: argparse.Action, value: Any) -> Any:
+def _single_value(name: str, flag: argparse.Action, value: Any) -> Any:
     kind: Callable[[str], Any] = flag.type if callable(flag.type) else str
     try:
         if isinstance(value, dict | list):
             raise ValueError
         if value is False and "no" in (flag.choices or ()):  # as YAML reads an unquoted no
             value = "no"
-        converted = kind(with_home(str(value)))
+        converted = kind(expand_home(str(value)))
     except ValueError:
-        name = getattr(kind, "__name__", str(kind))
-        raise ValueError(f"--config {path}: {flag.dest} must be of type {name}, got {value!r}") from None
+        wanted = getattr(kind, "__name__", str(kind))
+        raise ValueError(f"--config {name}: {flag.dest} must be of type {wanted}, got {value!r}") from None
     if flag.choices is not None and converted not in flag.choices:
         valid = ", ".join(map(str, flag.choices))
-        raise ValueError(f"--config {path}: {flag.dest} must be one of {valid}, got {value!r}")
+        raise ValueError(f"--config {name}: {flag.dest} must be one of {valid}, got {value!r}")
     return converted
 
 
@@ -201,9 +210,9 @@ def ends_on_ctrl_c() -> Iterator[None]:
 
 
 @contextmanager
-def on_interrupt(kept: Callable[[], str]) -> Iterator[None]:
-    """Inside, Ctrl-C ends the program with the line that `kept()` gives: what is left, and how to go on."""
+def on_interrupt(message: Callable[[], str]) -> Iterator[None]:
+    """Inside, Ctrl-C ends the program with the line that `message()` gives: what is left, and how to go on."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        raise type(interrupt)(kept()) from None
+        raise type(interrupt)(message()) from None

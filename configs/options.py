@@ -13,7 +13,7 @@ import torch
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
-def option(default: Any, help: str, choices: Sequence[str] = (), least: int | None = None, const: Any = None) -> Any:
+def option(default: Any, help: str, choices: Sequence[Any] = (), least: int | None = None, const: Any = None) -> Any:
     """A dataclass field that is a flag; `choices` and `least` are checked by `check_options`.
 
     const: the value of the flag when it is given without one
@@ -25,14 +25,32 @@ def option(default: Any, help: str, choices: Sequence[str] = (), least: int | No
     return field(default=default, metadata=metadata)
 
 
-def check_options(options: Any) -> None:
-    """ValueError for the first option of a dataclass whose value is not one of its choices, or too small."""
+def check_options(options: Any, called: str = "--{}", remedy: str = "") -> None:
+    """ValueError for the first option of a dataclass that is not the number its type says, no choice, or too small.
+
+    called: how an error writes the name of an option; remedy: what it ends with
+    """
+    hints, end = get_type_hints(type(options)), f"; {remedy}" if remedy else ""
     for f in fields(options):
-        value, choices, least = getattr(options, f.name), f.metadata.get("choices"), f.metadata.get("least")
+        if "help" not in f.metadata:
+            continue
+        name, value, types = called.format(f.name), getattr(options, f.name), value_types(hints[f.name])
+        choices, least = f.metadata.get("choices"), f.metadata.get("least")
+        if value is None and type(None) in types:
+            continue
         if choices and value not in choices:
-            raise ValueError(f"--{f.name} must be one of {', '.join(choices)}; got {value!r}")
-        if least is not None and value is not None and value < least:
-            raise ValueError(f"--{f.name} must be at least {least}; got {value}")
+            raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}{end}")
+        if int in types:
+            check_whole(name, value, least, remedy)
+        elif float in types:
+            check_number(name, value)
+        if least is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}; got {value}{end}")
+
+
+def value_types(hint: Any) -> tuple[Any, ...]:
+    """The types of one value: (int,) for int, (int, NoneType) for int | None, the list itself for a list."""
+    return (hint,) if get_origin(hint) is list else get_args(hint) or (hint,)
 
 
 def check_whole(name: str, value: Any, least: int | None = None, remedy: str = "") -> None:
@@ -95,7 +113,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_explained(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+def explain_out_of_memory(what: str, remedy: Callable[[], str]) -> Iterator[None]:
     """Inside, an error of torch for want of memory becomes a ValueError: what ran out of it, and a remedy."""
     try:
         yield
@@ -113,7 +131,7 @@ def true_or_false(text: str) -> bool:
     return words[text.lower()]
 
 
-def dtype_named(flag: str, name: str | None) -> torch.dtype | None:
+def dtype_from_name(flag: str, name: str | None) -> torch.dtype | None:
     """The type that the option `flag` names; None for None and `auto`; ValueError for an unknown name."""
     if name in (None, "auto"):
         return None

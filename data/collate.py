@@ -42,8 +42,8 @@ class DraftCollator:
     max_length 8, lengths 5, 4, 3: rows [1 1 1 1 1 2 2 2] and [1 1 1 1 0 0 0 0]. Conversations longer than
     `max_length` are cut, which is logged once; L is rounded up to a multiple of 8, at most to `max_length`.
 
-    No rows at all give one row of padding, for a process that has none left while others have; `state_sizes` are the H
-    and k·H of its states.
+    Without rows it makes one row of padding, for a process whose share is empty; `state_sizes` are the H and k·H of its
+    states.
     """
 
     pad_id: int
@@ -73,7 +73,7 @@ class DraftCollator:
         if length > self.max_length and not self._warned:
             self._warned = True
             logger.warning(
-                "--max_length %d cuts conversations of up to %d tokens; raise it to train on all of them",
+                "max_length %d cuts conversations of up to %d tokens; raise it to train on all of them",
                 self.max_length,
                 length,
             )
@@ -126,15 +126,14 @@ def split_held_out(dataset: datasets.Dataset, rows: int, seed: int = 0) -> tuple
         keys, tied = list(dataset["id"]), "id"
     hashes = [hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8] for key in keys]
     ranked = sorted(range(len(hashes)), key=lambda i: (hashes[i], i))
-    begins = [
-        i for i in range(len(ranked)) if i == 0 or hashes[ranked[i]] != hashes[ranked[i - 1]]
-    ]  # of a conversation
-    cut = next((i for i in begins if i >= rows), begins[-1])
+    # the places in `ranked` at which a conversation begins
+    starts = [i for i in range(len(ranked)) if i == 0 or hashes[ranked[i]] != hashes[ranked[i - 1]]]
+    cut = next((i for i in starts if i >= rows), starts[-1])
     if rows and not cut:
         raise ValueError(
             f"rows of one {tied} are held out together; all {len(dataset)} have the same; lower the number to 0"
         )
-    if cut != rows and Processes.running().rank == 0:
+    if cut != rows and Processes.current().rank == 0:
         logger.warning("%d rows are held out, not %d: rows of one %s stay together", cut, rows, tied)
     return dataset.select(sorted(ranked[cut:])), dataset.select(sorted(ranked[:cut]))
 

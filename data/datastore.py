@@ -81,7 +81,7 @@ class Datastore:
         Without a tokenizer only the sizes are compared: the target's vocabulary must be at least the datastore's.
         """
         rule = "a datastore and the target must share the tokenizer"
-        remedy = "build it again with scripts/build_datastore.py --tokenizer TARGET"
+        remedy = "build it again with scripts/build_datastore.py and the target's tokenizer"
         if tokenizer is None:
             if vocab_size < self.separator:
                 raise ValueError(
@@ -189,7 +189,7 @@ def build_datastore(
             except ConversationError as error:
                 if not skip_bad_rows:
                     raise ConversationError(
-                        f"{dataset}, {place}: {error}; or pass --skip_bad_rows to leave such rows out"
+                        f"{dataset}, {place}: {error}; or set skip_bad_rows to leave such rows out"
                     ) from None
                 logger.warning("%s, %s is left out: %s", dataset, place, error)
         kept += len(texts)

@@ -97,7 +97,7 @@ def chat_template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: str, fine_tune: bool = False) -> None:
-    """ValueError naming every field in which `what` (say "--dataset OUT") was not made for this target.
+    """ValueError naming every field in which `what` (say "dataset OUT") was not made for this target.
 
     fine_tune: other weights, and with them another chat template, are allowed and reported in one line. A field that
     an older version did not write is not compared, which a line says too.
@@ -113,13 +113,14 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
         logger.warning(
             "%s was trained for another model of the same architecture and tokenizer (other weights%s): decoding stays "
             "lossless, but fewer drafts may be accepted",
-            *(what, ", another chat template" if others else ""),
+            what,
+            ", another chat template" if others else "",
         )
         return
     named = "; ".join(f"{name} {made_for[name]!r} against the target's {target[name]!r}" for name in others or weights)
     if others == ["chat_template_hash"] and not weights:
         raise ValueError(
-            f"{what} was made for this target with another chat template ({named}); pass the --chat_template it was "
+            f"{what} was made for this target with another chat template ({named}); pass the chat template it was "
             "made with, or none if it was made with the tokenizer's own, or make it again with this one"
         )
     if others:

@@ -7,6 +7,10 @@ APPLIED  the engine's tokens are those of `generate` with this field
 NAMED    the field is not applied; a line says so when the target is loaded, reports carry it, and the oracle drops it
 REFUSED  a target whose checkpoint sets it is not loaded
 
+A call of `generate` with a drafter refuses settings that are in none (`inference.generate_arguments`). So before a new
+field is added here, see what `generate` does with it: what makes processors, stopping criteria or inputs is checked as
+such, what chooses another loop belongs into `MODES` there, what is returned beside token ids into `OUTPUTS`.
+
 `generate` itself makes the logits processors: it is called with a `custom_generate` that only keeps them.
 """
 
@@ -47,8 +51,8 @@ _WITHOUT_INFLUENCE = (  # on the tokens of one answer without beams: they change
 )
 APPLIED = frozenset({*PROCESSORS, *_TOKENS, *_WITHOUT_INFLUENCE})
 
-_SAMPLING = "--temperature, --top_k and --top_p say how to sample; without them decoding is greedy"
-_LENGTH = "--max_new_tokens is the limit"
+_SAMPLING = "temperature, top_k and top_p of the decoding settings say how to sample; without them decoding is greedy"
+_LENGTH = "max_new_tokens of the decoding settings is the limit"
 _STRATEGY = "one token after another is decoded, without beams or another strategy"
 _CACHES = ("dynamic", "static", "offloaded", "offloaded_static", "hybrid", "hybrid_chunked", "sliding_window")
 NAMED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -72,12 +76,12 @@ REFUSED: dict[str, str] = {"watermarking_config": "text without the mark is not 
 
 def processor_settings(config: GenerationConfig | None) -> dict[str, Any]:
     """The checkpoint's settings that change logits and are applied, by field."""
-    return _asked(config, PROCESSORS)
+    return _non_neutral(config, PROCESSORS)
 
 
 def unapplied_settings(config: GenerationConfig | None) -> dict[str, Any]:
     """The checkpoint's settings that are not applied, by field; those of newer versions' fields among them."""
-    return _asked(config, {name: NAMED[name][1] if name in NAMED else () for name in _unapplied_fields()})
+    return _non_neutral(config, {name: NAMED[name][1] if name in NAMED else () for name in _unapplied_fields()})
 
 
 def _unapplied_fields() -> frozenset[str]:
@@ -91,7 +95,7 @@ def fields() -> frozenset[str]:
     return frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_") and name not in notes)
 
 
-def _asked(config: GenerationConfig | None, neutral: Mapping[str, Collection[Any]]) -> dict[str, Any]:
+def _non_neutral(config: GenerationConfig | None, neutral: Mapping[str, Collection[Any]]) -> dict[str, Any]:
     values = {name: getattr(config, name, None) for name in neutral}
     return {name: value for name, value in values.items() if value is not None and value not in neutral[name]}
 
@@ -136,10 +140,10 @@ def check_settings(model: Any, name: str) -> None:
         try:  # one token after another one, at which each of them applies
             with warnings.catch_warnings(action="ignore"):  # the answer is shorter than some ask
                 prompt, scores = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, vocabulary)
-                processed(prepared_processors(model, prompt, 1, (0,)), prompt, scores)
+                process_logits(make_processors(model, prompt, 1, (0,)), prompt, scores)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             raise ValueError(
-                f"generation settings must suit the model; those of {name} are {shown(asked)}, "
+                f"generation settings must suit the model; those of {name} are {settings_text(asked)}, "
                 f"which transformers cannot apply ({error}); correct its generation_config.json"
             ) from None
     _log_settings(config, name)
@@ -149,17 +153,21 @@ def _log_settings(config: GenerationConfig | None, name: str) -> None:
     if unapplied := unapplied_settings(config):
         instead = dict.fromkeys(NAMED[field][0] if field in NAMED else "unknown here" for field in unapplied)
         logger.warning(
-            "the generation settings of %s ask for %s; not applied: %s", name, shown(unapplied), "; ".join(instead)
+            "the generation settings of %s ask for %s; not applied: %s",
+            name,
+            settings_text(unapplied),
+            "; ".join(instead),
         )
     if applied := processor_settings(config):
         logger.info(
             "the generation settings of %s ask for %s, which is applied to each token's logits on the host: steps "
             "run neither compiled nor captured",
-            *(name, shown(applied)),
+            name,
+            settings_text(applied),
         )
 
 
-def shown(settings: Mapping[str, Any]) -> str:
+def settings_text(settings: Mapping[str, Any]) -> str:
     """`a=1, b=2`, long values cut."""
     values = {name: str(value) for name, value in settings.items()}
     return ", ".join(f"{name}={text if len(text) < 60 else text[:57] + '…'}" for name, text in values.items())
@@ -175,10 +183,10 @@ def own_processors(
     if not processor_settings(getattr(target.model, "generation_config", None)):
         return None
     ends = target.end_token_ids if end_token_ids is None else end_token_ids
-    return prepared_processors(target.model, torch.tensor([list(prompt)], device=target.device), max_new_tokens, ends)
+    return make_processors(target.model, torch.tensor([list(prompt)], device=target.device), max_new_tokens, ends)
 
 
-def processed(processors: LogitsProcessorList, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def process_logits(processors: LogitsProcessorList, text: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """[B, V] float32: `logits [B, V]` of what follows `text [B, L]`, changed in single precision as in `generate`."""
     return processors(text, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]
 
@@ -215,7 +223,7 @@ def with_config(model: Any, config: GenerationConfig) -> Any:
 
 
 @torch.inference_mode()
-def prepared_processors(
+def make_processors(
     model: Any, prompt: torch.Tensor, max_new_tokens: int, end_token_ids: Sequence[int]
 ) -> LogitsProcessorList:
     """The processors that `generate` makes for `prompt [1, L]`, where it would answer with so many tokens at most."""

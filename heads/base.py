@@ -6,8 +6,7 @@ Shapes: B batch, L length, H hidden, V vocabulary, N windows, U label offsets.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,89 +17,13 @@ from huggingface_hub import HfApi
 from torch import Tensor, nn
 
 from draft_heads.data.common.files import write_tensors, write_text
+from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.card import model_card
 from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
-from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of
+from draft_heads.heads.cross_entropy import linear_cross_entropy, soft_cross_entropy
+from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, in_vocabulary
+from draft_heads.heads.target_view import TargetView
 from draft_heads.heads.windows import Windows, select_windows
-
-
-@dataclass(frozen=True)
-class LogitsRule:
-    """What a model does to the product of its LM head: logits = soft cap(product · multiplier / divisor).
-
-    multiplier  Cohere's `logit_scale`; divisor: Granite's `logits_scaling`; 1 leaves the product as it is
-    cap         Gemma's `final_logit_softcapping` c: c · tanh(logits / c); None for none
-    """
-
-    multiplier: float = 1.0
-    divisor: float = 1.0
-    cap: float | None = None
-
-    @property
-    def factor(self) -> float:
-        """What scales the logits before the cap."""
-        return self.multiplier / self.divisor
-
-    def scaled(self, product: Tensor) -> Tensor:
-        """[...] → [...], without the cap; divides where the model divides, so that values round as the model's do."""
-        product = product if self.multiplier == 1 else product * self.multiplier
-        return product if self.divisor == 1 else product / self.divisor
-
-    def __call__(self, product: Tensor) -> Tensor:
-        """[...] → [...], the model's own logits."""
-        logits = self.scaled(product)
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
-
-
-@dataclass(frozen=True)
-class TargetView:
-    """The frozen target's embedding and LM head as heads use them; never registered, saved or trained with a head.
-
-    `DraftHead.draft_view` leaves the rows of the head's draft vocabulary in the LM head; the embedding stays whole.
-    A plain object, not a module, so that a head which stores one does not register its parameters.
-    """
-
-    embedding: nn.Module
-    lm_head_weight: Tensor  # [V, H]
-    lm_head_bias: Tensor | None = None  # [V]
-    layers: nn.ModuleList | None = None  # where the target has a list of decoder layers
-    rule: LogitsRule = LogitsRule()
-    renew: Callable[[], TargetView | None] | None = None  # gives a view of the target's new weights, if they changed
-
-    def current(self) -> TargetView:
-        """This view, or a new one where the target has found other weights in its model since (`Target.refresh`)."""
-        return (self.renew and self.renew()) or self
-
-    @property
-    def device(self) -> torch.device:
-        """Where heads draft."""
-        return self.lm_head_weight.device
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] int64 → [..., H], the target's input embeddings."""
-        with torch.no_grad():
-            return self.embedding(token_ids)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., H] → [..., V], the target's own logits."""
-        return self.rule(self.product(hidden))
-
-    def head_logits(self, states: Tensor) -> Tensor:
-        """[..., H] → [..., V], logits of a head's states: the target's LM head and scale, without its cap.
-
-        Heads learn their states through the fused losses, which have no cap, and draft from the same numbers. Drafts
-        cannot change what the target accepts, and a cap leaves the order of logits as it is.
-        """
-        return self.rule.scaled(self.product(states))
-
-    def product(self, hidden: Tensor) -> Tensor:
-        """[..., H] → [..., V], the LM head alone."""
-        return nn.functional.linear(hidden, self.lm_head_weight, self.lm_head_bias)
-
-    @property
-    def scaled_bias(self) -> Tensor | None:
-        """[V], the bias at the scale of `head_logits`, for losses that are given scaled states."""
-        return None if self.lm_head_bias is None else self.lm_head_bias * self.rule.factor
 
 
 @dataclass
@@ -131,6 +54,21 @@ class HeadLoss:
             self.correct = torch.stack(hits)
             self.counted = torch.stack([(lengths > offset).sum() for offset in range(len(hits))]).float()
             self.scored = scored.sum(0).float()
+
+
+@dataclass(frozen=True)
+class Readout:
+    """What a head predicts at one offset: logits = states · vocabularyᵀ + bias."""
+
+    states: Tensor  # [n, H'], of the windows that were asked for
+    vocabulary: Tensor  # [C, H']
+    bias: Tensor | None = None  # [C]
+    soft_hidden: Tensor | None = None  # [n, H]: learn the target's distribution after these states, not the label
+    terms: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # name → (summed loss [], its weight)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., H'] → [..., C]"""
+        return nn.functional.linear(states, self.vocabulary, self.bias)
 
 
 @dataclass(frozen=True)
@@ -165,11 +103,14 @@ def root_mean_square(states: Tensor) -> Tensor:
     return states.float().pow(2).mean().sqrt()
 
 
-class DraftHead(nn.Module, ABC):
+class DraftHead(nn.Module):
     """A module that drafts what follows the base token, from the target's hidden states.
 
-    Subclasses define start values (`start_from`) and the loss (`window_loss`); drafters call their other methods. A
-    head scores `config.classes` tokens: `draft_classes` and `draft_tokens` translate, `draft_view` selects their rows
+    Subclasses define start values (`start_from`) and what they predict (`readouts`), from which the loss, accuracies
+    and `offset_log_probs` follow; one whose offsets are no separate predictions overrides `window_loss` and
+    `offset_log_probs`. Drafters call the other methods of a subclass.
+
+    A head scores `config.classes` tokens: `draft_classes` and `draft_tokens` translate, `draft_view` selects their rows
     of the target's LM head. DeepSpeed's `auto` values read `config.hidden_size`.
     """
 
@@ -276,13 +217,50 @@ class DraftHead(nn.Module, ABC):
         """[...] int64 → [..., H], the target's embeddings at the scale of its hidden states."""
         return target.embed(token_ids).to(self.dtype) * self.config.token_scale
 
-    @abstractmethod
+    def readouts(self, rows: Rows, windows: Windows, wanted: Tensor, target: TargetView) -> Iterator[Readout]:
+        """What the head predicts at each offset in turn, for the windows `wanted[:, offset]` only; wanted [N, U] bool.
+
+        Label u of the window at anchor n is the token at n+2+u; the tokens before it are known and may be read.
+        `target` is the head's `draft_view`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define readouts(rows, windows, wanted, target)")
+
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """The summed loss of the given windows; in evaluation mode also the hits per offset.
 
-        `target` is the head's `draft_view`; labels are tokens. One that the head cannot draft has no loss and is a
-        miss.
+        Σ_k weight(k) · cross entropy at offset k and the readout's further terms, over the windows that have a label
+        there. `target` is the head's `draft_view`; labels are tokens. One that the head cannot draft has no loss and
+        is a miss.
         """
+        labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
+        loss = HeadLoss.zero(len(labels), labels.device)
+        scored, hits = in_vocabulary(labels, lengths), []
+        for k, read in enumerate(self.readouts(rows, windows, scored, target)):
+            y, states, vocabulary = labels[scored[:, k], k], read.states, read.vocabulary
+            if read.soft_hidden is None:
+                name, value = "ce", linear_cross_entropy(states, vocabulary, y, read.bias)
+            else:
+                name, value = "soft", soft_cross_entropy(states, vocabulary, read.soft_hidden, target, read.bias)
+            loss.add(f"{name}_{k}", value, self.config.offset_weight(k))
+            for name, (value, weight) in read.terms.items():
+                loss.add(f"{name}_{k}", value, weight)
+            if not self.training:
+                hits.append(offset_hits(read.logits, states, y))
+        loss.score(hits, lengths, scored)
+        return loss
+
+    def offset_log_probs(self, rows: Rows, anchors: Tensor, target: TargetView) -> Tensor:
+        """[N, U, C] log-probabilities in float32 at every offset of the anchors `[B, A]` of whole rows, N = B·A.
+
+        The tokens before each offset are those of the text. `target` is the head's `draft_view`.
+        """
+        shape = *anchors.shape, self.config.offsets
+        labels, lengths = anchors.new_zeros(shape), torch.full_like(anchors, shape[-1])
+        every = torch.ones_like(anchors, dtype=torch.bool)
+        windows = Windows(anchors, every, labels, lengths, every)
+        wanted = torch.ones_like(labels, dtype=torch.bool).flatten(0, 1)
+        logits = [read.logits(read.states) for read in self.readouts(rows, windows, wanted, target)]
+        return torch.stack(logits, dim=1).float().log_softmax(-1)
 
     def forward(
         self,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from huggingface_hub import snapshot_download
@@ -27,22 +28,35 @@ MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [lambda values: v
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 HEADS = {
-    "chimera": "draft_heads.heads.chimera:ChimeraHead:ChimeraConfig",
-    "ctc": "draft_heads.heads.ctc:CTCHead:CTCConfig",
-    "eagle3": "draft_heads.heads.eagle3:Eagle3Head:Eagle3Config",
-    "hydra": "draft_heads.heads.hydra:HydraHead:HydraConfig",
-    "medusa": "draft_heads.heads.medusa:MedusaHead:MedusaConfig",
+    "chimera": "ChimeraHead",
+    "ctc": "CTCHead",
+    "eagle3": "Eagle3Head",
+    "hydra": "HydraHead",
+    "medusa": "MedusaHead",
 }
-"""Kind → module, head class and configuration class; imported on first use."""
+"""Kind → its class in `heads/KIND.py`; `inference/drafters/heads/KIND.py` drafts with it. Imported on first use."""
 
 
+@functools.cache
 def head_classes(kind: str) -> tuple[type[DraftHead], type[HeadConfig]]:
     """The module and configuration classes of a kind; ValueError lists the known ones."""
     if kind not in HEADS:
         raise ValueError(f"unknown head kind {kind!r}; known kinds are {', '.join(sorted(HEADS))}")
-    module, head, config = HEADS[kind].split(":")
-    found = importlib.import_module(module)
-    return getattr(found, head), getattr(found, config)
+    head = getattr(importlib.import_module(f"draft_heads.heads.{kind}"), HEADS[kind])
+    return head, get_type_hints(head)["config"]
+
+
+def head_variants(kinds: Iterable[str] = tuple(HEADS)) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name → (kind, option values) of each kind with its defaults, and of the variants that its config declares.
+
+    Worked example: hydra gives {"hydra": ("hydra", {}), "hydra_plus": ("hydra", {"layers": 4, …})}.
+    """
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for kind in kinds:
+        found[kind] = kind, {}
+        for name, options in head_classes(kind)[1].variants.items():
+            found[f"{kind}_{name}"] = kind, options
+    return found
 
 
 def locate(source: str | Path) -> Path:

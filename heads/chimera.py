@@ -17,21 +17,20 @@ Paper: "Chimera: A Lossless Decoding Method for Accelerating Large Language Mode
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_heads.configs.options import option
-from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import anchor_attention, causal_attention, fusion_mask
-from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
+from draft_heads.heads.base import DraftHead, Readout, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, Rotation, scaled_rotation
-from draft_heads.heads.draft_vocab import in_vocabulary
-from draft_heads.heads.losses import linear_cross_entropy, total
+from draft_heads.heads.config import Budget
+from draft_heads.heads.cross_entropy import total
 from draft_heads.heads.medusa import OffsetConfig
 from draft_heads.heads.windows import Windows, at
 
@@ -41,6 +40,13 @@ class ChimeraConfig(OffsetConfig):
     """Settings of a Chimera head; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "chimera"
+    title: ClassVar[str] = "a Chimera head"
+    variants: ClassVar[dict[str, dict[str, Any]]] = {
+        "bare": {"order": 1, "residual": False},
+        "layer": {"encoder": "target_layer0_finetuned"},
+        "shared": {"projection": "shared"},
+    }
+    budget: ClassVar[Budget] = Budget(training=3.5, whole_vocabulary=9.5)
 
     encoder: str = option(
         "kgram",
@@ -50,7 +56,7 @@ class ChimeraConfig(OffsetConfig):
     order: int = option(3, "tokens of a k-gram, 1 to 5 (3: the paper's trigram)")
     projection: str = option(
         "full",
-        "full (the paper: a 2H x V matrix a head) or shared (the LM head behind a 2H x H matrix)",
+        "full (the paper: a 2H x V matrix per head) or shared (the LM head after a 2H x H matrix)",
         choices=("full", "shared"),
     )
     residual: bool = option(True, "heads read h_n beside the block's output (Fig. 6)")
@@ -66,9 +72,12 @@ class ChimeraConfig(OffsetConfig):
                 f"--ce_weight must be above 0 and --mse_weight 0 or more; got {self.ce_weight:g}, {self.mse_weight:g}"
             )
 
+    def offset_weight(self, k: int) -> float:
+        return self.ce_weight
+
     @property
     def cut_at_disagreement(self) -> bool:
-        """Chimera reads the tokens before each offset in the text, so a label behind a disagreement is valid."""
+        """Chimera reads the tokens before each offset in the text, so a label after a disagreement is valid."""
         return False
 
 
@@ -87,7 +96,7 @@ class KGramEncoder(nn.Module):
 
 
 class ChimeraHead(DraftHead):
-    """K residual heads behind a block that fuses all tokens; see the module's head."""
+    """K residual heads after a block that fuses all tokens; see the module's head."""
 
     config: ChimeraConfig
 
@@ -203,22 +212,14 @@ class ChimeraHead(DraftHead):
         fused = self.fuse(at(encoded, index), self.block.rotation(rows.position_ids.gather(1, index)), attend)
         return fused.unflatten(1, (anchors.shape[1], heads))
 
-    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
-        """Σ_k (cross entropy of head k + squared error of f to h), over the windows that have a label at offset k."""
-        config, valid, anchors = self.config, windows.valid, windows.anchors
-        fused = self.train_outputs(rows, anchors, target)[valid]  # [N, K, H]
+    def readouts(self, rows: Rows, windows: Windows, wanted: Tensor, target: TargetView) -> Iterator[Readout]:
+        """See `DraftHead.readouts`; f is also regressed to h."""
+        fused = self.train_outputs(rows, windows.anchors, target)[windows.valid]  # [N, K, H]
         last = windows.gather(self.row_states(rows))
-        labels, lengths = self.draft_classes(windows.labels[valid]), windows.lengths[valid]
-        loss = HeadLoss.zero(len(last), last.device)
-        scored, hits = in_vocabulary(labels, lengths), []
-        for k in range(config.heads):
-            drafted = scored[:, k]
-            f, h, y = fused[drafted, k], last[drafted], labels[drafted, k]
+        for k in range(self.config.heads):
+            which = wanted[:, k]
+            f, h = fused[which, k], last[which]
             states, vocabulary, bias = self.read_out(k, h, f, target)
-            hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}
-            loss.add(f"ce_{k}", linear_cross_entropy(states, vocabulary, y, bias), config.ce_weight)
-            loss.add(f"mse_{k}", total(F.mse_loss(f, hidden, reduction="none").mean(-1)), config.mse_weight)
-            if not self.training:
-                hits.append(offset_hits(functools.partial(F.linear, weight=vocabulary, bias=bias), states, y))
-        loss.score(hits, lengths, scored)
-        return loss
+            hidden = windows.gather(rows.hidden, ahead=k + 1)[which]  # h_{n+1+k}
+            error = total(F.mse_loss(f, hidden, reduction="none").mean(-1))
+            yield Readout(states, vocabulary, bias, terms={"mse": (error, self.config.mse_weight)})

@@ -17,11 +17,32 @@ FORMAT_VERSION = 1
 """Of `config.json`; files without one are version 0."""
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What a head may cost at the shape of Llama-3.1-8B with its recipe; `tests/test_every_head.py` measures it."""
+
+    training: float  # GiB that a training step needs beside weights, inputs and the head's own gradients
+    whole_vocabulary: float  # the same without the recipe's draft vocabulary
+    drafting: float = 0.25  # kernels of drafting a tree of 32 nodes, over those of verifying it
+
+
 @dataclass
 class HeadConfig(ABC):
-    """Sizes a head takes from its target, and which target that was. Subclasses add what the method needs."""
+    """Sizes a head takes from its target, and which target that was. Subclasses add what the method needs.
+
+    They also declare the head, once for all commands, benches and tests:
+
+    kind      its name on command lines, that of its module, and what `config.json` says
+    title     what it is called in a sentence
+    variants  name → option values worth being sized, benched and tested beside the defaults, the one with most parts
+              last; `paper` has the published settings where the defaults are others
+    budget    what it may cost
+    """
 
     kind: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    variants: ClassVar[dict[str, dict[str, Any]]] = {}
+    budget: ClassVar[Budget]
     hidden_size: int = 0
     vocab_size: int = 0
     num_attention_heads: int = 0
@@ -44,12 +65,16 @@ class HeadConfig(ABC):
     @property
     @abstractmethod
     def offsets(self) -> int:
-        """U, how many labels behind the base token a head drafts."""
+        """U, how many labels after the base token a head drafts."""
 
     @property
     def classes(self) -> int:
         """D, how many tokens a head scores: those of its draft vocabulary, or all."""
         return self.draft_vocab_size or self.vocab_size
+
+    def offset_weight(self, k: int) -> float:
+        """Weight of the cross entropy at offset k from 0."""
+        return 1.0
 
     @property
     def cut_at_disagreement(self) -> bool:
@@ -107,6 +132,16 @@ def _is_of(expected: Any, value: Any) -> bool:
 
 def _type_name(expected: Any) -> str:
     return str(expected) if get_origin(expected) else str(expected.__name__)
+
+
+def spread_layers(layers: int) -> list[int]:
+    """A low, a middle and a high layer: EAGLE-3's (2, n/2, n−3); of a shallow target three others, or all before its
+    last.
+
+    Worked examples: 32 layers give 2, 16, 29; 4 give 1, 2, 3; 2 give 1.
+    """
+    published = [2, layers // 2, layers - 3]
+    return published if published == sorted(set(published)) else list(range(1, layers))[-3:]
 
 
 def check_decay(decay: float) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,11 +30,12 @@ from draft_heads.configs.options import option
 from draft_heads.heads.attention import anchor_attention, before_anchor, causal_attention, chain_attention, frame_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
-from draft_heads.heads.config import HeadConfig, check_decay
+from draft_heads.heads.config import Budget, HeadConfig, check_decay
+from draft_heads.heads.cross_entropy import soft_cross_entropy, total
+from draft_heads.heads.ctc_loss import ctc_loss_fused
 from draft_heads.heads.draft_vocab import cut_before_outside, in_vocabulary
 from draft_heads.heads.label_context import ctc_loss_with_context
-from draft_heads.heads.losses import ctc_loss_fused, soft_cross_entropy, total
-from draft_heads.heads.prefix_scores import teacher_forced_hits
+from draft_heads.heads.prefix_scores import teacher_forced_hits, true_prefix_scores
 from draft_heads.heads.windows import Windows, at
 
 
@@ -43,6 +44,14 @@ class CTCConfig(HeadConfig):
     """Settings of a CTC head; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "ctc"
+    title: ClassVar[str] = "a CTC head"
+    variants: ClassVar[dict[str, dict[str, Any]]] = {
+        "paper": {"context": "hidden", "labels_cut": "none", "decay": 1.0},
+        "chain": {"frames_from": "chain", "soft_weight": 0.1},
+        "blocks": {"blocks": 2, "decay": 0.8},
+        "context": {"label_context": 8},
+    }
+    budget: ClassVar[Budget] = Budget(training=1.6, whole_vocabulary=3.7)
 
     frames: int = option(8, "T, CTC output slots an anchor")
     labels: int = option(4, "U, labels of a training window; frames >= 2*labels-1", least=1)
@@ -285,6 +294,20 @@ class CTCHead(DraftHead):
         """Chained frames read the text ahead under teacher forcing."""
         return self.config.frames if self.config.chained else 0
 
+    def offset_log_probs(self, rows: Rows, anchors: Tensor, target: TargetView) -> Tensor:
+        """See `DraftHead.offset_log_probs`: that a class follows the labels before, log Ψ(p·c) / Ψ(p).
+
+        The collapse may end instead, so probabilities sum to less than 1.
+        """
+        frames = self.drafted_frames(rows, anchors, target).flatten(0, 1)  # [N, T, H]
+        ahead = torch.arange(self.config.labels, device=anchors.device) + 1
+        index = (anchors[:, :, None] + ahead).clamp(max=rows.input_ids.shape[1] - 1).flatten(1)
+        before = rows.input_ids.gather(1, index).view(len(frames), -1)  # [N, U], the base token first
+        labels = self.draft_classes(before[:, 1:]).clamp(min=0)
+        scores = torch.stack(list(true_prefix_scores(before, labels, self.emissions(frames, target))), dim=1).log()
+        prefixes = scores[:, :-1].gather(2, labels[..., None])
+        return scores - F.pad(prefixes, (0, 0, 1, 0))
+
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """See `DraftHead.window_loss`."""
         config = self.config
@@ -331,6 +354,6 @@ class CTCHead(DraftHead):
         if not self.training:
             drafted = self.drafted_frames(rows, windows.anchors, target)[windows.valid] if config.chained else kept
             hits = teacher_forced_hits(drafted, before, labels, lengths, partial(self.emissions, target=target))
-            # what lies behind a token that cannot be drafted is missed
+            # what lies after a token that cannot be drafted is missed
             loss.score(list(hits), counted, in_vocabulary(labels, lengths))
         return loss

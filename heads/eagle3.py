@@ -4,7 +4,7 @@ Shapes: B batch, L length, A anchors a row, S passes, N windows, W tree nodes, H
 vocabulary's size where there is one).
 
 `g_i` is one projection of the target's low, middle and high layer at index i. The block reads `[e(x_{i+1}) ; g_i]` at
-position i, each behind a norm of its own; its residual stream is g_i. Its output s_i, through norm and LM head, drafts
+position i, each after a norm of its own; its residual stream is g_i. Its output s_i, through norm and LM head, drafts
 `x_{i+2}`, and stands in for g_{i+1}, which is not known while drafting.
 
 Training-time test: pass k = 0 … S−1 of anchor n reads the token at n+1+k and, for k > 0, the output of pass k−1; it
@@ -17,6 +17,7 @@ Paper: "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,11 +28,11 @@ from torch import Tensor, nn
 from draft_heads.configs.options import option
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import before_anchor, chain_attention
-from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView
+from draft_heads.heads.base import DraftHead, HeadLoss, Readout, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
-from draft_heads.heads.config import HeadConfig, check_decay
+from draft_heads.heads.config import Budget, HeadConfig, check_decay, spread_layers
+from draft_heads.heads.cross_entropy import soft_cross_entropies
 from draft_heads.heads.draft_vocab import in_vocabulary
-from draft_heads.heads.losses import soft_cross_entropies
 from draft_heads.heads.windows import Windows, at
 
 
@@ -40,6 +41,8 @@ class Eagle3Config(HeadConfig):
     """Settings of an EAGLE-3 head; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "eagle3"
+    title: ClassVar[str] = "an EAGLE-3 head"
+    budget: ClassVar[Budget] = Budget(training=4.4, whole_vocabulary=7.5, drafting=0.35)  # S blocks one after another
 
     passes: int = option(7, "S, passes of the training-time test and levels of a draft", least=1)
     decay: float = option(0.8, "the loss of pass k is weighted decay^k")
@@ -54,17 +57,12 @@ class Eagle3Config(HeadConfig):
 
     @property
     def cut_at_disagreement(self) -> bool:
-        """Each pass reads the token before its label in the text, so a label behind a disagreement is valid."""
+        """Each pass reads the token before its label in the text, so a label after a disagreement is valid."""
         return False
 
     @classmethod
     def usual_layers(cls, layers: int) -> list[int]:
-        """The published choice (2, n/2, n−3); of a shallow target three others, or all before its last.
-
-        Worked examples: 32 layers give 2, 16, 29; 4 give 1, 2, 3; 2 give 1.
-        """
-        published = [2, layers // 2, layers - 3]
-        return published if published == sorted(set(published)) else list(range(1, layers))[-3:]
+        return spread_layers(layers)
 
 
 class Eagle3Head(DraftHead):
@@ -135,6 +133,12 @@ class Eagle3Head(DraftHead):
             states = self.block(states, self.block.rotation(positions + k), attend, tokens)
             passes.append(states)
         return torch.stack(passes, dim=2)
+
+    def readouts(self, rows: Rows, windows: Windows, wanted: Tensor, target: TargetView) -> Iterator[Readout]:
+        """See `DraftHead.readouts`; the loss reads the LM head once for all passes instead."""
+        states = self.train_states(rows, windows.anchors, target)[windows.valid]  # [N, S, H]
+        for k, which in enumerate(wanted.unbind(1)):
+            yield Readout(self.norm(states[which, k]), self.lm_head.weight)
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """Σ_k decay^k · cross entropy of pass k to the target's distribution, where there is a label at offset k."""

@@ -12,20 +12,19 @@ Paper: "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_heads.configs.options import option
-from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import causal_attention
-from draft_heads.heads.base import HeadLoss, Rows, TargetView
+from draft_heads.heads.base import Readout, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
-from draft_heads.heads.draft_vocab import in_vocabulary
-from draft_heads.heads.losses import linear_cross_entropy, soft_cross_entropy
+from draft_heads.heads.config import Budget
 from draft_heads.heads.medusa import MedusaConfig, OffsetHead, OffsetHeads
 from draft_heads.heads.windows import Windows
 
@@ -35,6 +34,11 @@ class HydraConfig(MedusaConfig):
     """Settings of Hydra heads; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "hydra"
+    title: ClassVar[str] = "Hydra heads"
+    variants: ClassVar[dict[str, dict[str, Any]]] = {
+        "plus": {"layers": 4, "prefix_attention": True, "labels_from": "distribution"},
+    }
+    budget: ClassVar[Budget] = Budget(training=3.7, whole_vocabulary=7.5)
 
     prefix_attention: bool = option(False, "read the context through a decoder block of its own (Hydra++)")
     labels_from: str = option(
@@ -51,7 +55,7 @@ class HydraConfig(MedusaConfig):
 
     @property
     def cut_at_disagreement(self) -> bool:
-        """Hydra heads read the tokens before each offset in the text, so a label behind a disagreement is valid."""
+        """Hydra heads read the tokens before each offset in the text, so a label after a disagreement is valid."""
         return False
 
 
@@ -81,7 +85,7 @@ class HydraHead(OffsetHeads):
     def head_states(self, k: int, state: Tensor, token_states: Tensor) -> Tensor:
         """What head k's vocabulary matrix reads, [..., H].
 
-        state [..., H] is s_n; token_states [..., k+1, H] the embeddings of the base token and the drafts behind it.
+        state [..., H] is s_n; token_states [..., k+1, H] the embeddings of the base token and the drafts after it.
         """
         head = cast("TokenHead", self.offset_heads[k])
         read = torch.cat([state[..., None, :], token_states], dim=-2).flatten(-2)
@@ -100,24 +104,14 @@ class HydraHead(OffsetHeads):
         rotation = self.prefix.rotation(rows.position_ids)
         return self.prefix(states, rotation, causal_attention(rows.segment_ids))
 
-    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
-        """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
+    def readouts(self, rows: Rows, windows: Windows, wanted: Tensor, target: TargetView) -> Iterator[Readout]:
+        """See `DraftHead.readouts`."""
         states = windows.gather(self.row_states(rows))  # [N, H]
-        labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         tokens = torch.cat([windows.gather(rows.input_ids[..., None], k + 1) for k in range(self.config.heads)], dim=-1)
         token_states = self.token_states(tokens, target)  # [N, K, H] of n+1 … n+K
-        loss = HeadLoss.zero(len(states), states.device)
-        scored, hits = in_vocabulary(labels, lengths), []
         for k, head in enumerate(self.offset_heads):
-            drafted = scored[:, k]
-            x, y = self.head_states(k, states[drafted], token_states[drafted, : k + 1]), labels[drafted, k]
-            weight = head.vocabulary.weight
-            if self.config.labels_from == "tokens":
-                loss.add(f"ce_{k}", linear_cross_entropy(x, weight, y), self.config.decay**k)
-            else:
-                hidden = windows.gather(rows.hidden, ahead=k + 1)[drafted]  # h_{n+1+k}, which predicts x_{n+2+k}
-                loss.add(f"soft_{k}", soft_cross_entropy(x, weight, hidden, target), self.config.decay**k)
-            if not self.training:
-                hits.append(offset_hits(head.vocabulary, x, y))
-        loss.score(hits, lengths, scored)
-        return loss
+            which = wanted[:, k]
+            read, soft = self.head_states(k, states[which], token_states[which, : k + 1]), None
+            if self.config.labels_from == "distribution":
+                soft = windows.gather(rows.hidden, ahead=k + 1)[which]  # h_{n+1+k}, which predicts x_{n+2+k}
+            yield Readout(read, head.vocabulary.weight, soft_hidden=soft)

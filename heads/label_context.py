@@ -7,7 +7,7 @@ A plain CTC head's frames are independent given the text, so a tree may join tok
 
     p_t(c | l) = exp(z_t(c) + A(l)·B[c]) / Z_t(l),   Z_t(l) = Σ_c exp(z_t(c) + A(l)·B[c]),
 
-a monotonic transducer whose predictor has no state. Behind the base token b the context is b; a blank keeps it; label u
+a monotonic transducer whose predictor has no state. After the base token b the context is b; a blank keeps it; label u
 is entered with p_t(y_u | y_{u−1}), stays with p_t(y_u | y_u), and is followed by blanks with p_t(blank | y_u).
 
 `exp(z + bias)` is the product of `exp z [T, V]` and `exp bias [K, V]`, so every normaliser of a window is one small
@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_heads.heads.losses import IMPOSSIBLE, lattice_log_prob, logits_bytes
+from draft_heads.heads.cross_entropy import logits_bytes
+from draft_heads.heads.ctc_loss import IMPOSSIBLE, lattice_log_prob
 
 
 class _ContextCTC(torch.autograd.Function):
-    """As `losses._FusedCTC`, chunk by chunk, with K normalisers a frame.
+    """As `ctc_loss._FusedCTC`, chunk by chunk, with K normalisers a frame.
 
     With m_tk the occupancy of frame t's emissions under context k and w_tk = m_tk / Z_tk, the gradient of `−log P` with
     respect to z_t is `exp z_t · Σ_k w_tk·exp bias_k`, with respect to bias_k `exp bias_k · Σ_t w_tk·exp z_t`, each less
@@ -156,7 +157,7 @@ def ctc_loss_with_context(
     chunk_bytes: int | None = None,
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """As `losses.ctc_loss_fused`, with emissions that depend on the label before them.
+    """As `ctc_loss.ctc_loss_fused`, with emissions that depend on the label before them.
 
     contexts [N, U + 1, r], A of the base token and of each label; classes [V + 1, r], B, the blank's last.
     """

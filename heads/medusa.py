@@ -10,19 +10,17 @@ Paper: "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decodi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from draft_heads.configs.options import option
-from draft_heads.heads.accuracy import offset_hits
-from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView
+from draft_heads.heads.base import DraftHead, Readout, Rows, TargetView
 from draft_heads.heads.block import ResidualLayer
-from draft_heads.heads.config import HeadConfig, check_decay
-from draft_heads.heads.draft_vocab import in_vocabulary
-from draft_heads.heads.losses import linear_cross_entropy
+from draft_heads.heads.config import Budget, HeadConfig, check_decay
 from draft_heads.heads.windows import Windows
 
 
@@ -30,7 +28,7 @@ from draft_heads.heads.windows import Windows
 class OffsetConfig(HeadConfig):
     """What heads share that draft K offsets, one small network each."""
 
-    heads: int = option(4, "K, tokens drafted behind the base token", least=1)
+    heads: int = option(4, "K, tokens drafted after the base token", least=1)
 
     @property
     def offsets(self) -> int:
@@ -42,6 +40,9 @@ class MedusaConfig(OffsetConfig):
     """Settings of Medusa heads; sizes come from the target (`target_sizes`)."""
 
     kind: ClassVar[str] = "medusa"
+    title: ClassVar[str] = "Medusa heads"
+    variants: ClassVar[dict[str, dict[str, Any]]] = {"deep": {"layers": 2}}
+    budget: ClassVar[Budget] = Budget(training=1.4, whole_vocabulary=4.6)
 
     layers: int = option(1, "residual layers of a head", least=0)
     decay: float = option(0.8, "the loss of head k is weighted decay^k")
@@ -49,6 +50,9 @@ class MedusaConfig(OffsetConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_decay(self.decay)
+
+    def offset_weight(self, k: int) -> float:
+        return self.decay**k
 
 
 class OffsetHead(nn.Module):
@@ -95,17 +99,8 @@ class MedusaHead(OffsetHeads):
         logits = [head.vocabulary(head.layers(hidden)) for head in self.offset_heads[:offsets]]
         return torch.stack(logits, dim=-2).float().log_softmax(-1)
 
-    def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
-        """Σ_k decay^k · cross entropy of head k, over the windows that have a label at offset k."""
+    def readouts(self, rows: Rows, windows: Windows, wanted: Tensor, target: TargetView) -> Iterator[Readout]:
+        """See `DraftHead.readouts`."""
         states = windows.gather(self.row_states(rows))  # [N, H]
-        labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
-        loss = HeadLoss.zero(len(states), states.device)
-        scored, hits = in_vocabulary(labels, lengths), []
         for k, head in enumerate(self.offset_heads):
-            drafted = scored[:, k]
-            x, y = head.layers(states[drafted]), labels[drafted, k]
-            loss.add(f"ce_{k}", linear_cross_entropy(x, head.vocabulary.weight, y), self.config.decay**k)
-            if not self.training:
-                hits.append(offset_hits(head.vocabulary, x, y))
-        loss.score(hits, lengths, scored)
-        return loss
+            yield Readout(head.layers(states[wanted[:, k]]), head.vocabulary.weight)

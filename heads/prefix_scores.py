@@ -13,7 +13,7 @@ Worked example: frames (a .6, blank .4), (a .5, b .5): Ψ("a") = .6 + .4·.5 = .
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -76,8 +76,8 @@ def runs(probs: Tensor) -> Tensor:
 def from_entry(entering: Tensor, stays: Tensor, blank_runs: Tensor) -> Tensor:
     """[..., T, 2T + 1], the `sums` of a prefix per unit of probability φ_s that may enter its last label c at frame s.
 
-    entering [..., T], p_s(c) behind the label before; stays [..., T], p_t(c) behind c itself, the same numbers unless
-    emissions depend on the label before them (`heads.label_context`); blank_runs: the `runs` of the blank behind c,
+    entering [..., T], p_s(c) after the label before; stays [..., T], p_t(c) after c itself, the same numbers unless
+    emissions depend on the label before them (`heads.label_context`); blank_runs: the `runs` of the blank after c,
     `[T, T]` or of each label. Before frame j c was emitted since s; or for some frames, then blank, once or more.
     """
     in_label = torch.nn.functional.pad(runs(stays)[..., 1:, :], (0, 0, 0, 1))
@@ -114,27 +114,30 @@ def teacher_forced_hits(
 
     frames [N, T, H]; labels [N, U]; lengths [N]; before [N, U + 1], the tokens that are the label before: the base
     token, then each label's; `emissions` makes of frames [n, T, H] a function from such tokens [n] to the probabilities
-    [n, T, V+1] behind them, the blank last.
+    [n, T, V+1] after them, the blank last.
     """
     hits = torch.zeros(labels.shape[1], TOP, device=frames.device)
     _, per_window, classes = emissions(frames[:0])(before[:0, 0]).shape
     chunk = max(1, chunk_bytes // (4 * per_window * classes))
     for some, *their in zip(*(x.split(chunk) for x in (frames, before, labels, lengths))):
-        hits += _hits(emissions(some), *their)
+        known, wanted, ends = their
+        scores = true_prefix_scores(known[:, :-1], wanted[:, :-1], emissions(some))
+        hits += torch.stack([top_hits(s, wanted[:, u], ends > u) for u, s in enumerate(scores)])
     return hits
 
 
-def _hits(behind: Callable[[Tensor], Tensor], before: Tensor, labels: Tensor, lengths: Tensor) -> Tensor:
-    """[U, 5] hits of windows with their own frames; before [n, U + 1]; labels [n, U]; lengths [n]."""
-    everyone = torch.arange(len(labels), device=labels.device)
-    probs = behind(before[:, 0])
+def true_prefix_scores(before: Tensor, labels: Tensor, emissions: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """Ψ [n, V] of every class after the true prefix of each length, of windows with their own frames.
+
+    before [n, U], the tokens that are the label before; labels [n, U − 1], their classes but for the base token's.
+    """
+    everyone = torch.arange(len(before), device=before.device)
+    probs = emissions(before[:, 0])
     state = empty_prefix(runs(probs[:, :, -1]))
-    hits = []
-    for offset in range(labels.shape[1]):
-        label = labels[:, offset]
-        hits.append(top_hits(child_scores(state, probs[:, :, :-1]), label, lengths > offset))
+    yield child_scores(state, probs[:, :, :-1])
+    for label, token in zip(labels.unbind(1), before[:, 1:].unbind(1)):
         index = label[:, None, None].expand(-1, probs.shape[1], 1)
-        entering, probs = probs.gather(2, index)[:, :, 0], behind(before[:, offset + 1])
+        entering, probs = probs.gather(2, index)[:, :, 0], emissions(token)
         following = from_entry(entering, probs.gather(2, index)[:, :, 0], runs(probs[:, :, -1]))
         state = extend(state, everyone, label, following)
-    return torch.stack(hits)
+        yield child_scores(state, probs[:, :, :-1])

@@ -56,8 +56,8 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         **model_kwargs: Any,
     ) -> Tensor:
         attention_mask = model_kwargs.get("attention_mask")  # a parameter of this name would be passed twice
-        most_padding = 0 if attention_mask is None else max(padding_of(row) for row in attention_mask.tolist())
-        processors = of_the_text(logits_processor, len(input_ids), most_padding)
+        padding = [0] * len(input_ids) if attention_mask is None else [*map(padding_of, attention_mask.tolist())]
+        processors = of_the_text(logits_processor, len(input_ids), max(padding))
         sampling = sampling_options(generation_config, logits_processor, processors)
         given = _arguments_of_generate(model)
         streamer = given.get("streamer")
@@ -65,29 +65,15 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         check_arguments(model, input_ids, model_kwargs, given)
         check_criteria(stopping_criteria, len(input_ids))
         draws = [{**sampling, "seed": random_seed()} if sampling else {} for _ in input_ids]  # equal prompts differ
-        prompts = [
-            ids[0 if attention_mask is None else padding_of(attention_mask[row].tolist()) :].tolist()
-            for row, ids in enumerate(input_ids)
-        ]
-        with _left_as_found(model):
+        prompts = [ids[skip:].tolist() for ids, skip in zip(input_ids, padding)]
+        with _evaluation_mode(model):
             if id(model) not in engines:
                 engines[id(model)] = DecodingEngine(TARGET_OF.get(id(model)) or Target(model), drafter)
             engine, most = engines[id(model)], generation_config.max_length - input_ids.shape[1]
 
             def answer(row: int, most: int, stop: Callable[[list[int]], int | None] | None) -> list[int]:
                 settings = GenerationSettings(most, (), stop=stop, processors=processors, **draws[row])
-                result = Generation()
-                for tokens in engine.stream(prompts[row], settings, result):
-                    if streamer is not None:
-                        for token in tokens:
-                            streamer.put(torch.tensor([token]))
-                if result.finish_reason == "context":
-                    positions, length = engine.target.max_positions, len(prompts[row])
-                    raise ValueError(
-                        f"drafting ends at the target's {positions} positions, behind which generate goes on; got a "
-                        f"prompt of {length} tokens and {most} new ones; ask for {positions - length}, or {WITHOUT}"
-                    )
-                return result.tokens
+                return _answer(engine, prompts[row], settings, streamer)
 
             try:  # end tokens are among the criteria
                 rules = [_stop_rule(stopping_criteria, ids) for ids in input_ids]
@@ -102,14 +88,35 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
                     tokens if len(tokens) == longest else answer(row, longest, None)
                     for row, tokens in enumerate(answers)
                 ]
-        pad = generation_config.pad_token_id
-        if pad is None:  # transformers' own choice, the first end token; without any all answers are of one length
-            chosen = getattr(generation_config, "_pad_token_tensor", None)
-            pad = 0 if chosen is None else int(chosen)
+        pad = _pad_token(generation_config)
         filled = [tokens + [pad] * (longest - len(tokens)) for tokens in answers]
         return torch.cat([input_ids, torch.tensor(filled, device=input_ids.device)], dim=1)
 
     return decode
+
+
+def _answer(engine: DecodingEngine, prompt: list[int], settings: GenerationSettings, streamer: Any) -> list[int]:
+    """The answer, which the streamer receives token after token; ValueError where the target's context ends it."""
+    result = Generation()
+    for tokens in engine.stream(prompt, settings, result):
+        if streamer is not None:
+            for token in tokens:
+                streamer.put(torch.tensor([token]))
+    if result.finish_reason == "context":
+        positions, length = engine.target.max_positions, len(prompt)
+        raise ValueError(
+            f"drafting ends at the target's {positions} positions, where generate goes on; got a prompt of {length} "
+            f"tokens and {settings.max_new_tokens} new ones; ask for {positions - length}, or {WITHOUT}"
+        )
+    return result.tokens
+
+
+def _pad_token(config: Any) -> int:
+    """Where it is not set, transformers' own choice: the first end token; without any, nothing is padded."""
+    if config.pad_token_id is not None:
+        return int(config.pad_token_id)
+    chosen = getattr(config, "_pad_token_tensor", None)
+    return 0 if chosen is None else int(chosen)
 
 
 def _arguments_of_generate(model: Any) -> dict[str, Any]:
@@ -124,7 +131,7 @@ def _arguments_of_generate(model: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _left_as_found(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in evaluation mode; afterwards it is trained and in training mode where it was."""
     training = [module for module in model.modules() if module.training]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -153,7 +160,7 @@ def sampling_options(
 ) -> dict[str, Any]:
     """The sampling that `generate` prepared, as fields of `GenerationSettings`; {} for greedy decoding.
 
-    ValueError for any logits processors but temperature, top-k and top-p as `generate` makes them, in its order: behind
+    ValueError for any logits processors but temperature, top-k and top-p as `generate` makes them, in its order: after
     those `of_text`, which the engine applies.
     """
     names = list(_WARPERS.values())
@@ -163,14 +170,14 @@ def sampling_options(
             if options and type(processor) is not LogitNormalization:  # a sum that is 1 again changes no choice
                 raise ValueError(
                     f"drafting applies processors of the text before temperature, top_k and top_p; got a "
-                    f"{type(processor).__name__} behind them; give {', '.join(options)} as settings, or {WITHOUT}"
+                    f"{type(processor).__name__} after them; give {', '.join(options)} as settings, or {WITHOUT}"
                 )
             continue
-        name, told = _WARPERS.get(type(processor)), type(processor).__name__
+        name, received = _WARPERS.get(type(processor)), type(processor).__name__
         if name is None:
             raise ValueError(
                 f"drafting supports temperature, top_k, top_p and transformers' processors of the text so far; got "
-                f"{told}; leave its setting out, or {WITHOUT}"
+                f"{received}; leave its setting out, or {WITHOUT}"
             )
         if any(names.index(other) >= names.index(name) for other in options):
             raise ValueError(
@@ -180,8 +187,8 @@ def sampling_options(
         keeps = processor.min_tokens_to_keep if name == "top_p" else 1  # top_k is at least that many already
         if keeps != 1 or getattr(processor, "filter_value", -float("inf")) != -float("inf"):
             raise ValueError(
-                f"drafting leaves out what {name} excludes; got a {told} with filter_value {processor.filter_value} "
-                f"and min_tokens_to_keep {keeps}; give {name} as a setting, or {WITHOUT}"
+                f"drafting leaves out what {name} excludes; got a {received} with filter_value "
+                f"{processor.filter_value} and min_tokens_to_keep {keeps}; give {name} as a setting, or {WITHOUT}"
             )
         options[name] = getattr(processor, name)
     if not config.do_sample:

@@ -14,21 +14,12 @@ from transformers import (
     StopStringCriteria,
 )
 
+from draft_heads.data.generation_config import APPLIED, NAMED, REFUSED
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.library_names import CACHE
 
 WITHOUT = "generate without custom_generate"
 
-# every field of GenerationConfig, by what becomes of it; one that a newer transformers adds is refused
-PREPARED = (
-    "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample temperature top_k top_p min_p "
-    "top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id forced_eos_token_id "
-    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias "
-    "token_healing guidance_scale watermarking_config num_return_sequences pad_token_id bos_token_id eos_token_id "
-    "decoder_start_token_id is_assistant assistant_confidence_threshold"
-)
-"""`generate` makes processors, stopping criteria or inputs of them, which are checked as such."""
 MODES = (
     "num_beams num_beam_groups diversity_penalty penalty_alpha dola_layers constraints force_words_ids use_mtp "
     "prompt_lookup_num_tokens assistant_early_exit speculation_type"
@@ -36,13 +27,6 @@ MODES = (
 """They choose another loop than greedy decoding and sampling (`GenerationConfig.get_generation_mode`)."""
 OUTPUTS = "return_dict_in_generate output_scores output_logits output_attentions output_hidden_states"
 """What is returned beside token ids."""
-CHANGING_NOTHING = (
-    "use_cache cache_implementation cache_config max_cache_len prefill_chunk_size compile_config disable_compile "
-    "continuous_batching_config early_stopping length_penalty low_memory num_assistant_tokens "
-    "num_assistant_tokens_schedule max_matching_ngram_size assistant_lookbehind target_lookbehind "
-    "assistant_ensemble_weight transformers_version"
-)
-"""They say how `generate` computes, or matter to the loops of `MODES` alone."""
 
 _CACHES = {CACHE, "past_key_values"}  # `generate` goes on taking the earlier name
 _READ = {"attention_mask", "position_ids", CACHE, "inputs_embeds"}
@@ -55,7 +39,7 @@ def padding_of(mask: list[int]) -> int:
     """How many tokens of padding a row of the attention mask begins with; ValueError for padding elsewhere."""
     padding = mask.count(0)
     if 0 in mask[padding:]:
-        raise ValueError("prompts must be padded on the left; got an attention mask with zeros behind ones")
+        raise ValueError("prompts must be padded on the left; got an attention mask with zeros after ones")
     return padding
 
 
@@ -66,10 +50,10 @@ def check_config(config: Any, assistant_model: Any = None) -> None:
     mode = config.get_generation_mode(assistant_model)
     if mode not in ("greedy_search", "sample"):
         chosen = {name: getattr(config, name, None) for name in sorted(MODES.split())}
-        told = [f"{name}={value}" for name, value in chosen.items() if value not in (None, 0, 1)]
-        told += [] if assistant_model is None else ["assistant_model"]
+        asked = [f"{name}={value}" for name, value in chosen.items() if value not in (None, 0, 1)]
+        asked += [] if assistant_model is None else ["assistant_model"]
         raise ValueError(
-            f"drafting takes the place of greedy decoding and of sampling; got {', '.join(told)}, which ask for "
+            f"drafting takes the place of greedy decoding and of sampling; got {', '.join(asked)}, which ask for "
             f"{getattr(mode, 'value', mode)}; leave it out, or {WITHOUT}"
         )
     if config.cache_implementation == "quantized":
@@ -78,7 +62,7 @@ def check_config(config: Any, assistant_model: Any = None) -> None:
             f"{WITHOUT}"
         )
     neutral = {**vars(GenerationConfig()), **getattr(config, "_get_default_generation_params", dict)()}
-    known = {*PREPARED.split(), *MODES.split(), *OUTPUTS.split(), *CHANGING_NOTHING.split()}
+    known = {*APPLIED, *NAMED, *REFUSED, "transformers_version"}
     for name in sorted(vars(GenerationConfig()).keys() - known):
         value = getattr(config, name, None)
         if not name.startswith("_") and value is not None and value != neutral.get(name):
@@ -87,14 +71,14 @@ def check_config(config: Any, assistant_model: Any = None) -> None:
 
 def check_criteria(criteria: StoppingCriteriaList, sequences: int) -> None:
     """ValueError for criteria that may judge several sequences together: they are decoded one after another."""
-    if sequences > 1 and (told := [type(one).__name__ for one in criteria if type(one) not in _ROW_BY_ROW]):
+    if sequences > 1 and (others := [type(one).__name__ for one in criteria if type(one) not in _ROW_BY_ROW]):
         raise ValueError(
-            f"drafting decodes the sequences of a batch one after another, which {', '.join(told)} may not notice; got "
-            f"{sequences}; generate them one by one"
+            f"drafting decodes the sequences of a batch one after another, which {', '.join(others)} may not notice; "
+            f"got {sequences}; generate them one by one"
         )
 
 
-def _says_something(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return bool(value.any()) if isinstance(value, Tensor) else bool(value)
 
 
@@ -104,16 +88,8 @@ def _drops_out(module: nn.Module) -> bool:
     return module.training and isinstance(p, float) and p > 0
 
 
-def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], generate: dict[str, Any]) -> None:
-    """ValueError for arguments that this loop would have to ignore. generate: the variables of `generate` itself."""
-    whole, given = model.config, {name: value for name, value in model_kwargs.items() if value is not None}
-    if whole.get_text_config(decoder=True) is not whole:  # multimodal: what says that there is nothing but text
-        nothing = {name for name in _OF_TEXT & given.keys() if not _says_something(given[name])}
-        given = {name: value for name, value in given.items() if name not in nothing}
-    if unknown := sorted(given.keys() - _READ - _NOT_READ):
-        raise ValueError(
-            f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; {WITHOUT}"
-        )
+def _check_positions(input_ids: Tensor, given: dict[str, Any]) -> None:
+    """ValueError for an attention mask of another shape, and for positions not counted from the first token."""
     mask = given.get("attention_mask", torch.ones_like(input_ids))  # transformers leaves one of ones out
     if mask.shape != input_ids.shape:
         raise ValueError(
@@ -126,6 +102,19 @@ def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any],
         axes = positions.reshape(-1, *positions.shape[-2:])  # several where the model has them for images
         if usual.shape != axes.shape[1:] or not all(torch.equal(axis[read], usual[read]) for axis in axes):
             raise ValueError("drafting counts positions from the first token; got other position_ids; leave them out")
+
+
+def check_arguments(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any], generate: dict[str, Any]) -> None:
+    """ValueError for arguments that this loop would have to ignore. generate: the variables of `generate` itself."""
+    whole, given = model.config, {name: value for name, value in model_kwargs.items() if value is not None}
+    if whole.get_text_config(decoder=True) is not whole:  # multimodal: what says that there is nothing but text
+        nothing = {name for name in _OF_TEXT & given.keys() if not _is_set(given[name])}
+        given = {name: value for name, value in given.items() if name not in nothing}
+    if unknown := sorted(given.keys() - _READ - _NOT_READ):
+        raise ValueError(
+            f"drafting goes on with a text and reads nothing beside it; got {', '.join(unknown)}; {WITHOUT}"
+        )
+    _check_positions(input_ids, given)
     cache = model_kwargs.get(CACHE)
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(f"drafting starts with an empty cache; got {CACHE} that is not empty; leave it out")

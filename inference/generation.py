@@ -51,7 +51,7 @@ class GenerationSettings:
     typical: TypicalAcceptance | None = None
 
     def __post_init__(self) -> None:
-        check_whole("--max_new_tokens", self.max_new_tokens, least=1)
+        check_whole("max_new_tokens", self.max_new_tokens, least=1)
         for name in ("eos_token_ids", "stop_strings"):
             if isinstance(one := getattr(self, name), (int, str)):
                 raise ValueError(f"{name} is a tuple; got {one!r}; write ({one!r},)")
@@ -61,9 +61,9 @@ class GenerationSettings:
             raise ValueError(f"stop_strings are texts of at least one character; got {wrong[0]!r}; leave it out")
         if self.stop is not None and not callable(self.stop):
             raise ValueError(f"stop is a function of the new tokens; got {self.stop!r}; write lambda tokens: …")
-        check_number("--temperature", self.temperature)
-        check_whole("--top_k", self.top_k)
-        check_number("--top_p", self.top_p)
+        check_number("temperature", self.temperature)
+        check_whole("top_k", self.top_k)
+        check_number("top_p", self.top_p)
         check_whole("seed", self.seed)
         if self.typical is not None and not isinstance(self.typical, TypicalAcceptance):
             raise ValueError(f"typical is a TypicalAcceptance or None; got {self.typical!r}; leave it out")
@@ -72,14 +72,14 @@ class GenerationSettings:
                 f"processors is a LogitsProcessorList or None; got {self.processors!r}; write LogitsProcessorList([…])"
             )
         if self.temperature < 0:
-            raise ValueError(f"--temperature must be 0 (greedy) or more; got {self.temperature:g}")
+            raise ValueError(f"temperature must be 0 (greedy) or more; got {self.temperature:g}")
         if self.temperature == 0 and (self.top_k, self.top_p) != (0, 1.0):
             raise ValueError(
-                f"--top_k and --top_p need --temperature above 0 (greedy decoding does not sample); got {self.top_k} "
+                f"top_k and top_p need temperature above 0 (greedy decoding does not sample); got {self.top_k} "
                 f"and {self.top_p:g}; set it or leave them out"
             )
         if self.sampling is not None and self.typical is not None:
-            raise ValueError("typical acceptance works with greedy decoding only; leave --temperature out")
+            raise ValueError("typical acceptance works with greedy decoding only; leave temperature out")
 
     @cached_property
     def sampling(self) -> Sampling | None:
@@ -115,16 +115,16 @@ class Generation:
 
     @property
     def accepted(self) -> list[int]:
-        """Drafted tokens kept by each step behind the prefill; all of a step's where the answer ends with a draft."""
+        """Drafted tokens of each step after the prefill; all of a step's where the answer ends with a draft."""
         if len(self.sources) != len(self.tokens):  # not recorded: all but the base token
-            return [max(kept - 1, 0) for kept in self.accept_lengths[1:]]
+            return [max(length - 1, 0) for length in self.accept_lengths[1:]]
         ends = accumulate(self.accept_lengths)
         return [sum(source >= 0 for source in self.sources[a:b]) for a, b in pairwise(ends)]
 
     def drop(self, tokens: int) -> None:
         """Take back the last `tokens` of the newest step: they come after the end of what was asked for."""
-        kept = len(self.tokens) - tokens
-        del self.tokens[kept:], self.sources[kept:]
+        end = len(self.tokens) - tokens
+        del self.tokens[end:], self.sources[end:]
         self.accept_lengths[-1] -= tokens
 
     def shown(self, step: list[int]) -> list[int]:
@@ -206,16 +206,16 @@ class Stopper:
         """
         before = len(answer.tokens)
         length, answer.finish_reason = self._end(answer.tokens, new)
-        kept = new[: max(0, length - before)]
-        answer.tokens[:] = (answer.tokens + kept)[:length]
-        answer.sources[:] = (answer.sources + sources[: len(kept)])[:length]
-        answer.accept_lengths.append(len(kept))
-        surplus = before + len(kept) - length
+        added = new[: max(0, length - before)]
+        answer.tokens[:] = (answer.tokens + added)[:length]
+        answer.sources[:] = (answer.sources + sources[: len(added)])[:length]
+        answer.accept_lengths.append(len(added))
+        surplus = before + len(added) - length
         for step in reversed(range(len(answer.accept_lengths))):
             taken = min(surplus, answer.accept_lengths[step])
             answer.accept_lengths[step] -= taken
             surplus -= taken
-        return kept
+        return added
 
     def _end(self, before: list[int], new: list[int]) -> tuple[int, str]:
         """The length of the answer with `new`, judged token by token, and why it ends there ("" if it goes on).
@@ -265,7 +265,7 @@ class TextPieces:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError("streamed text needs a fast tokenizer; the target has none; use `stream` for tokens")
         self._tokenizer = tokenizer.backend_tokenizer
-        # the last piece's tokens, on which the text behind them may depend, and those that are held back
+        # the last piece's tokens, on which the text after them may depend, and those that are held back
         # a window that begins within a character, of 4 bytes at most, would seem to end within one
         windows = (list(before[-size:]) for size in range(8, 12))
         self._tokens = next((one for one in windows if not self._tokenizer.decode(one).endswith("\ufffd")), [])

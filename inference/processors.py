@@ -1,7 +1,7 @@
 """Logits processors that read the text so far, applied to a draft tree: each node has its own path.
 
 transformers' processors run on the host, row by row, and eagerly: a step that has any is neither compiled nor captured
-and does not start ahead. Without any, no step is different in anything.
+and does not start ahead. Without any, steps run as usual.
 
 Shapes: B slots, R rows of a forward (row 0 = base token), V vocabulary.
 """
@@ -33,16 +33,27 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from draft_heads.data.generation_config import own_processors, processed
+from draft_heads.data.generation_config import own_processors, process_logits
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
 OF_THE_TEXT = (
-    *(EncoderNoRepeatNGramLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor, ExponentialDecayLengthPenalty),
-    *(ForcedBOSTokenLogitsProcessor, ForcedEOSTokenLogitsProcessor, InfNanRemoveLogitsProcessor, LogitNormalization),
-    *(MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor),
-    *(NoRepeatNGramLogitsProcessor, PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor),
-    *(SequenceBiasLogitsProcessor, SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor),
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
 )
 """transformers' processors that depend on the text so far and remember nothing else: a path of a tree is a text."""
 
@@ -88,7 +99,7 @@ class TextProcessors:
 
     def after_prompt(self, logits: Tensor) -> Tensor:
         """[B, V] float32: `logits [B, V]` of what follows each text, changed."""
-        return torch.stack([self._changed(slot, [], row) for slot, row in enumerate(logits)])
+        return torch.stack([self._process(slot, [], row) for slot, row in enumerate(logits)])
 
     def __call__(self, logits: Tensor, tokens: Tensor, sees: Tensor) -> Tensor:
         """[B, R, V] float32: `logits` of the rows `tokens [B, R]`, which see each other as `sees [B, R, R]` says.
@@ -100,13 +111,13 @@ class TextProcessors:
         for slot, logits_RV in enumerate(logits):
             for row, logits_V in enumerate(logits_RV):
                 path = [token for token, seen in zip(rows[slot], visible[slot][row]) if seen]
-                changed.append(self._changed(slot, path, logits_V))
+                changed.append(self._process(slot, path, logits_V))
         return torch.stack(changed).view_as(logits)
 
-    def _changed(self, slot: int, path: list[int], logits: Tensor) -> Tensor:
-        """[V] float32, as `generate` has it: `logits [V]` of what follows a text and a path from its base token on."""
+    def _process(self, slot: int, path: list[int], logits: Tensor) -> Tensor:
+        """[V] float32: `logits [V]` after a text and a path from its base token on, as `generate` changes them."""
         processors, text = self.lists[slot], self.texts[slot]
         if processors is None:
             return logits.float()
         ids = torch.tensor([text[: len(text) - bool(path)] + path], device=logits.device)
-        return processed(processors, ids, logits[None])[0]
+        return process_logits(processors, ids, logits[None])[0]

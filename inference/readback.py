@@ -1,4 +1,4 @@
-"""What the host reads of a step: copied while the device works on the next one."""
+"""Copies the tokens of a step to the host while the device works on the next step."""
 
 from __future__ import annotations
 

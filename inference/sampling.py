@@ -55,19 +55,18 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_number("--temperature", self.temperature)
-        check_whole("--top_k", self.top_k)
-        check_number("--top_p", self.top_p)
+        check_number("temperature", self.temperature)
+        check_whole("top_k", self.top_k)
+        check_number("top_p", self.top_p)
         check_whole("seed", self.seed)
         if not 1e-99 < self.temperature < float("inf"):  # logits over less would be infinite
             raise ValueError(
-                f"--temperature must be above 1e-99 to sample; got {self.temperature:g}; leave it out for greedy "
-                "decoding"
+                f"temperature must be above 1e-99 to sample; got {self.temperature:g}; leave it out for greedy decoding"
             )
         if self.top_k < 0:
-            raise ValueError(f"--top_k must be 0 (all tokens) or more; got {self.top_k}")
+            raise ValueError(f"top_k must be 0 (all tokens) or more; got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top_p must be above 0 and at most 1 (all tokens); got {self.top_p:g}")
+            raise ValueError(f"top_p must be above 0 and at most 1 (all tokens); got {self.top_p:g}")
 
     def warped(self, logits: Tensor) -> Tensor:
         """[..., V] float64 logits of the distribution to sample from; −inf for excluded tokens."""

@@ -38,7 +38,7 @@ class VerifiedStep:
     tree         the tree that was verified; None after the prefill
     aux_hidden   [A, k·H], the outputs of the drafter's `target_layers` side by side, like `hidden`; None for none
 
-    Two lists hold what the host has read of it already, for drafters that draft there; else they are None:
+    Two lists hold what the host has already read of it, for drafters that draft there; else they are None:
 
     new_tokens     what it added to the text: accepted drafts and the new base token; first the prompt, too
     read_choices   `choices`, if the drafter reads them
@@ -66,14 +66,14 @@ class VerifiedStep:
     def map(self, change: Callable[[Tensor], Tensor]) -> VerifiedStep:
         """The same step with `change` applied to every tensor."""
         return VerifiedStep(
-            change(self.tokens),
-            change(self.next_tokens),
-            change(self.hidden),
-            change(self.count),
-            None if self.choices is None else change(self.choices),
-            None if self.source is None else change(self.source),
-            None if self.tree is None else self.tree.map(change),
-            None if self.aux_hidden is None else change(self.aux_hidden),
+            tokens=change(self.tokens),
+            next_tokens=change(self.next_tokens),
+            hidden=change(self.hidden),
+            count=change(self.count),
+            choices=None if self.choices is None else change(self.choices),
+            source=None if self.source is None else change(self.source),
+            tree=None if self.tree is None else self.tree.map(change),
+            aux_hidden=None if self.aux_hidden is None else change(self.aux_hidden),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -105,7 +105,7 @@ def verify_step(
     target_layers: Sequence[int] = (),
     processors: TextProcessors | None = None,
 ) -> VerifiedStep:
-    """Verify one tree after each of B cached texts, commit the accepted paths to `cache`; copies nothing to the host.
+    """Verify one tree after each of B cached texts, accept a path, commit it to `cache`; copies nothing to the host.
 
     base       [B] int64, the target's own next token of each sequence
     tree       tensors [B, M], as from `DraftTree.stack`
@@ -116,6 +116,7 @@ def verify_step(
     """
     if len(tree) == 0:
         return _plain_step(target, cache, base, tree, max_depth, sampling, target_layers, processors)
+    # 1. Verify: one forward over the base token and all nodes gives the target's choice after each.
     sees = ancestor_rows(tree.parents, max_depth)  # [B, R, R]
     depth = depths(sees)  # [B, R]
     if end is not None:
@@ -125,6 +126,7 @@ def verify_step(
     if processors is not None:
         logits = processors(logits, rows, sees)
     chosen = choices(logits, depth + cache.lengths[:, None] + 1, sampling)
+    # 2. Accept the longest path that the target chose itself; 3. commit it.
     path, count, next_base = accept(tree, chosen, logits, sees, depth, max_depth)
     cache.commit(path, count)
 
@@ -133,9 +135,16 @@ def verify_step(
     next_tokens = torch.where(from_last, next_base[:, None], tokens.roll(-1, -1))
     source = torch.cat([torch.full_like(base, -1)[:, None], tree.source], dim=1).gather(1, path)
     source = source.roll(-1, -1).masked_fill(from_last, -1)
-    hidden = _rows_at(hidden, path)
-    aux_hidden = None if aux_hidden is None else _rows_at(aux_hidden, path)
-    return VerifiedStep(tokens, next_tokens, hidden, count, chosen, source, tree, aux_hidden)
+    return VerifiedStep(
+        tokens=tokens,
+        next_tokens=next_tokens,
+        hidden=_rows_at(hidden, path),
+        count=count,
+        choices=chosen,
+        source=source,
+        tree=tree,
+        aux_hidden=None if aux_hidden is None else _rows_at(aux_hidden, path),
+    )
 
 
 def _plain_step(

@@ -4,7 +4,7 @@
 
 Conversations are rendered by the tokenizer's chat template; a tokenizer without one takes Vicuna's. Writes
 datastore.json, tokens.npy, suffixes.npy and starts.npy to --output (data/datastore.py says what is in them), six to
-twelve bytes a token; takes about 50 bytes of memory a token, and 30 seconds for 9 million tokens on one thread.
+twelve bytes per token; takes about 50 bytes of memory per token, and 30 seconds for 9 million tokens on one thread.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Chat:
         self.specs.setdefault("vanilla", DrafterSpec.parse("vanilla"))
         self.engines: dict[str, DecodingEngine] = {}
         self.drafter = next(iter(self.specs))
-        self.engine()  # a drafter that cannot be built is told now
+        self.engine()  # a drafter that cannot be built raises here
         self.turns = 0
         self.reset(options.system)
 
@@ -85,27 +85,27 @@ class Chat:
     def engine(self) -> DecodingEngine:
         """The engine of the drafter in use, built when first needed."""
         if self.drafter not in self.engines:
-            self.engines[self.drafter] = self.built(self.specs[self.drafter])
+            self.engines[self.drafter] = self.build(self.specs[self.drafter])
         return self.engines[self.drafter]
 
-    def built(self, spec: DrafterSpec) -> DecodingEngine:
+    def build(self, spec: DrafterSpec) -> DecodingEngine:
         """A new engine; ValueError for a drafter that cannot be built."""
         return DecodingEngine(self.target, build_drafter(spec, self.target, self.options.max_nodes))
 
     def switch(self, text: str) -> str:
-        """Go on with another drafter; what there is to say."""
+        """Use another drafter from now on; returns the names of all, the one in use in brackets."""
         if text and text not in self.specs:
             spec = DrafterSpec.parse(text)
-            self.engines[spec.name] = self.built(spec)
+            self.engines[spec.name] = self.build(spec)
             self.specs[spec.name], text = spec, spec.name
         name = text or self.drafter
         if name not in self.engines:
-            self.engines[name] = self.built(self.specs[name])
+            self.engines[name] = self.build(self.specs[name])
         self.drafter = name
         return ", ".join(f"({name})" if name == self.drafter else name for name in self.specs)
 
     def command(self, line: str) -> str | None:
-        """Obey a line that begins with a slash; what there is to say, or None to end."""
+        """Execute a line that begins with a slash; returns what to print, or None to end."""
         name, _, rest = line.partition(" ")
         if name in ("/quit", "/exit"):
             return None
@@ -160,8 +160,8 @@ def show(chat: Chat, message: str, console: Console) -> None:
             *whole, line = line.split("\n", allow_blank=True)
             for one in whole:
                 live.console.print(one)
-            told = Text(status(chat.drafter, result, time.perf_counter() - start), "dim")
-            live.update(Text("\n").join([line, told]), refresh=True)
+            below = Text(status(chat.drafter, result, time.perf_counter() - start), "dim")
+            live.update(Text("\n").join([line, below]), refresh=True)
         interrupted = False
     if interrupted:
         line.append(" (interrupted)", "dim")
@@ -171,13 +171,13 @@ def show(chat: Chat, message: str, console: Console) -> None:
 
 def write(chat: Chat, message: str) -> None:
     """The same without a terminal: accepted runs in brackets."""
-    start, told = time.perf_counter(), ""
+    start, summary = time.perf_counter(), ""
     for parts, result in chat.answer(message):
         for drafted, run in groupby(parts, key=lambda part: part[1]):
             text = "".join(text for text, _ in run)
             print(f"[{text}]" if drafted and text else text, end="", flush=True)
-        told = status(chat.drafter, result, time.perf_counter() - start)
-    print(f"\n{told}", flush=True)
+        summary = status(chat.drafter, result, time.perf_counter() - start)
+    print(f"\n{summary}", flush=True)
 
 
 def run() -> None:
@@ -195,12 +195,12 @@ def run() -> None:
             return
         try:
             if line.startswith("/"):
-                told: str | None = "interrupted"
+                reply: str | None = "interrupted"
                 with ends_on_ctrl_c() if console.is_terminal else nullcontext():
-                    told = chat.command(line.strip())
-                if told is None:
+                    reply = chat.command(line.strip())
+                if reply is None:
                     return
-                print(told)
+                print(reply)
             elif line.strip():
                 show(chat, line, console) if console.is_terminal else write(chat, line)
         except (ValueError, ConversationError, FileNotFoundError) as error:

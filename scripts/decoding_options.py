@@ -12,7 +12,7 @@ from typing import Any
 
 from draft_heads.configs.command_line import OptionParser, parse_with_config
 
-from draft_heads.configs.options import DTYPES, add_threads, dtype_name, dtype_named, use_threads
+from draft_heads.configs.options import DTYPES, add_threads, dtype_from_name, dtype_name, use_threads
 from draft_heads.data.common.files import write_text
 from draft_heads.data.common.processes import own_device
 from draft_heads.data.generation_config import processor_settings, unapplied_settings
@@ -20,6 +20,7 @@ from draft_heads.data.labels.loops import LoopDetector
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
+from draft_heads.inference.drafters.table import drafters_table
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.report import environment
@@ -83,8 +84,9 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
         "--drafters",
         nargs="+",
         metavar="NAME[=[KIND:]PATH[,key=value…][+…]]",
-        help="docs/decoding.md lists them; vanilla always runs",
+        help="--list_drafters shows them; vanilla always runs",
     )
+    add("--list_drafters", action=ListDrafters, help="print all drafters and their options, as Markdown, and end")
     add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files, named as you like (docs/decoding.md)")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
@@ -110,7 +112,7 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2^63; got {options.seed}")
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
-    dtype_named("--dtype", options.dtype)
+    dtype_from_name("--dtype", options.dtype)
     return options
 
 
@@ -127,7 +129,11 @@ def load_target(options: argparse.Namespace) -> Target:
     for name in ("draft_heads.inference", "draft_heads.data.generation_config"):
         logging.getLogger(name).setLevel(logging.INFO)
     target = Target.from_pretrained(
-        *(options.target, options.dtype, own_device(options.device), options.target_adapter, options.chat_template)
+        options.target,
+        dtype=options.dtype,
+        device=own_device(options.device),
+        adapter=options.target_adapter,
+        chat_template=options.chat_template,
     )
     return configure_target(target, options)
 
@@ -173,6 +179,17 @@ def load_engines(
         return {spec.name: DecodingEngine(target, build_drafter(spec, target, max_nodes)) for spec in specs}
     builder = DrafterBuilder(target, max_nodes)
     return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
+
+
+class ListDrafters(argparse.Action):
+    """The flag --list_drafters: print the table of drafters and end, as --help does."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(drafters_table(), end="")
+        parser.exit()
 
 
 class IncrementalStop:

@@ -67,7 +67,7 @@ def run(args: dict[str, Any]) -> None:
     if args["preview"]:
         preview(target, loaded, args["preview"], options)
         return
-    rank = Processes.started().rank
+    rank = Processes.from_environment().rank
     if rank == 0:
         print(f"writes {args['output']}/shard-*.arrow and {args['output']}/manifest.json")
     manifest = distill(target, loaded, args["output"], options, args["overwrite"])

@@ -24,14 +24,15 @@ from draft_heads.configs.command_line import exit_status, on_interrupt
 
 from rich.console import Console
 
-from draft_heads.configs.options import memory_explained
+from draft_heads.configs.options import explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.text.benchmarks import gsm8k_answer, load_benchmark
 from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec
-from draft_heads.inference.evaluation.answers import write_answers
+from draft_heads.inference.evaluation.answer_files import write_answers
+from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import (
     TRANSFORMERS,
     VANILLA,
@@ -40,11 +41,10 @@ from draft_heads.inference.evaluation.evaluate import (
     Evaluation,
     decode,
     groups_of,
-    judged,
+    judge_decoded,
 )
 from draft_heads.inference.evaluation.hf_generate import HFGenerate
 from draft_heads.inference.evaluation.lossless import Oracle
-from draft_heads.inference.evaluation.parts import PartFolder
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, environment
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
@@ -93,7 +93,7 @@ def decode_and_judge(
     engines: Mapping[str, AnyEngine],
     benchmarks: Sequence[Benchmark],
     console: Console,
-    parts: PartFolder,
+    parts: DecodedFolder,
     finished: str = "report.json",
 ) -> Evaluation | None:
     """An evaluation under a progress bar, with the target's chat template and stop rules, its `parts` kept in --output.
@@ -101,7 +101,7 @@ def decode_and_judge(
     Processes that torchrun started share the questions; the first one judges, the others get None.
     """
     check_questions(target, benchmarks)
-    processes = Processes.started()
+    processes = Processes.from_environment()
     # several batches, because slots are refilled and only the last ones run empty
     group_size = 1 if options.batch_size == 1 else 4 * options.batch_size
     with processes.first_alone() as first:
@@ -110,18 +110,18 @@ def decode_and_judge(
             clear_output(options.output, finished)
     processes.check_shared(parts.folder, "--output")
     groups = len(groups_of(benchmarks, group_size))
-    memory = memory_explained(
-        "decoding", lambda: f"lower --batch_size or --max_nodes, or use a smaller --dtype; {parts.kept(groups)}"
+    memory = explain_out_of_memory(
+        "decoding", lambda: f"lower --batch_size or --max_nodes, or use a smaller --dtype; {parts.resume_hint(groups)}"
     )
     with (
         memory,
-        on_interrupt(lambda: parts.kept(groups)),
+        on_interrupt(lambda: parts.resume_hint(groups)),
         progress_bar(console, show=processes.rank == 0) as progress,
     ):
         oracle, render = Oracle(target, generation_settings(options)), target.renderer.prompt
         decode(engines, oracle, benchmarks, render, parts, progress, group_size, processes)
         processes.wait()
-        evaluation = None if processes.rank else judged(engines, oracle, benchmarks, parts, group_size)
+        evaluation = None if processes.rank else judge_decoded(engines, oracle, benchmarks, parts, group_size)
     if evaluation is not None and not evaluation.records:
         raise ValueError(
             f"a prompt and its answer must fit the target's {target.max_positions} positions; none of the "
@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> None:
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
     hf_engines = {TRANSFORMERS: HFGenerate(target)} if hf_generate else {}
     engines: dict[str, AnyEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
-    parts = PartFolder(options.output)
+    parts = DecodedFolder(options.output)
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts)
     if evaluation is None:
         return

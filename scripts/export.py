@@ -9,7 +9,7 @@
 | eagle3 | EAGLE-3 | vLLM, SGLang, llama.cpp's converter |
 | speculators | EAGLE-3 | vLLM |
 
-No engine but this project's knows CTC, Chimera or Hydra heads. --check reads the folder back and compares all tensors,
+No engine but this project's knows other heads. --check reads the folder back and compares all tensors,
 the settings that it states and the drafts from random states; it runs no other engine.
 """
 
@@ -23,7 +23,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.data.common.pretrained import layer_sizes, load_config
 from draft_heads.data.fingerprint import SIZES
 from draft_heads.heads.checkpoint import load_head
-from draft_heads.heads.export.formats import FORMATS, STATED, check_kind, differences, read_folder, write_folder
+from draft_heads.heads.export.formats import FORMATS, check_kind, differences, read_folder, write_folder
 from draft_heads.scripts.decoding_options import script_parser
 
 
@@ -66,8 +66,8 @@ def run() -> bool:
         )
     if not args.check:
         return True
-    found = differences(head, read_folder(args.output, args.format))
-    compared = f"{len(head.state_dict())} tensors, {', '.join(STATED[head.config.kind])} and the log-probabilities"
+    found = differences(head, read_folder(args.output, args.format), args.format)
+    compared = f"{len(head.state_dict())} tensors, {', '.join(FORMATS[args.format].stated)} and the log-probabilities"
     compared += " of drafts from random states"
     print(f"read back: {', '.join(found)} differ" if found else f"read back and found equal: {compared}")
     return not found

@@ -1,10 +1,10 @@
-"""Read a head that was trained elsewhere, so that it can be measured here: Medusa and EAGLE-3.
+"""Read a head that was trained elsewhere, in one of the formats of scripts/export.py, so that it can be measured here.
 
     python scripts/import_head.py --head FOLDER --target meta-llama/Llama-3.1-8B-Instruct --output runs/public/head
 
-FOLDER is a local folder in one of the formats of scripts/export.py, which FasterDecoding's Medusa and the published
-EAGLE-3 heads share; its tensors must be in safetensors. The target is the one the head was trained for: the checkpoint
-takes its sizes and fingerprint, and a head whose sizes differ is refused.
+FOLDER is a local folder, for example of FasterDecoding's Medusa or of a published EAGLE-3 head; its tensors must be in
+safetensors. The target is the one the head was trained for: the checkpoint takes its sizes and fingerprint, and a head
+whose sizes differ is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from draft_heads.configs.command_line import exit_status
 import torch
 
 from draft_heads.heads.card import target_licence
+from draft_heads.heads.checkpoint import read_json
 from draft_heads.heads.config import target_sizes
-from draft_heads.heads.export.formats import FORMATS, read_folder, read_tensors
+from draft_heads.heads.export.formats import CONFIG, FORMATS, format_of, read_folder, read_tensors
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import script_parser
 
@@ -44,14 +45,14 @@ def run() -> None:
                 f"{sizes[name]}; give the target it was trained for"
             )
     target.check_layers(read.config.target_layers)
-    if read.config.kind == "eagle3":
-        embedding = read_tensors(args.head, FORMATS["eagle3"].weights).get("embed_tokens.weight")
-        if embedding is not None and not torch.equal(embedding, target.embedding.weight.to(embedding.dtype)):
-            raise ValueError(
-                f"a head drafts with its target's embeddings; embed_tokens.weight of {args.head} has others than "
-                f"{args.target}; give the target it was trained for (a head with embeddings of its own is not read)"
-            )
-    own = {} if read.config.kind == "eagle3" else sizes  # Medusa has no block, so its folder has no other sizes
+    used = FORMATS[args.format or format_of(read_json(args.head / CONFIG), args.head)]
+    embedding = read_tensors(args.head, used.weights).get("embed_tokens.weight")
+    if embedding is not None and not torch.equal(embedding, target.embedding.weight.to(embedding.dtype)):
+        raise ValueError(
+            f"a head drafts with its target's embeddings; embed_tokens.weight of {args.head} has others than "
+            f"{args.target}; give the target it was trained for (a head with embeddings of its own is not read)"
+        )
+    own = {name: size for name, size in sizes.items() if name not in used.stated}
     made_for = {"target": args.target, "target_fingerprint": target.fingerprint()}
     head = type(read)(dataclasses.replace(read.config, **own, **made_for))
     head.load_state_dict(read.state_dict())

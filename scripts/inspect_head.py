@@ -21,7 +21,7 @@ from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import trained_for, trained_on
 from draft_heads.heads.checkpoint import PROVENANCE, load_head
-from draft_heads.heads.export.formats import FORMATS
+from draft_heads.heads.export.formats import formats_of
 from draft_heads.scripts.decoding_options import script_parser
 
 SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
@@ -47,7 +47,7 @@ def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]
 
 def exports(head: DraftHead) -> str:
     """The formats of scripts/export.py that hold such heads."""
-    found = [f"{name} ({one.engines})" for name, one in FORMATS.items() if one.kind == head.config.kind]
+    found = [f"{name} ({one.engines})" for name, one in formats_of(head.config.kind).items()]
     return ", ".join(found) or "none: only this project's engine knows its kind"
 
 

@@ -19,9 +19,9 @@ from draft_heads.configs.command_line import exit_status
 from rich.table import Table
 
 from draft_heads.data.common.console import plain_console
+from draft_heads.inference.evaluation.decoded import DecodedFolder, TurnRecord
 from draft_heads.inference.evaluation.metrics import lossless_counts
 from draft_heads.inference.evaluation.names import shown_name
-from draft_heads.inference.evaluation.parts import PartFolder, TurnRecord
 from draft_heads.inference.evaluation.report import check_output, environment, write_json
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import describe_run, drafter_specs, load_engines, load_target, parse_options
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> bool:
     check_output(options.output, options.overwrite, "lossless.json")
     target = load_target(options)
     engines = load_engines(specs, target, options.max_nodes, options.batch_size)
-    parts = PartFolder(options.output)
+    parts = DecodedFolder(options.output)
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts, "lossless.json")
     if evaluation is None:
         return True  # the first process judges

@@ -49,6 +49,7 @@ from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.train.optimizer import Muon
 
 PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt by repetition
 Row = tuple[list[int], list[bool]]  # input ids, which of them the assistant wrote
@@ -186,8 +187,10 @@ def train(
     """
     peak, blocks = options.learning_rate, {id(p): p for p in model.model.layers.parameters() if p.ndim == 2}
     others = [p for p in model.parameters() if id(p) not in blocks]
-    muon = torch.optim.Muon([{"params": list(blocks.values()), "peak_lr": 5 * peak}], weight_decay=0.01)
-    adam = torch.optim.AdamW([{"params": others, "peak_lr": peak}], betas=(0.9, 0.97), weight_decay=0.0)
+    square_step = 0.2 * options.hidden**0.5  # `Muon` moves a square matrix by this many learning rates
+    muon = Muon(list(blocks.values()), lr=5 * peak / square_step, weight_decay=0.01)
+    adam = torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.97), weight_decay=0.0)
+    peaks = [(group, group["lr"]) for group in muon.param_groups + adam.param_groups]
     start, steps, tokens, average = time.monotonic(), 0, 0, math.nan
     model.train()
     with progress_bar(console, "training") as show:
@@ -195,8 +198,8 @@ def train(
         practising = batches(practice, options.batch_tokens, options.seed) if practice else stream
         while (done := (time.monotonic() - start) / (60 * options.max_minutes)) < 1:
             ids, mask = next(practising if done < PRACTICE else stream)
-            for group in muon.param_groups + adam.param_groups:
-                group["lr"] = group["peak_lr"] * min((steps + 1) / 50, 1.0, 2 * (1 - done))
+            for group, highest in peaks:
+                group["lr"] = highest * min((steps + 1) / 50, 1.0, 2 * (1 - done))
             loss = loss_of(model, ids, mask)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

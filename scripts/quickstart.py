@@ -24,16 +24,12 @@ from rich.rule import Rule
 
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
-from draft_heads.heads.checkpoint import head_classes
+from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.train.entry_points import trainer_script
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"
-HEADS = {
-    **{"ctc": "a CTC head", "medusa": "Medusa heads", "chimera": "a Chimera head", "hydra": "Hydra heads"},
-    **{"eagle3": "an EAGLE-3 head"},
-}
-"""Kind → what it is called."""
 INPUTS = ("conversations", "dialogues", "word_problems")
 """The files of the folder's `data`, made here."""
 
@@ -52,7 +48,7 @@ def run(console: Console, title: str, *command: str) -> None:
 def main() -> None:
     parser = script_parser(__doc__, config=False)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart"))
-    parser.add_argument("--heads", nargs="+", choices=list(HEADS), default=["ctc", "medusa"], help="heads to train")
+    parser.add_argument("--heads", nargs="+", choices=sorted(HEADS), default=["ctc", "medusa"], help="heads to train")
     parser.add_argument("--conversations", type=int, default=2000, help="conversations to distil")
     parser.add_argument("--steps", type=int, default=1600, help="optimizer steps of each head")
     parser.add_argument("--questions", type=int, default=16, help="two-turn questions to be measured on")
@@ -93,8 +89,8 @@ def main() -> None:
     for number, kind in enumerate(args.heads, 2):
         head = str(output / kind / "head")
         run(
-            console, f"{number}/{steps} train {HEADS[kind]}: {args.steps:,} steps",
-            f"train/{kind}.py", "--target", target, "--dataset", distilled, "--output_dir", str(output / kind),
+            console, f"{number}/{steps} train {head_classes(kind)[1].title}: {args.steps:,} steps",
+            *trainer_script(kind), "--target", target, "--dataset", distilled, "--output_dir", str(output / kind),
             "--max_steps", str(args.steps),
         )  # fmt: skip
         drafters += [f"{kind}={head}", *([f"{kind}_ngram={kind}:{head}+ngram"] if number == 2 else [])]

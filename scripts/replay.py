@@ -26,7 +26,7 @@ from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.text.rendering import ChatRenderer
-from draft_heads.inference.evaluation.answers import read_answers
+from draft_heads.inference.evaluation.answer_files import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
 from draft_heads.scripts.decoding_options import check_positive, distinct_specs, script_parser

@@ -15,7 +15,7 @@ from pathlib import Path
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from draft_heads.data.text.benchmarks import load_benchmark
-from draft_heads.inference.evaluation.answers import (
+from draft_heads.inference.evaluation.answer_files import (
     Answer,
     QuestionId,
     QuestionKey,
@@ -54,7 +54,7 @@ class AnswerScore:
 
     @property
     def beta(self) -> float | None:
-        """New tokens / target steps (idxs + 1 a turn)."""
+        """New tokens / target steps (idxs + 1 per turn)."""
         return self.tokens / self.steps if self.steps else None
 
     @property

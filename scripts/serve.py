@@ -58,7 +58,7 @@ def run() -> bool:
     try:
         from draft_heads.inference.serving.app import create_app
         from draft_heads.inference.serving.connections import Server
-        from draft_heads.inference.serving.metrics import ServerMetrics
+        from draft_heads.inference.serving.prometheus import ServerMetrics
         from draft_heads.inference.serving.requests import ServerLimits
         from draft_heads.inference.serving.worker import Worker
     except ImportError as error:
@@ -69,7 +69,7 @@ def run() -> bool:
     key = api_key(options)
     check_free(options.host, options.port)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for name in ("httpx", "httpx2"):  # huggingface_hub's, by its version: a line a request
+    for name in ("httpx", "httpx2"):  # huggingface_hub's, by its version: a line per request
         logging.getLogger(name).setLevel(logging.WARNING)
     target = load_target(options)
     drafter = build_drafter(DrafterSpec.parse(options.drafter), target, options.max_nodes)
@@ -110,7 +110,7 @@ def api_key(options: argparse.Namespace) -> str | None:
 
 
 def check_free(host: str, port: int) -> None:
-    """ValueError for an address that cannot be listened on; told before the target is loaded."""
+    """ValueError for an address that cannot be listened on; raised before the target is loaded."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:

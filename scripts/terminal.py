@@ -38,7 +38,7 @@ def summary_table(report: dict[str, Any]) -> Table:
     """
     columns, settings = columns_of(report), report["settings"]
     title = (
-        f"{report['target']['path']}, at most {settings['max_new_tokens']} new tokens a turn"
+        f"{report['target']['path']}, at most {settings['max_new_tokens']} new tokens per turn"
         if report["target"]
         else f"{settings['answers']}, replayed"
     )

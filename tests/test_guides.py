@@ -48,6 +48,7 @@ ELSEWHERE = {
     "scripts/serve.py": "below, with its client",
     "scripts/checks/seeded_defects.py": "an hour; tests/scripts/test_seeded_defects.py",
     "scripts/checks/lossless_matrix.py": "tests/inference/test_lossless_matrix.py",
+    "python -m pytest": "the tests are running",
     "train/linear.py": "the reader of CONTRIBUTING writes it",
     "python scripts/evaluate.py --target data/tiny_target --drafters linear=": "the reader of CONTRIBUTING writes it",
     "python scripts/evaluate.py --target data/tiny_target --drafters repeat ": "the reader of CONTRIBUTING writes it",
@@ -196,3 +197,11 @@ def test_the_lines_that_pass_a_head_on(prepared, tmp_path, monkeypatch):
     exec(blocks_of("docs/serving.md")[1], {})
     files = ["README.md", "config.json", "model.safetensors", "provenance.json"]
     assert sent == [("me/my-head", files)] and sorted(path.name for path in Path("copy").iterdir()) == files
+
+
+def test_the_table_of_drafters_is_the_one_that_evaluate_prints():
+    status, printed = run_script("scripts/evaluate.py", "--list_drafters")
+    assert status == 0 and printed.startswith("| drafter | drafts |")
+    assert printed in (ROOT / "docs/decoding.md").read_text(encoding="utf-8"), (
+        "put what `python scripts/evaluate.py --list_drafters` prints into docs/decoding.md"
+    )

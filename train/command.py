@@ -7,8 +7,9 @@ import sys
 from draft_heads.configs.command_line import OptionParser, exit_status
 
 from draft_heads.configs.options import add_flags
-from draft_heads.heads.checkpoint import head_classes
-from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions
+from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.train.options import RunOptions, TrainingOptions
+from draft_heads.train.recipe import add_recipe_flags
 
 TRANSFORMERS_FLAGS = {
     "output_dir": "folder for checkpoints and logs, and for head/ at the end",
@@ -34,7 +35,7 @@ def answer_help(kind: str, arguments: list[str]) -> None:
     )
     data = parser.add_argument_group("what to train on")
     add_flags(data, RunOptions)
-    data.add_argument("--config", help=CONFIG_HELP)
+    add_recipe_flags(data)
     add_flags(parser.add_argument_group(f"the {kind} head"), head_classes(kind)[1])
     training = parser.add_argument_group("how long, and where to")
     for name, text in TRANSFORMERS_FLAGS.items():
@@ -48,14 +49,31 @@ def answer_help(kind: str, arguments: list[str]) -> None:
     sys.exit()
 
 
-def train(kind: str) -> None:
-    """The whole of an entry point: train a head of this kind as the command line says and export it to RUN/head."""
+def train_named_head() -> None:
+    """The entry point of all heads: `--head NAME`, then what the entry point of that head takes."""
+    parser = OptionParser(usage="%(prog)s --head NAME [flag …]", add_help=False, allow_abbrev=False)
+    parser.add_argument("--head", choices=sorted(HEADS), help="the head to train; with it, --help lists its flags")
+    known, arguments = parser.parse_known_args()
+    if known.head is None:
+        if {"-h", "--help", "--help_all"}.intersection(arguments):
+            parser.print_help()
+            sys.exit()
+        parser.error(f"--head must name the head to train, one of {', '.join(sorted(HEADS))}; got none")
+    train(known.head, arguments)
+
+
+def train(kind: str, arguments: list[str] | None = None) -> None:
+    """The whole of an entry point: train a head of this kind as the command line says and export it to RUN/head.
+
+    arguments: in place of those of the command line.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
 
     def run() -> None:
-        answer_help(kind, sys.argv[1:])
+        answer_help(kind, given)
         from draft_heads.train.run import train_head
         from draft_heads.train.training_arguments import parse_options
 
-        train_head(kind, *parse_options(head_classes(kind)[1]))
+        train_head(kind, *parse_options(head_classes(kind)[1], given))
 
     sys.exit(exit_status(run))

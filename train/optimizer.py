@@ -53,6 +53,14 @@ class Muon(Optimizer):
                 parameter.add_(orthogonalised(ahead), alpha=-group["lr"] * rms_of_adamw)
 
 
+def is_for_muon(name: str, parameter: Tensor, tables: tuple[str, ...]) -> bool:
+    """Muon updates 2-D weights that are not embeddings or vocabulary matrices.
+
+    tables: the endings of those matrices' names
+    """
+    return parameter.dim() == 2 and not name.endswith(tables)
+
+
 class MuonWithAdamW(Optimizer):
     """Muon for the parameters that are `matrices`, AdamW for the rest; state and groups are those of the two."""
 

@@ -14,21 +14,20 @@ from accelerate.utils import broadcast_object_list
 from draft_heads.data.common.files import LOCK, lock_folder, write_text
 from draft_heads.data.common.processes import TOKEN, Processes
 from draft_heads.heads.checkpoint import CONFIG
-from draft_heads.train.options import RunOptions
-from draft_heads.train.training_arguments import HeadTrainingArguments
-from draft_heads.train.wall_clock import (
-    complete_checkpoints,
-    damage,
-    incomplete_checkpoints,
+from draft_heads.train.checkpoints import (
+    delete_incomplete,
     is_checkpoint,
     newest_complete_checkpoint,
+    set_damaged_aside,
 )
+from draft_heads.train.options import RunOptions
+from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.zero_config import read_zero_config
 
-SETTINGS = "run.json"
-_OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; what a kill left of the first file
-_WRITTEN = _OWN | {SETTINGS, "head", "loss.png"}  # and folders of checkpoints
-# May differ between a run and its resumption: they change where and how often, not what is learned. Datasets are
+SETTINGS, RECIPE = "run.json", "recipe.yaml"
+_OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; a first file that a kill cut short
+_WRITTEN = _OWN | {SETTINGS, RECIPE, f".{RECIPE}.partial", "head", "loss.png"}  # and folders of checkpoints
+# May change when a run is resumed: where things lie and how often they happen, not what is learned. Datasets are
 # compared by their content.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
 _FREE |= {"save_total_limit", "output_dir", "dataset", "per_device_eval_batch_size", "eval_batch_size"}
@@ -36,55 +35,64 @@ _FREE |= {"dataloader_num_workers", "disable_tqdm", "run_name"}
 
 
 def check_folder(
-    args: HeadTrainingArguments, settings: dict[str, Any], usual: Mapping[str, Any] = MappingProxyType({})
+    args: HeadTrainingArguments, settings: dict[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
     """ValueError if --output_dir holds a finished run or one of other settings (it names --overwrite), or other files.
 
-    The first process looks, and all raise what it found. usual: defaults, for runs begun before an option existed.
+    The first process looks, and all raise what it found. defaults: of options, for runs begun before these existed.
 
     A run that ended before its first checkpoint, say for want of memory, may be begun again with other settings.
-    Nothing is written or deleted: that is `begin`'s, when everything else has been checked too.
+    Nothing is written or deleted: `begin` does that, when everything else has been checked too.
     """
     with _processes(args).first_alone() as first:
         if first:
-            _check_folder(args, settings, usual)
+            folder = Path(args.output_dir or "")
+            if (folder / LOCK).is_file():
+                lock_folder(folder, "--output_dir").close()  # refused now rather than when the target is loaded
+            _check_files(folder, args.overwrite)
+            if not args.overwrite:
+                _check_unfinished(folder)
+                _check_same_settings(folder, settings, defaults)
 
 
-def _check_folder(args: HeadTrainingArguments, settings: dict[str, Any], usual: Mapping[str, Any]) -> None:
-    folder = Path(args.output_dir or "")
-    begun = (folder / SETTINGS).is_file()
-    if (folder / LOCK).is_file():
-        lock_folder(folder, "--output_dir").close()  # refused now rather than when the target is loaded
-    finished = (folder / "head" / CONFIG).is_file()
-    if not begun and not finished and folder.exists():
-        names = [folder] if not folder.is_dir() else sorted(folder.iterdir())
-        others = [path.name for path in names if not _written(path)]
-        if not others and not args.overwrite:  # another program may call its checkpoints so
-            others = [path.name for path in names if path.name not in _OWN and not path.name.startswith(TOKEN)]
-        if others:
-            raise ValueError(
-                f"--output_dir {folder} must be a new folder or one of this program; it holds {', '.join(others[:3])}; "
-                "pick another folder"
-            )
-    if args.overwrite:
+def _check_files(folder: Path, overwrite: bool) -> None:
+    """ValueError if a folder that is no run's holds files of something else."""
+    if not folder.exists() or (folder / SETTINGS).is_file() or (folder / "head" / CONFIG).is_file():
         return
-    if finished:
+    names = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    others = [path.name for path in names if not _is_ours(path)]
+    if not others and not overwrite:  # another program may have checkpoints of the same name
+        others = [path.name for path in names if path.name not in _OWN and not path.name.startswith(TOKEN)]
+    if others:
+        raise ValueError(
+            f"--output_dir {folder} must be a new folder or one of this program; it holds {', '.join(others[:3])}; "
+            "pick another folder"
+        )
+
+
+def _check_unfinished(folder: Path) -> None:
+    if (folder / "head" / CONFIG).is_file():
         raise ValueError(
             f"--output_dir {folder} holds a finished run (its head is in {folder / 'head'}); pick another folder or "
             "add --overwrite to delete it"
         )
-    if begun and newest_complete_checkpoint(folder):
-        before = {**usual, **json.loads((folder / SETTINGS).read_text(encoding="utf-8"))}
-        keys = (settings.keys() & before.keys()) - _FREE  # older runs wrote some of these
-        changed = sorted(key for key in keys if settings[key] != before[key])
-        if "target" in changed and Path(settings["target"]).resolve() == Path(before["target"]).resolve():
-            changed.remove("target")
-        if changed:
-            differences = "; ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
-            raise ValueError(
-                f"--output_dir {folder} was begun with other settings ({differences}); repeat those, pick "
-                "another folder or add --overwrite to delete it"
-            )
+
+
+def _check_same_settings(folder: Path, settings: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """ValueError if there is a checkpoint to resume that was trained with other settings."""
+    if not (folder / SETTINGS).is_file() or not newest_complete_checkpoint(folder):
+        return
+    before = {**defaults, **json.loads((folder / SETTINGS).read_text(encoding="utf-8"))}
+    keys = (settings.keys() & before.keys()) - _FREE  # older runs wrote some of these
+    changed = sorted(key for key in keys if settings[key] != before[key])
+    if "target" in changed and Path(settings["target"]).resolve() == Path(before["target"]).resolve():
+        changed.remove("target")
+    if changed:
+        differences = "; ".join(f"{key} was {before.get(key)!r}, now {settings.get(key)!r}" for key in changed)
+        raise ValueError(
+            f"--output_dir {folder} was begun with other settings ({differences}); repeat those, pick "
+            "another folder or add --overwrite to delete it"
+        )
 
 
 def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path | None, TextIO | None]:
@@ -97,24 +105,29 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path |
     with processes.first_alone() as first:
         if first:
             lock = lock_folder(folder, "--output_dir")
-            for path in filter(_written, folder.iterdir()) if args.overwrite else ():
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                elif path.name != LOCK:
-                    path.unlink()
-            for cut_short in incomplete_checkpoints(folder):
-                print(f"{cut_short} was cut short by a kill; deleting it", flush=True)
-                shutil.rmtree(cut_short)
+            if args.overwrite:
+                _delete_run(folder)
+            delete_incomplete(folder)
             set_damaged_aside(folder)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            write_text(folder / RECIPE, args.recipe)
             resume = newest_complete_checkpoint(folder)
     processes.check_shared(folder, "--output_dir")
     chosen: Path | None = broadcast_object_list([resume])[0]
     return chosen, lock
 
 
-def _written(path: Path) -> bool:
-    """Whether a training run writes what is in its folder under this name; of `runs`, TensorBoard's files only."""
+def _delete_run(folder: Path) -> None:
+    """Delete what a training run writes, except the lock that this run holds."""
+    for path in filter(_is_ours, folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a training run writes a file or folder of this name; of `runs`, TensorBoard's files only."""
     if path.name == "runs":
         return all(x.is_dir() or x.name.startswith("events.out.tfevents") for x in path.rglob("*"))
     own = path.name in _WRITTEN or path.name.startswith(TOKEN)
@@ -123,25 +136,6 @@ def _written(path: Path) -> bool:
 
 def _processes(args: HeadTrainingArguments) -> Processes:
     return Processes(args.process_index, args.world_size)
-
-
-def set_damaged_aside(folder: Path) -> None:
-    """Rename the newest checkpoints, up to the first whose files are as they were written."""
-    for checkpoint in reversed(complete_checkpoints(folder)):
-        if (wrong := damage(checkpoint)) is None:
-            return
-        aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        checkpoint.rename(aside)
-        print(f"{checkpoint} is damaged: {wrong}; not resumed there, kept as {aside.name}", flush=True)
-
-
-def kept(folder: Path) -> str:
-    """What an interrupted run leaves, and how to go on with it."""
-    newest = newest_complete_checkpoint(folder)
-    if newest is None:
-        return "no checkpoint was written yet: the same command starts again (--save_steps N writes them more often)"
-    return f"the newest checkpoint is {newest}: the same command, without --overwrite, resumes there"
 
 
 def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArguments) -> dict[str, Any]:

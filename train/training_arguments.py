@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_type_hints
 
-from draft_heads.configs.command_line import OptionParser, read_config
+from draft_heads.configs.command_line import OptionParser
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from draft_heads.configs.options import add_flags, option_names
-from draft_heads.data.common.pretrained import load_config
 from draft_heads.heads.config import HeadConfig
 from draft_heads.train.inherited import NO_EFFECT, OF_HEADS, OF_RUNS, READ, check_effects, refused
 from draft_heads.train.length import settle_end
-from draft_heads.train.options import CONFIG_HELP, RunOptions, TrainingOptions, find_recipe, recipe_defaults
-from draft_heads.train.wall_clock import check_schedule
+from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo
+from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe
+from draft_heads.train.schedule import check_schedule
+from draft_heads.train.zero_config import check_build_locks, zero_config
 
 
 @dataclass
 class HeadTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore[misc]
     """What `DraftHeadTrainer` runs by."""
+
+    recipe: str = field(default="", init=False)  # YAML of what it was made from, kept in the run's folder
 
 
 class TrainerParser(OptionParser, HfArgumentParser):
@@ -41,58 +45,96 @@ def _offered() -> type:
     return make_dataclass("OfferedArguments", chosen)
 
 
+def options_parser(head_config: type[HeadConfig]) -> TrainerParser:
+    """The parser of every flag of a head's trainer."""
+    parser = TrainerParser((RunOptions, _offered()))  # type: ignore[arg-type]
+    add_flags(parser.add_argument_group(f"{head_config.kind} head"), head_config)
+    add_recipe_flags(parser)
+    return parser
+
+
 def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = None) -> tuple[Any, Any, Any]:
     """(RunOptions, head settings, HeadTrainingArguments) from the command line and a recipe.
 
-    Raises SystemExit with a sentence for anything invalid. Head settings are the fields that `head_config` adds to
-    `HeadConfig`; sizes come from the target and are not options. What ends a run on the command line (minutes, steps
-    or epochs) replaces what ends the recipe's.
+    Raises SystemExit with a sentence for anything invalid, and after --print_recipe. Head settings are the fields that
+    `head_config` adds to `HeadConfig`; sizes come from the target and are not options.
     """
-    parser = TrainerParser((RunOptions, _offered()))  # type: ignore[arg-type]
-    group = parser.add_argument_group(f"{head_config.kind} head")
-    add_flags(group, head_config)
-    parser.add_argument("--config", help=CONFIG_HELP)
+    parser = options_parser(head_config)
     try:
         unset = argparse.Namespace(**{action.dest: None for action in parser._actions if action.dest != "help"})
         known, unknown = parser.parse_known_args(arguments, unset)
         parser.refuse(unknown)
         given = {name: value for name, value in vars(known).items() if value is not None}
-        if not known.target and known.config:
-            known.target = read_config(find_recipe(head_config.kind, known.config)[0], parser).get("target")
-        if not known.target:
-            raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
-        load_config(known.target)  # a sentence, should there be none
-        defaults, taken, bundled = recipe_defaults(head_config.kind, known, parser)
-        settle_end(given, defaults, "" if bundled else f"--config {known.config}: ")
-        if known.per_device_train_batch_size is not None and known.tokens_per_batch is None:
-            defaults.pop("tokens_per_batch", None)  # batches of the rows asked for
-        if known.optim is not None and known.head_optimizer is None:
-            defaults.pop("head_optimizer", None)  # the optimizer asked for, in place of the recipe's Muon
+        recipe = choose_recipe(head_config.kind, given, parser)
+        defaults = defaults_beside(given, recipe)
+        if known.print_recipe:
+            print(f"{recipe.memory(defaults, given)}\n{recipe.text(defaults, given)}", end="")
+            parser.exit()
         parser.set_defaults(**defaults)
         run, offered, rest = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
         if not run.dataset:
             raise ValueError("--dataset must name a folder written by scripts/distill.py; got nothing")
         if not offered.output_dir:
             raise ValueError("--output_dir must name a folder for checkpoints and the head; got nothing")
+        check_training(offered)
+        start_processes(offered)
         training = HeadTrainingArguments(**vars(offered))
-        asked = set(given), set() if bundled else set(defaults)
-        check_effects(training, NO_EFFECT, *asked)
-        check_schedule(training)
-        check_effects(run, OF_RUNS, *asked)
-        if run.packing and training.tokens_per_batch:
-            raise ValueError(
-                "--packing would fill batches beyond --tokens_per_batch, whose rows are of similar length already; got "
-                f"--packing and --tokens_per_batch {training.tokens_per_batch}; drop the one, or set the other to 0"
-            )
         head = {name: getattr(rest, name) for name in option_names(head_config)}
-        config = head_config(**head)  # validated here, before anything is loaded
-        check_effects(config, OF_HEADS, *asked)
-        check_metric(training.metric_for_best_model, config.offsets, bool(run.simulate_rows))
+        check_together(run, head_config(**head), training, set(given), set() if recipe.bundled else set(defaults))
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+    training.recipe = recipe.text(defaults, given)
     if training.process_index == 0:
-        print(f"recipe: {taken}", flush=True)
+        print(f"recipe: {recipe.line}", flush=True)
     return run, head, training
+
+
+def start_processes(options: Any) -> None:
+    """Make DeepSpeed's processes ready, which `HeadTrainingArguments` connect: wait for builds of its operators, and on
+    CPUs start the process group, with gloo."""
+    if options.deepspeed is None:
+        return
+    check_build_locks()
+    if os.environ.get("RANK", "0") == "0":
+        for line in zero_config(options.deepspeed, options)[1]:
+            print(line, flush=True)
+    if needs_gloo(options.deepspeed):
+        from accelerate import PartialState
+
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
+
+
+def defaults_beside(given: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """The recipe's settings that stand beside the flags `given`.
+
+    What ends a run on the command line (minutes, steps or epochs) replaces what ends the recipe's; so do batches of
+    rows its batches of tokens, and another optimizer its Muon.
+    """
+    defaults = dict(recipe.settings)
+    settle_end(given, defaults, "" if recipe.bundled else f"--config {given['config']}: ")
+    if "per_device_train_batch_size" in given and "tokens_per_batch" not in given:
+        defaults.pop("tokens_per_batch", None)
+    if "optim" in given and "head_optimizer" not in given:
+        defaults.pop("head_optimizer", None)
+    return defaults
+
+
+def check_together(
+    run: RunOptions, head: HeadConfig, training: HeadTrainingArguments, given: set[str], written: set[str]
+) -> None:
+    """ValueError for options that do not go together; given, written: as `check_effects` has them."""
+    check_effects(training, NO_EFFECT, given, written)
+    check_schedule(training)
+    check_effects(run, OF_RUNS, given, written)
+    if run.packing and training.tokens_per_batch:
+        raise ValueError(
+            "--packing would fill batches beyond --tokens_per_batch, whose rows are of similar length already; got "
+            f"--packing and --tokens_per_batch {training.tokens_per_batch}; drop the one, or set the other to 0"
+        )
+    check_effects(head, OF_HEADS, given, written)
+    check_metric(training.metric_for_best_model, head.offsets, bool(run.simulate_rows))
 
 
 def check_metric(metric: str | None, offsets: int, simulated: bool) -> None:

@@ -31,7 +31,7 @@ _FULL_SIGNS += ("requested and",)  # numpy: "1026 requested and 109 written"
 
 @contextmanager
 def names_path(path: Path, remedy: Callable[[], str] = lambda: "free some, or name another disk") -> Iterator[None]:
-    """Inside, an error of a disk that is full becomes a ValueError that names the path and the remedy.
+    """In this context the error of a full disk becomes a ValueError that names the path and the remedy.
 
     Libraries wrap the system's error: torch in a RuntimeError, safetensors in its own, with or without its number;
     numpy drops it.
@@ -41,10 +41,10 @@ def names_path(path: Path, remedy: Callable[[], str] = lambda: "free some, or na
     except Exception as error:
         number = getattr(error, "errno", None)
         if number not in _FULL:
-            said = str(error)
-            if isinstance(error, ValueError) or not any(sign in said for sign in _FULL_SIGNS):
+            message = str(error)
+            if isinstance(error, ValueError) or not any(sign in message for sign in _FULL_SIGNS):
                 raise
-            number = next((known for known in _FULL if os.strerror(known) in said), errno.ENOSPC)
+            number = next((known for known in _FULL if os.strerror(known) in message), errno.ENOSPC)
         there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), Path("/"))
         what = _FULL[number].format(free=shutil.disk_usage(there).free / 2**20)
         raise ValueError(f"{path} could not be written: its disk {what}; {remedy()}") from error
@@ -52,7 +52,7 @@ def names_path(path: Path, remedy: Callable[[], str] = lambda: "free some, or na
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Inside, write the file whose path is given; it then replaces `path`, flushed to disk, with the umask's rights.
+    """Yields the path of a temporary file to write; it then replaces `path`, flushed to disk, with the umask's rights.
 
     ValueError names the path and the remedy if the disk is full; nothing of the new file is left after an error.
     """
@@ -85,7 +85,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
     """Replace a safetensors file atomically, as `write_text`; from any device and memory layout."""
-    from safetensors.torch import save_file  # needs torch, which whoever only reads text does not
+    from safetensors.torch import save_file  # imports torch, which reading text does not need
 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with replacing(path) as partial:
@@ -94,7 +94,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
 
 def checksum(path: Path) -> str:
     """xxh3 of a file, 16 hex digits."""
-    import xxhash  # comes with `datasets`; whoever only decodes needs neither
+    import xxhash  # comes with `datasets`; decoding needs neither
 
     digest = xxhash.xxh3_64()
     with path.open("rb") as file:
@@ -103,20 +103,20 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def lock_folder(folder: Path, flag: str) -> TextIO:
-    """ValueError while another run writes to the folder, which is made; the lock ends when what is returned is closed,
-    or with the process."""
+def lock_folder(folder: Path, option: str) -> TextIO:
+    """Make a folder and lock it until the returned file is closed or the process ends; ValueError, which names the
+    option that gave the folder, while another run holds the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{flag} must be a folder; a file is in the way of {folder}; name another folder") from None
+        raise ValueError(f"{option} must be a folder; a file is in the way of {folder}; name another folder") from None
     lock = (folder / LOCK).open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
         raise ValueError(
-            f"{flag} {folder} is being written by another run; wait for its end or pick another folder"
+            f"{option} {folder} is being written by another run; wait for its end or pick another folder"
         ) from None
     except OSError as error:
         logger.warning("%s cannot be locked (%s): a second run in it would not be noticed", folder, error.strerror)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -25,13 +26,13 @@ def load_config(source: str, what: str = "--target") -> Any:
     check_folder_or_hub_id(what, source)
     try:
         return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()).split(". ")[0]
         if Path(source).is_dir():
             raise ValueError(
                 f"{what} {source} is no model's folder: {reason}; give one with config.json, weights and tokenizer"
             ) from None
-        if isinstance(error, ValueError):
+        if not isinstance(error, OSError):
             raise ValueError(f"{what} {source} cannot be used: {reason}; name another model") from None
         raise ValueError(f"{what}: there is no folder {source}, and no such model from the hub: {reason}") from None
 

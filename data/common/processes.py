@@ -13,7 +13,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-TOKEN = ".shared-"  # how a file's name begins that tells whether processes see the same folder
+TOKEN = ".shared-"  # prefix of the file that shows whether all processes see the same folder
 _LONGEST_WAIT = timedelta(days=7)  # for a process whose share of the work takes longer
 
 
@@ -25,51 +25,51 @@ class Processes:
     count: int = 1
 
     @classmethod
-    def started(cls) -> Processes:
-        """As the launcher's environment says; processes can then wait for each other."""
+    def from_environment(cls) -> Processes:
+        """As the launcher's environment says; opens the process group, through which they wait for each other."""
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count > 1 and not dist.is_initialized():
             dist.init_process_group("gloo", timeout=_LONGEST_WAIT)
         return cls(int(os.environ.get("RANK", "0")), count) if count > 1 else cls()
 
     @classmethod
-    def running(cls) -> Processes:
-        """Those that can wait for each other already; alone where there are none."""
+    def current(cls) -> Processes:
+        """As the open process group says; `ALONE` without one."""
         return cls(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else cls()
 
-    def first_of(self, told: str | None) -> str | None:
-        """The first process's text that is not None, for all; every process must ask."""
-        found = [told] * self.count
+    def first_of(self, text: str | None) -> str | None:
+        """The text of the first process whose text is not None, on every process; all must call it."""
+        found = [text] * self.count
         if self.count > 1:
-            dist.all_gather_object(found, told)
+            dist.all_gather_object(found, text)
         return next((one for one in found if one is not None), None)
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Return when all processes have called it."""
         if self.count > 1:
             dist.barrier()
 
     @contextmanager
     def first_alone(self) -> Iterator[bool]:
-        """The first process (True) goes before the others; its ValueError is everyone's."""
+        """The first process (True) runs the block before the others; its ValueError is raised on all of them."""
         if self.rank == 0:
-            told: list[str | None] = [None]
+            failure: list[str | None] = [None]
             try:
                 yield True
             except (ValueError, OSError) as error:
-                told = [str(error)]
+                failure = [str(error)]
                 raise
             finally:
                 if self.count > 1:
-                    dist.broadcast_object_list(told, src=0)
+                    dist.broadcast_object_list(failure, src=0)
             return
-        told = [None]
-        dist.broadcast_object_list(told, src=0)
-        if told[0] is not None:
-            raise ValueError(told[0])
+        failure = [None]
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise ValueError(failure[0])
         yield False
 
-    def check_shared(self, folder: Path, flag: str) -> None:
+    def check_shared(self, folder: Path, option: str) -> None:
         """ValueError on every process unless all see a file that the first one has just written to the folder."""
         if self.count == 1:
             return
@@ -85,7 +85,7 @@ class Processes:
             written.unlink()
         if not all(seen):
             raise ValueError(
-                f"{flag} must be a folder that all nodes share; what the first process writes to {folder} is not on "
+                f"{option} must be a folder that all nodes share; what the first process writes to {folder} is not on "
                 "the disk of every node; name a shared folder"
             )
 

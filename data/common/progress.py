@@ -1,4 +1,4 @@
-"""How far long work is: a bar in a terminal, lines elsewhere (log files, pipes)."""
+"""Progress of long work: a bar in a terminal, lines elsewhere (log files, pipes)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from draft_heads.data.common.console import plain_console
 
 T = TypeVar("T")
-SECONDS = 30.0  # from line to line
+SECONDS = 30.0  # between lines
 FIRST = 10.0  # before the first line
-SURE = 4  # lines' time after which a speed is believed though less than 1 % is done: answers written together end late
+SURE = 4  # after the time of so many lines a speed is shown even below 1 %: answers written together end late
 
 
 class Update(Protocol):
-    """Shows that `done` of `of` parts are finished; `done` is 0, or smaller than before, where other work begins.
+    """Shows that `done` of `of` units are finished; `done` is 0, or smaller than before, where other work begins.
 
-    stage: what is being done; rate: a speed to show instead of parts per second
+    stage: what is being done; rate: a speed to show instead of units per second
     """
 
     def __call__(self, stage: str, done: float, of: float, rate: str = "") -> None: ...
@@ -30,9 +30,9 @@ class Update(Protocol):
 class ProgressLines:
     """Progress as lines: the first after ten seconds, then one every half minute, then the end.
 
-        distilling: answers: 128 of 2,000, 12.8 a second, about 2 min 26 s left
+        distilling: answers: 128 of 2,000, 12.8 per second, about 2 min 26 s left
 
-    Speed and time left are told once 1 % is done. Work of less than `every` seconds writes nothing.
+    Speed and time left are shown once 1 % is done. Work of less than `every` seconds writes nothing.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProgressLines:
         elif self._last is None or now - self._last >= self._every:
             line = f"{stage}: {_number(done)} of {_number(of)}"
             if made >= of / 100 or spent >= SURE * self._every:
-                rate = rate or (f"{made / spent:,.1f} a second" if made >= spent else f"{spent / made:,.1f} s each")
+                rate = rate or (f"{made / spent:,.1f} per second" if made >= spent else f"{spent / made:,.1f} s each")
                 line += f", {rate}, about {duration(left)} left"
             self._write(line)
             self._last = now

@@ -43,7 +43,7 @@ class AnswerServer:
         """repetition_penalty: that of the target's own generation settings"""
         self.url = base_url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"--base_url {base_url} is no http(s) URL; pass for example http://127.0.0.1:8000/v1")
+            raise ValueError(f"base_url {base_url} is no http(s) URL; pass for example http://127.0.0.1:8000/v1")
         self._end_token_ids = list(end_token_ids)
         self._vocab_size = vocab_size
         self._concurrency = concurrency
@@ -53,7 +53,7 @@ class AnswerServer:
         self._answered = time.monotonic()  # when the server last answered any request
         if model is None:
             if not (models := self._call("/models", None).get("data")):
-                raise ValueError(f"--base_url {self.url} serves no model; pass --model_name")
+                raise ValueError(f"base_url {self.url} serves no model; pass model_name")
             model = str(models[0]["id"])
         self.model = model
 
@@ -62,8 +62,8 @@ class AnswerServer:
     ) -> list[Answer]:
         """One greedy answer per prompt, in order; `limits` as in `data.labels.answers.answer_prompts`.
 
-        Ctrl-C and errors end it at once, whatever the server does: daemon threads, unlike an executor's, are not waited
-        for.
+        Ctrl-C and errors end it at once, whatever the server does, because nothing waits for daemon threads (an
+        executor would wait for its own).
         """
         jobs: SimpleQueue[tuple[int, list[int], int]] = SimpleQueue()
         done: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
@@ -94,28 +94,28 @@ class AnswerServer:
                 progress(1)
         finally:
             with suppress(Empty):
-                while True:  # nothing more is asked
+                while True:  # drop the requests that were not sent yet
                     jobs.get_nowait()
         return [answers[number] for number in range(len(prompts))]
 
     def _answer(self, prompt: list[int], limit: int) -> Answer:
-        asked = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
-        asked |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True, **self._penalties}
-        found = self._call("/completions", asked)
-        choice = found["choices"][0] if found.get("choices") else {}
+        body = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}
+        body |= {"stop_token_ids": self._end_token_ids, "return_token_ids": True, **self._penalties}
+        response = self._call("/completions", body)
+        choice = response["choices"][0] if response.get("choices") else {}
         tokens = choice.get("token_ids")
         if not isinstance(tokens, list):
             raise ValueError(
-                f"--base_url {self.url} returns text but no token ids (asked with return_token_ids); re-encoded text "
+                f"base_url {self.url} returns text but no token ids (asked with return_token_ids); re-encoded text "
                 "need not be what the target generated: use a server that returns them, as vLLM and scripts/serve.py "
-                "do, or --engine local"
+                "do, or engine local"
             )
         if not all(type(token) is int and 0 <= token < self._vocab_size for token in tokens):
             raise ValueError(
-                f"--base_url {self.url} returns tokens that the target has not (of {self._vocab_size}: "
-                f"{tokens[:8]} …); serve the model that --target names"
+                f"base_url {self.url} returns tokens that the target has not (of {self._vocab_size}: "
+                f"{tokens[:8]} …); serve the model that is the target"
             )
-        # the answer ends there, whatever a server that does not know these tokens writes behind
+        # a server that does not know these tokens may write on after them
         tokens = tokens[: next((i for i, token in enumerate(tokens, 1) if token in self._end_token_ids), None)]
         if self._cut_loops and (end := loop_start(tokens)) is not None and end < len(tokens):
             return Answer(tokens[:end], "loop")
@@ -124,8 +124,8 @@ class AnswerServer:
         reason = choice.get("finish_reason")
         if reason != "length":
             raise ValueError(
-                f"--base_url {self.url} ended an answer ({reason}) with tokens {tokens[-3:]}, none of the end-of-turn "
-                f"tokens {self._end_token_ids}; serve the model that --target names, with its own tokenizer"
+                f"base_url {self.url} ended an answer ({reason}) with tokens {tokens[-3:]}, none of the end-of-turn "
+                f"tokens {self._end_token_ids}; serve the model that is the target, with its own tokenizer"
             )
         return Answer(tokens, "limit")
 
@@ -158,6 +158,6 @@ class AnswerServer:
             time.sleep(_PAUSES[min(repeated, len(_PAUSES) - 1)])
             repeated += 1
         raise ValueError(
-            f"--base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
+            f"base_url {url} cannot be used ({' '.join(fault.split())}); is the server running, and the URL right? "
             "The same command goes on where this one ended"
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from draft_heads.data.generation_config import own_processors, processed
+from draft_heads.data.generation_config import own_processors, process_logits
 from draft_heads.data.labels.labeller import Labeller, checked_ids
 from draft_heads.data.labels.loops import LoopDetector
 
@@ -53,7 +53,7 @@ def answer_prompts(
     ends = set(target.end_token_ids)
 
     def write(index: int, token: int) -> bool:
-        """Append a token to an answer; whether it goes on."""
+        """Append a token to an answer; True if the answer goes on."""
         answer, detector = answers[index], detectors[index]
         answer.tokens.append(token)
         if token in ends:
@@ -93,7 +93,7 @@ class _Batch:
         self.free = list(range(slots))
         self._tokens = torch.zeros(slots, dtype=torch.long, device=target.device)
         self._lengths: dict[int, int] = {}  # answer → tokens in the cache
-        # answers whose logits are changed by their text → what changes them, and the text with its newest token
+        # answer → the processors that change its logits, and its text with the newest token
         self._processed: dict[int, tuple[LogitsProcessorList, list[int]]] = {}
 
     def read(self, prompt: list[int], processors: LogitsProcessorList | None) -> int:
@@ -133,16 +133,16 @@ class _Batch:
         for index in ended:
             self._processed.pop(index, None)
         if shrink and self.running and 4 * len(self.free) >= len(self._tokens):
-            kept = torch.tensor(list(self.running.values()), device=self.target.device)
-            self.cache.select_sequences(kept)
-            self._tokens = self._tokens[kept]
+            slots = torch.tensor(list(self.running.values()), device=self.target.device)
+            self.cache.select_sequences(slots)
+            self._tokens = self._tokens[slots]
             self.running = {index: slot for slot, index in enumerate(self.running)}
             self.free = []
         if self.free:
-            self.cache.lengths[self.free] = 0  # free slots grow by one row a step, and shall not reach the end
+            self.cache.lengths[self.free] = 0  # free slots grow by one row per step and must not reach the end
 
 
 def _choice(processors: LogitsProcessorList, text: list[int], logits: Tensor) -> int:
     """The best token after a text, of logits `[V]` that processors change."""
     ids = torch.tensor([text], device=logits.device)
-    return int(processed(processors, ids, logits[None]).argmax(-1))
+    return int(process_logits(processors, ids, logits[None]).argmax(-1))

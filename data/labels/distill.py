@@ -33,11 +33,11 @@ import datasets
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.configs.options import dtype_name, memory_explained
+from draft_heads.configs.options import dtype_name, explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.generation_config import processor_settings, shown
+from draft_heads.data.generation_config import processor_settings, settings_text
 from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Answerer, Distiller
@@ -75,7 +75,7 @@ def distill(
     """
     distiller = Distiller(target, options, server_answerer(target, options))
     loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
-    processes = Processes.started()
+    processes = Processes.from_environment()
     with processes.first_alone() as first:
         folder = ShardFolder.open(output, _header(distiller, loaded), overwrite) if first else None
         if folder is not None:
@@ -87,25 +87,25 @@ def distill(
                 tokens = distiller.count_tokens(rest)
                 print(check_disk(tokens, options.labels == "argmax", width, distiller.hidden_dtype, output))
             folder.begin()
-    processes.check_shared(Path(output), "--output")
-    folder = folder or ShardFolder.joined(output)
+    processes.check_shared(Path(output), "output")
+    folder = folder or ShardFolder.join(output)
     starts = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
-    # what is counted: answers to generate, or conversations to label; of this process's shards
-    sizes = [[distiller.units(record) for record in _shard(loaded, start, options)] for start in starts]
+    # units of this process's shards: answers to generate, or conversations to label
+    sizes = [[distiller.count_units(record) for record in _shard(loaded, start, options)] for start in starts]
     total, done = sum(map(sum, sizes)), 0
     show_progress = show_progress and processes.rank == 0
-    kept = folder.kept if processes.rank == 0 else lambda: ""  # the first process collects
+    resume_hint = folder.resume_hint if processes.rank == 0 else lambda: ""  # the first process collects
 
-    def lower() -> str:
-        return f"lower --batch_size, or use a smaller --dtype or --device auto; {kept()}".removesuffix("; ")
+    def remedy() -> str:
+        return f"lower batch_size, or use a smaller dtype or device auto; {resume_hint()}".removesuffix("; ")
 
-    explained = memory_explained("distillation", lower)
-    with explained, on_interrupt(kept), progress_bar(first="distilling", show=show_progress) as show:
+    out_of_memory = explain_out_of_memory("distillation", remedy)
+    with out_of_memory, on_interrupt(resume_hint), progress_bar(first="distilling", show=show_progress) as show:
 
         def advance(units: int) -> None:
             nonlocal done
             done += units
-            show(distiller.counted, done, total)
+            show(distiller.unit, done, total)
 
         distiller.advance = advance
         for number, start in enumerate(starts):
@@ -139,7 +139,7 @@ def _check_rows(folder: ShardFolder, max_length: int) -> None:
     if left_out and not folder.manifest["counts"]["rows"]:
         raise ValueError(
             f"no row is left: all {len(left_out)} are left out, the first, {left_out[0]['place']}, because "
-            f"{left_out[0]['reason']}; choose a --max_length above {max_length} or other rows, and add --overwrite"
+            f"{left_out[0]['reason']}; choose a max_length above {max_length} or other rows, and set overwrite"
         )
 
 
@@ -151,11 +151,11 @@ def _shard(loaded: Conversations, start: int, options: DistillOptions) -> datase
 def select_conversations(source: str, options: DistillOptions) -> Conversations:
     """The conversations `options` ask for: repeated questions left out (`generate`), shuffled, limited.
 
-    No row after the last of --limit is read, unless rows are shuffled first.
+    No row after the last of `options.limit` is read, unless rows are shuffled first.
     """
     if options.split != "train" and Path(source).is_file():
         raise ValueError(
-            f"--split names a part of a dataset, and --dataset {source} is a file; got {options.split!r}; drop it"
+            f"split names a split of a dataset, and {source} is a file; got {options.split!r}; leave it out"
         )
     shuffled, generate = options.shuffle_seed is not None, options.labels == "generate"
     first = None if shuffled else options.limit
@@ -180,7 +180,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
         "loops": sum(row.finish == "loop" for row in kept),
     }
 
-    def counted() -> Iterator[dict[str, Any]]:
+    def count_agreement() -> Iterator[dict[str, Any]]:
         for record in distiller.label(kept):
             counts["agreeing_tokens"] += sum(
                 m and x == y for m, x, y in zip(record["assistant_mask"], record["input_ids"], record["greedy_ids"])
@@ -202,7 +202,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
         "cut": [row.id for row in kept if row.cut],
     }
     states = 0 if distiller.hidden_dtype is None else 1 + bool(distiller.options.target_layers)
-    folder.write(counted(), entry, counts, STATE_COLUMNS[:states])
+    folder.write(count_agreement(), entry, counts, STATE_COLUMNS[:states])
 
 
 def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
 
 
 def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | None:
-    """The server that answers with `--engine openai`; None when the target itself answers.
+    """The server that answers with `engine="openai"`; None when the target itself answers.
 
     ValueError for a target whose own generation settings change its answers in a way that no server can be asked for.
     """
@@ -251,12 +251,18 @@ def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | Non
     penalty = own.pop("repetition_penalty", 1.0)
     if further := {name: own[name] for name in own.keys() - {"renormalize_logits", "remove_invalid_values"}}:
         raise ValueError(
-            f"--engine openai asks a server for no generation settings but repetition_penalty; {target.name} has "
-            f"{shown(further)} in its generation_config.json; use --engine local, or take them out of a copy"
+            f"engine openai asks a server for no generation settings but repetition_penalty; {target.name} has "
+            f"{settings_text(further)} in its generation_config.json; use engine local, or take them out of a copy"
         )
     ends, vocab_size = target.end_token_ids, target.vocab_size
     server = AnswerServer(
-        options.base_url, ends, vocab_size, options.model_name, options.concurrency, options.cut_loops, penalty
+        options.base_url,
+        end_token_ids=ends,
+        vocab_size=vocab_size,
+        model=options.model_name,
+        concurrency=options.concurrency,
+        cut_loops=options.cut_loops,
+        repetition_penalty=penalty,
     )
     return server.answers
 
@@ -270,11 +276,11 @@ def preview(target: Labeller, loaded: Conversations, count: int, options: Distil
         if row.skipped is not None:
             console.print(f"skipped: {row.skipped}")
             continue
-        console.print(marked(target.tokenizer, row.ids, row.mask), soft_wrap=True)
+        console.print(mark_trained(target.tokenizer, row.ids, row.mask), soft_wrap=True)
     console.print(Text.assemble(("⟦trained tokens⟧", _TRAINED)))
 
 
-def marked(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
+def mark_trained(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
     """The text of `ids`, special tokens shown, runs of `mask` between ⟦ ⟧ and in colour where there is one."""
     text = Text()
     start = 0

@@ -12,7 +12,7 @@ import torch
 from draft_heads.configs.options import DTYPES
 from draft_heads.data.labels.answers import Answer, answer_prompts
 from draft_heads.data.labels.distill_options import DistillOptions
-from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, hidden_bytes, stored_as
+from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
 from draft_heads.data.labels.labeller import Labeller, checked_ids
 from draft_heads.data.text.chat_text import ControlTokenError
 from draft_heads.data.text.conversations import Conversation, conversation_of
@@ -24,7 +24,7 @@ Answerer = Callable[[list[list[int]], list[int], Callable[[int], None]], list[An
 
 @dataclass
 class Row:
-    """A conversation in progress; `pending` are the user turns that are still to be answered."""
+    """A conversation in progress; `pending` are the indices of the user turns without an answer yet."""
 
     number: int
     place: str
@@ -56,7 +56,7 @@ class Distiller:
         self.max_length = options.max_length or min(2048, target.max_positions)
         if self.max_length > target.max_positions:
             raise ValueError(
-                f"--max_length {self.max_length} exceeds the target's {target.max_positions} positions; lower it or "
+                f"max_length {self.max_length} exceeds the target's {target.max_positions} positions; lower it or "
                 "pick another target"
             )
         self.target = target
@@ -71,12 +71,12 @@ class Distiller:
                 target, prompts, limits, options.batch_size, options.cut_loops, progress
             )
         )
-        self.counted = "answers" if options.labels == "generate" else "conversations"
-        self.advance: Callable[[int], None] = lambda units: None  # called with the number of new units of `counted`
+        self.unit = "answers" if options.labels == "generate" else "conversations"
+        self.advance: Callable[[int], None] = lambda units: None  # called with the number of new units
 
-    def units(self, record: dict[str, Any]) -> int:
-        """How many units a conversation has that is answered to its end."""
-        return sum(turn["role"] == "user" for turn in record["messages"]) if self.counted == "answers" else 1
+    def count_units(self, record: dict[str, Any]) -> int:
+        """The units of work, named by `unit`, of a conversation that is answered to its end."""
+        return sum(turn["role"] == "user" for turn in record["messages"]) if self.unit == "answers" else 1
 
     def rows(self, conversations: datasets.Dataset, first: int = 0) -> list[Row]:
         """Rendered or generated rows, skipped ones included, not yet labelled; numbered from `first`.
@@ -116,11 +116,11 @@ class Distiller:
                 record |= dict(input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
                 if dtype is not None:
                     columns = zip(STATE_COLUMNS[: 1 + bool(layers)], states)
-                    kept = {name: stored_as(x, dtype, row.id) for name, x in columns if x is not None}
-                    yield record | {name: hidden_bytes(x) for name, x in kept.items()}
+                    stored = {name: cast_for_storage(x, dtype, row.id) for name, x in columns if x is not None}
+                    yield record | {name: hidden_bytes(x) for name, x in stored.items()}
                 else:
                     labelled[i] = record
-            self.advance(len(batch) if self.counted == "conversations" else 0)
+            self.advance(len(batch) if self.unit == "conversations" else 0)
         for i in sorted(labelled):
             yield labelled[i]
 
@@ -171,7 +171,7 @@ class Distiller:
         return row
 
     def _sound_turns(self, row: Row) -> Messages:
-        """The row's messages; with --skip_bad_rows those before one that holds a control token, if they are enough.
+        """The row's messages; with `skip_bad_rows` those before one that holds a control token, if they are enough.
 
         Recorded answers that the target writes anew are not read.
         """
@@ -189,7 +189,7 @@ class Distiller:
     def _reject(self, row: Row, error: ConversationError) -> None:
         if not self.options.skip_bad_rows:
             raise ConversationError(
-                f"{row.place} (id {row.id}): {error}; or pass --skip_bad_rows to leave such rows out and list them"
+                f"{row.place} (id {row.id}): {error}; or set skip_bad_rows to leave such rows out and list them"
             ) from None
         row.pending, row.mask, row.skipped = [], [], str(error)
 
@@ -236,10 +236,10 @@ class Distiller:
         return ended
 
     def _kept_tokens(self, row: Row, messages: Messages, text: str) -> list[int] | None:
-        """The row's own tokens with the next prompt behind them; None where its `text` rewrites what was there."""
+        """The row's own tokens followed by the next prompt; None where `text`, that prompt, rewrites what was there."""
         answer, complete = row.answer
-        behind = text[len(row.text) :].lstrip()
-        if not row.ids or not complete or not text.startswith(row.text) or not behind.startswith(answer):
+        added = text[len(row.text) :].lstrip()
+        if not row.ids or not complete or not text.startswith(row.text) or not added.startswith(answer):
             return None
         more = self.renderer.next_turn(messages, row.extra)
         return row.ids + (more[1:] if more[:1] == row.ids[-1:] else more)  # one token ends a turn and begins the next

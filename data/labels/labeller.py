@@ -52,7 +52,7 @@ class Labeller(Protocol):
         """How many tokens fit, prompt and answer together."""
 
     def refresh(self) -> None:
-        """Notice what happened to the model's weights since the last answer."""
+        """Update what was derived from the model's weights if they have changed since the last answer."""
 
     def new_cache(self, capacity: int, batch: int = 1) -> Any:
         """A cache with room for `capacity` tokens of each of `batch` sequences."""
@@ -61,7 +61,7 @@ class Labeller(Protocol):
         """Read a prompt `[n]` into a cache of one sequence; `logits [V]` of what follows."""
 
     def forward_tree(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: Any) -> Any:
-        """`logits [B, R, V]` behind rows of tokens `[B, R]` that are written behind the cached texts."""
+        """Append rows of tokens `[B, R]` to the cached texts; `logits [B, R, V]` of what follows each."""
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies it (`data.fingerprint`)."""

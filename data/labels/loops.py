@@ -2,7 +2,7 @@
 
 A text loops where it ends with `copies` consecutive copies of one block of 1…`max_period` tokens that together are
 at least `min_tokens` long (short blocks therefore need more copies). Drafters predict looping text too well, so it can
-be kept out of training (`--cut_loops`) and of measurements (`--stop_at_loops`).
+be kept out of training (`cut_loops`) and of measurements (`stop_at_loops`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class DistilledDataset:
 
     @property
     def content(self) -> str:
-        """Another one where another row is in it: a digest of the shards' checksums."""
+        """Digest of the shards' checksums; changes if any row changes."""
         sums = " ".join(str(shard.get("xxh3")) for shard in self.manifest["shards"])
         return hashlib.sha256(sums.encode()).hexdigest()[:16]
 
@@ -69,26 +69,26 @@ class ShardFolder:
         self._lock: TextIO | None = None  # held while this process may write
 
     @classmethod
-    def joined(cls, output: str) -> ShardFolder:
-        """A folder that another process has begun."""
+    def join(cls, output: str) -> ShardFolder:
+        """Write to a folder that another process has begun."""
         return cls(Path(output), _read_manifest(Path(output)))
 
     @classmethod
     def open(cls, output: str, header: dict[str, Any], overwrite: bool) -> ShardFolder:
-        """Start an output, or continue one of the same command; ValueError naming --overwrite for anything else.
+        """Start an output, or continue one of the same command; ValueError for anything else.
 
         `header` holds the manifest's `_HEADER` fields; two commands are the same when all of them are equal.
         """
         folder = Path(output)
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--output {output} is a file; pass a folder")
+            raise ValueError(f"output {output} is a file; pass a folder")
         goes_on = (folder / MANIFEST).exists() and not overwrite
         there = folder.iterdir() if folder.exists() and not goes_on else ()
         if foreign := sorted(path.name for path in there if not _is_own_file(path)):
-            raise ValueError(f"--output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
+            raise ValueError(f"output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
         opened = cls(folder, fresh)
-        opened._lock = lock_folder(folder, "--output")
+        opened._lock = lock_folder(folder, "output")
         if not goes_on:
             return opened
         opened.manifest = _read_manifest(folder)
@@ -97,8 +97,8 @@ class ShardFolder:
             opened.manifest = fresh
         if different := _differences(opened.manifest, header):
             raise ValueError(
-                f"--output {output} holds another distillation: {'; '.join(different)}; pass --overwrite to "
-                "replace it, or another --output"
+                f"output {output} holds another distillation: {'; '.join(different)}; set overwrite to "
+                "replace it, or pass another output"
             )
         damaged = {shard["file"]: wrong for shard in opened.manifest["shards"] if (wrong := _damage(folder, shard))}
         if damaged:
@@ -106,7 +106,7 @@ class ShardFolder:
             shards = [shard for shard in opened.manifest["shards"] if shard["file"] not in damaged]
             opened.manifest |= {"shards": shards, "complete": False}
         if opened.manifest["complete"]:
-            raise ValueError(f"--output {output} is already complete; pass --overwrite to make it again")
+            raise ValueError(f"output {output} is already complete; set overwrite to make it again")
         return opened
 
     def begin(self) -> None:
@@ -176,8 +176,8 @@ class ShardFolder:
             for path in entries:
                 path.unlink()
 
-    def kept(self) -> str:
-        """What an interrupted run leaves, and how to go on with it."""
+    def resume_hint(self) -> str:
+        """What an interrupted run has finished, and how to resume it."""
         self.collect()
         done = sum(shard["source_rows"] for shard in self.manifest["shards"])
         if not done:
@@ -212,14 +212,14 @@ def load_distilled(path: str) -> DistilledDataset:
     """
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"{path} has no {MANIFEST}; pass the --output folder of scripts/distill.py")
+        raise ValueError(f"{path} has no {MANIFEST}; pass the output folder of scripts/distill.py")
     manifest = _read_manifest(folder)
     if not manifest["complete"]:
         done = len(manifest["shards"])
         raise ValueError(
             f"{path} is not complete ({done} shards written); run the same scripts/distill.py command again"
         )
-    processes, damage = Processes.running(), None
+    processes, damage = Processes.current(), None
     for number, shard in enumerate(manifest["shards"]):  # each process reads its share
         if wrong := _damage(folder, shard, read=number % processes.count == processes.rank):
             damage = f"{folder / shard['file']} {wrong}"
@@ -261,11 +261,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); make the folder again with --overwrite") from None
+        raise ValueError(f"{path} is damaged ({error}); make the folder again with overwrite") from None
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path} has format version {version}, this program reads {FORMAT_VERSION}; make it again with --overwrite"
+            f"{path} has format version {version}, this program reads {FORMAT_VERSION}; make it again with overwrite"
         )
     return manifest
 

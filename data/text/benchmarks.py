@@ -20,7 +20,7 @@ from draft_heads.data.text.conversations import turns_of, with_system
 from draft_heads.data.text.final_number import gsm8k_answer
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
 from draft_heads.data.text.rendering import ConversationError, Messages
-from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, present
+from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
 
 __all__ = ["BenchmarkError", "Question", "gsm8k_answer", "load_benchmark"]
 
@@ -60,7 +60,7 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
                 raise BenchmarkError(str(record))
             if not isinstance(record, dict):
                 raise BenchmarkError(f"a row is an object, received {_describe(record)}")
-            record = present(record)
+            record = without_none(record)
             reader = reader or _reader_of(record)
             question = reader(record, row)
             if not isinstance(question.question_id, int | str):
@@ -110,8 +110,8 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
         reference = "\n\n".join(map(str, reference)) or None
     reference = None if reference is None else str(reference)
     used = {"question_id", "prompt_id", "reference", "turns" if "turns" in record else "prompt"}
-    beside = _beside(record, turns, used)
-    return Question(question_id, record.get("category"), list(turns), reference, **beside)
+    rest = _system_and_extra(record, turns, used)
+    return Question(question_id, record.get("category"), list(turns), reference, **rest)
 
 
 def _gsm8k(record: dict[str, Any], row: int) -> Question:
@@ -121,14 +121,14 @@ def _gsm8k(record: dict[str, Any], row: int) -> Question:
             "the answer of a GSM8K problem ends with its number, as in '#### 42', by which answers are scored; this "
             f'one ends with {answer[-40:]!r}; add the number, or write {{"turns": ["…"]}}, which is not scored'
         )
-    beside = _beside(record, [question], {"question", "answer"})
-    return Question(record.get("question_id", row), record.get("category"), [question], answer, numeric=True, **beside)
+    rest = _system_and_extra(record, [question], {"question", "answer"})
+    return Question(record.get("question_id", row), record.get("category"), [question], answer, numeric=True, **rest)
 
 
 def _humaneval(record: dict[str, Any], row: int) -> Question:
     task_id, prompt = _text(record, "task_id"), _text(record, "prompt")
-    beside = _beside(record, [prompt], {"prompt", "canonical_solution", "entry_point", "test"})
-    return Question(task_id, None, [prompt], record.get("canonical_solution"), **beside)
+    rest = _system_and_extra(record, [prompt], {"prompt", "canonical_solution", "entry_point", "test"})
+    return Question(task_id, None, [prompt], record.get("canonical_solution"), **rest)
 
 
 def _conversation(record: dict[str, Any], row: int) -> Question:
@@ -153,17 +153,17 @@ def _conversation(record: dict[str, Any], row: int) -> Question:
             raise BenchmarkError(f"{unknown[0]}; take it out")
         if role in ("system", "user"):
             messages.append(message)
-    beside = _beside(record, turns, {key, *TURN_LISTS})
-    messages = with_system(messages, beside["system"])
+    rest = _system_and_extra(record, turns, {key, *TURN_LISTS})
+    messages = with_system(messages, rest["system"])
     texts = [message["content"] for message in messages if message["role"] == "user"]
     if not texts:
         raise BenchmarkError("the user's turns are non-empty texts, received none")
-    beside["system"] = messages[0]["content"] if messages[0]["role"] == "system" else None
+    rest["system"] = messages[0]["content"] if messages[0]["role"] == "system" else None
     row_id = record.get("id")
-    return Question(f"row-{row + 1}" if row_id is None else row_id, record.get("category"), texts, **beside)
+    return Question(f"row-{row + 1}" if row_id is None else row_id, record.get("category"), texts, **rest)
 
 
-def _beside(record: dict[str, Any], turns: Sequence[Any], used: Collection[str]) -> dict[str, Any]:
+def _system_and_extra(record: dict[str, Any], turns: Sequence[Any], used: Collection[str]) -> dict[str, Any]:
     """The fields `system` and `extra` of a question, of what its row has beside the keys that are `used`."""
     further = further_of_row(record, turns, used)
     if further.unknown:

@@ -21,26 +21,26 @@ def read_chat_template(name_or_path: str) -> str:
     path = bundled.get(name_or_path, Path(name_or_path))
     if not path.is_file():
         raise ValueError(
-            f"--chat_template {name_or_path} is neither a file nor a bundled template; pass a .jinja file or one of "
+            f"chat_template {name_or_path} is neither a file nor a bundled template; pass a .jinja file or one of "
             f"{', '.join(bundled)}"
         )
     try:
         template = path.read_text(encoding="utf-8-sig")  # without the mark that some editors put in front
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"--chat_template {name_or_path} is a text in UTF-8; this file has other bytes at {error.start}; save it "
+            f"chat_template {name_or_path} is a text in UTF-8; this file has other bytes at {error.start}; save it "
             "as UTF-8"
         ) from None
     if not template.strip():
         raise ValueError(
-            f"--chat_template {name_or_path} is empty; pass a file with a chat template, or leave the option out for "
+            f"chat_template {name_or_path} is empty; pass a file with a chat template, or leave it out for "
             "the tokenizer's own"
         )
     return template
 
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder or behind a hub id; `chat_template` (a name or a file) replaces its own."""
+    """The tokenizer of a folder or hub id; `chat_template` (a name or a file) replaces its own."""
     template = None if chat_template is None else read_chat_template(chat_template)
     tokenizer = AutoTokenizer.from_pretrained(path)
     if template is not None:

@@ -62,7 +62,7 @@ class ChatText:
         """end_token_ids: the target's, where it has others than the tokenizer's EOS."""
         if not tokenizer.chat_template:
             raise ValueError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass --chat_template with "
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template; pass as chat_template "
                 "the one the target was trained on: a .jinja file, or the name of a bundled one (vicuna, llama-2)"
             )
         if not tokenizer.is_fast:
@@ -82,7 +82,7 @@ class ChatText:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path!r} is no Jinja template (line {error.lineno}: {error}); "
-                "mend it, or pass another --chat_template"
+                "mend it, or pass another chat_template"
             ) from None
         except _TEMPLATE_ERRORS:
             pass  # it may refuse this sample
@@ -91,7 +91,7 @@ class ChatText:
             self._parts = roles_of_parts(self.text)
         except ValueError as error:
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path!r} cannot be used: {error}; pass --chat_template"
+                f"the chat template of {tokenizer.name_or_path!r} cannot be used: {error}; pass another chat_template"
             ) from None
         self.probe = TemplateProbe(self.text, self._encode, frozenset(self._special), self._marks)
         self._rules_shown: set[str] = set()  # the roles that end conversations in which a system text is shown
@@ -133,9 +133,9 @@ class ChatText:
 
         answers: read the assistant's texts too; the target's own may hold what it has generated
         """
-        said = [(number, f"turn {number} ({m.get('role')})", m) for number, m in enumerate(messages)]
-        said += [(0, repr(name), {name: value}) for name, value in (extra or {}).items()]
-        for number, where, mapping in said:
+        holders = [(number, f"turn {number} ({m.get('role')})", m) for number, m in enumerate(messages)]
+        holders += [(0, repr(name), {name: value}) for name, value in (extra or {}).items()]
+        for number, where, mapping in holders:
             role = mapping.get("role")
             if role == "assistant" and not answers:
                 continue
@@ -154,7 +154,7 @@ class ChatText:
         if key := unread_key(template, self.text, messages, extra):
             raise ConversationError(
                 f"the chat template of {self.tokenizer.name_or_path!r} does not read {key}, which the conversation "
-                "has; take it out, or pass --chat_template with a template that reads it"
+                "has; take it out, or pass a chat_template that reads it"
             )
 
     @cached_property
@@ -190,14 +190,14 @@ class ChatText:
         return dict(extra)
 
     def _check_shown(self, text: str, messages: Messages, extra: Extra, add_generation_prompt: bool) -> None:
-        """ConversationError where `text`, the rendering of `messages`, leaves out what someone said.
+        """ConversationError where `text`, the rendering of `messages`, leaves out the text of a message.
 
         Answers that are to be trained on are looked for when they are located.
         """
         for number, message in enumerate(messages):
             content, role = message.get("content"), message["role"]
-            said = role in ("system", "user") or (role == "assistant" and add_generation_prompt)
-            if not said or not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
+            must_show = role in ("system", "user") or (role == "assistant" and add_generation_prompt)
+            if not must_show or not isinstance(content, str) or not content.strip() or message.get("tool_calls"):
                 continue
             ending = messages[-1]["role"]  # on which it may depend whether a system text is shown
             if content.strip() in text and (role != "system" or ending in self._rules_shown):
@@ -208,7 +208,7 @@ class ChatText:
                 raise ConversationError(
                     f"the chat template leaves out the {role}'s text of a conversation that ends with the {ending}'s "
                     f"turn: {content[:40]!r} (turn {number}); leave it out or put it into another turn, or pass a "
-                    "--chat_template that renders it"
+                    "chat_template that renders it"
                 )
             if role == "system":
                 self._rules_shown.add(ending)

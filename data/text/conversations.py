@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
 from draft_heads.data.text.rendering import ConversationError, Messages
-from draft_heads.data.text.row_keys import TOOL_CALLS, TURN_LISTS, TURN_TEXTS, further_of_row, message_of, present
+from draft_heads.data.text.row_keys import TOOL_CALLS, TURN_LISTS, TURN_TEXTS, further_of_row, message_of, without_none
 
 if TYPE_CHECKING:  # decoding and benchmarks need no `datasets`
     import datasets
@@ -102,7 +102,7 @@ def read_conversations(
         row_id, conversation, faults = _sound_part(place, record, generate)
         if faults and not skip_bad_rows:
             raise ConversationError(
-                f"{source}, {faults[0]}; repair the row, or pass --skip_bad_rows to keep the sound turns of such rows "
+                f"{source}, {faults[0]}; repair the row, or set skip_bad_rows to keep the sound turns of such rows "
                 "and list what is left out"
             )
         found.bad_rows += faults
@@ -125,11 +125,11 @@ def read_conversations(
         bad = found.bad_rows
         reason = f"all {len(bad)} rows are bad, the first: {bad[0]}" if bad else "no rows"
         raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")
-    found.dataset = _stored(ids, places, conversations)
+    found.dataset = _to_dataset(ids, places, conversations)
     return found
 
 
-def _stored(ids: list[str], places: list[str], conversations: list[Conversation]) -> datasets.Dataset:
+def _to_dataset(ids: list[str], places: list[str], conversations: list[Conversation]) -> datasets.Dataset:
     """Rows with the keys that occur as columns; what is no text is JSON, which Arrow neither fills up nor converts."""
     import datasets
 
@@ -153,7 +153,7 @@ def _stored(ids: list[str], places: list[str], conversations: list[Conversation]
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:
     """The conversation of a row that `read_conversations` stored."""
-    messages = [present(turn) for turn in row["messages"]]
+    messages = [without_none(turn) for turn in row["messages"]]
     for turn in messages:
         if TOOL_CALLS in turn:
             turn[TOOL_CALLS] = json.loads(turn[TOOL_CALLS])
@@ -184,7 +184,7 @@ def turns_of(record: Any) -> tuple[list[Any], str]:
     """(turns, the key of the row that holds them); ConversationError for a record that has no turns, or two lists."""
     if not isinstance(record, dict):
         raise ConversationError(f"a row is an object, received {type(record).__name__}")
-    row = present(record)
+    row = without_none(record)
     lists = [key for key in TURN_LISTS if key in row]
     # an empty list is a column of the other form
     found = [key for key in lists if row[key] != []] or [key for key in ("prompt",) if key in row] or lists[:1]
@@ -225,10 +225,10 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
     except ConversationError as error:
         reason, _, detail = str(error).partition(": ")
         return "", Conversation([], {}), [BadRow(place, reason, detail)]
-    if lacking := _lacking(messages, generate):
+    if missing := _missing_part(messages, generate):
         messages = []
         if not faults:
-            faults[lacking] = ""
+            faults[missing] = ""
     row_id = record.get("id")
     name = f"row-{place.split()[1]}" if row_id is None else _encodable(str(row_id))
     found = [BadRow(place, *fault, len(messages)) for fault in (faults | unknown).items()]
@@ -289,8 +289,8 @@ def with_system(messages: Messages, system: str | None) -> Messages:
     return messages
 
 
-def _lacking(messages: Messages, generate: bool) -> str | None:
-    """What a conversation lacks to be trained on."""
+def _missing_part(messages: Messages, generate: bool) -> str | None:
+    """What a conversation lacks to be trained on; None for nothing."""
     if not messages:
         return "the conversation is empty"
     answers = [turn for turn in messages if turn["role"] == "assistant"]

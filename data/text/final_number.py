@@ -32,14 +32,14 @@ def gsm8k_answer(text: str) -> Decimal | None:
     "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "#### 3 + 4 = 7" → 7; "#### 3 + 4" → 7; "She pays $-3." → -3.
     """
     text = text.replace("{,}", ",")  # LaTeX's thousands
-    marked = [number for part in text.split("####")[1:] if (number := _marked(part)) is not None]
+    marked = [number for part in text.split("####")[1:] if (number := _number_after_mark(part)) is not None]
     if marked:
         return marked[-1]
     numbers = _NUMBER.findall(text)
     return _decimal(numbers[-1]) if numbers else None
 
 
-def _marked(text: str) -> Decimal | None:
+def _number_after_mark(text: str) -> Decimal | None:
     """The number that the text after a `####` begins with; None for words, and for a heading such as `2. Total`."""
     lead = _LEAD.match(text)
     line, *_ = text[lead.end() if lead else 0 :].split("\n", 1)

@@ -97,7 +97,7 @@ def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         except json.JSONDecodeError as error:
             raise MalformedJson(
                 f"{path}, row {row}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON "
-                "array cannot be read past this point: repair it, or write one row a line (JSONL)"
+                "array cannot be read past this point: repair it, or write one row per line (JSONL)"
             ) from None
         except (ValueError, RecursionError) as error:
             raise MalformedJson(f"{path}, row {row}: JSON that cannot be read: {error}; repair the row") from None
@@ -143,7 +143,7 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
             raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(loaded)}")
         loaded = loaded[split]
     elif split not in (None, "train"):  # train: what distillation asks for by default
-        raise ValueError(f"{source} is a saved dataset without splits; got --split {split}; leave it out")
+        raise ValueError(f"{source} is a saved dataset without splits; got split {split}; leave it out")
     for row, record in enumerate(loaded, start=1):
         yield f"row {row}" + (f" of split {split}" if split else ""), _without_fillers(record)
 

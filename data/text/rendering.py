@@ -8,7 +8,7 @@ end-of-turn token included and nothing after it. Example, ChatML:
 
 Every assistant turn is located by rendering the conversation again with a placeholder in its place: the text before and
 after the placeholder is the template's, and the rest of the real rendering is the turn. It starts where the generation
-prompt ends, or behind what the template puts there before each answer (`<|channel|>final<|message|>`). It ends with the
+prompt ends, or after what the template puts there before each answer (`<|channel|>final<|message|>`). It ends with the
 first token that follows it and ends an answer: an end token of the target, or the special token with which the template
 closes answers. A token that ends no answer, as the next role's, is not trained, and neither is anything between. A
 `{% generation %}` block chooses among the turns, and leaves out a part of one where it encloses less; what else it
@@ -87,7 +87,7 @@ def end_token_ids(
 
 
 def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffold: Sequence[int]) -> list[int]:
-    """The tokens of an answer that later turns have: without end tokens at the end, and from behind the scaffold.
+    """The tokens of an answer that later turns have: without end tokens at the end, and after the scaffold.
 
     scaffold: what the template puts before an answer (`TemplateProbe.scaffold`). An answer that begins as it does is in
     several channels (gpt-oss); what it says follows the scaffold. Example, scaffold 7 8 and end 2: 7 5 4 7 8 6 2 → 6;
@@ -104,7 +104,7 @@ def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffol
 
 
 def scaffold_of(tokenizer: PreTrainedTokenizerBase | None, end_token_ids: Collection[int]) -> tuple[int, ...]:
-    """`TemplateProbe.scaffold`; () without a chat template, and for one that cannot be used, of which a line tells."""
+    """`TemplateProbe.scaffold`; () without a chat template, and for one that cannot be used, which is logged."""
     if tokenizer is None or not tokenizer.chat_template:
         return ()
     try:
@@ -140,7 +140,7 @@ class ChatRenderer(ChatText):
         self._check_shown(text, messages, extra, add_generation_prompt=False)
         self.check_read(messages, extra)
         whole = _Rendering(messages, extra, text, *self._encode(text))
-        marked = self._marked(whole) if self.has_generation_block else None
+        marked = self._block_mask(whole) if self.has_generation_block else None
         mask = [False] * len(whole.ids)
         for number, message in enumerate(messages):
             if message["role"] == "assistant" and message.get("trained") is not False:
@@ -188,7 +188,7 @@ class ChatRenderer(ChatText):
     def _token_span(self, whole: _Rendering, number: int, marked: list[bool] | None) -> tuple[int, int]:
         """[first, last) token to train of the assistant's turn `number`."""
         text, ids, offsets = whole.text, whole.ids, whole.offsets
-        turn = self._located(whole, number) or self._marked_turn(whole, number, marked)
+        turn = self._locate(whole, number) or self._turn_of_block(whole, number, marked)
         begins = (end > turn.start and (start >= turn.start or not turn.aligned) for start, end in offsets)
         first = next((i for i, found in enumerate(begins) if found), len(ids))
         last = first
@@ -205,9 +205,9 @@ class ChatRenderer(ChatText):
             stop = _end_between(last, self._own_end(whole, number, turn), ids, offsets, self.ends)
         if marked is None:
             return first, stop or last
-        return _marked_part(turn, first, stop or last, text, offsets, marked)
+        return _part_in_block(turn, first, stop or last, text, offsets, marked)
 
-    def _located(self, whole: _Rendering, number: int) -> _Turn | None:
+    def _locate(self, whole: _Rendering, number: int) -> _Turn | None:
         """Characters of the assistant's turn `number`; None where the rendering does not show where it is."""
         messages, extra, text = whole.messages, whole.extra, whole.text
         message, history, rest = messages[number], messages[:number], messages[number + 1 :]
@@ -233,7 +233,7 @@ class ChatRenderer(ChatText):
                 start, aligned = len(prompt), True
         elif text.startswith(prompt):  # the template moves thoughts out of the content; the target writes them too
             start, aligned = len(prompt), True
-        else:  # the same, behind a prompt that begins the thought in another way
+        else:  # the same, after a prompt that begins the thought in another way
             start, aligned = len(_common_prefix(text, prompt)), False
             if start < len(_common_prefix(self.text(history, extra=extra), prompt)):
                 return None
@@ -254,7 +254,7 @@ class ChatRenderer(ChatText):
 
     # ---- {% generation %} blocks ---------------------------------------------------------------------------
 
-    def _marked(self, whole: _Rendering) -> list[bool]:
+    def _block_mask(self, whole: _Rendering) -> list[bool]:
         """The tokens [L] that the template's blocks enclose."""
         messages, arguments = self._for_template(whole.messages), self._arguments(whole.extra)
         encoded: Any = self.tokenizer.apply_chat_template(
@@ -264,7 +264,7 @@ class ChatRenderer(ChatText):
             raise ConversationError("the chat template renders differently each time; it must not use the clock")
         return [bool(m) for m in encoded["assistant_masks"]]
 
-    def _marked_turn(self, whole: _Rendering, number: int, marked: list[bool] | None) -> _Turn:
+    def _turn_of_block(self, whole: _Rendering, number: int, marked: list[bool] | None) -> _Turn:
         """Characters of a turn that only its block shows; ConversationError without one."""
         prompt = self.text(whole.messages[:number], add_generation_prompt=True, extra=whole.extra)
         if marked is None or not whole.text.startswith(prompt):
@@ -278,7 +278,7 @@ class ChatRenderer(ChatText):
         return _Turn(len(prompt), True, whole.offsets[max(first, last - 1)][1])
 
 
-def _marked_part(
+def _part_in_block(
     turn: _Turn, first: int, last: int, text: str, offsets: list[tuple[int, int]], marked: list[bool]
 ) -> tuple[int, int]:
     """Of the tokens [first, last) of a turn those from the first to the last that a block encloses.

@@ -95,8 +95,8 @@ class Further(NamedTuple):
     unknown: list[str]  # why keys are not used, a sentence each
 
 
-def present(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not None: Arrow fills the keys that a row or a turn lacks with None."""
+def without_none(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping without the keys that are None: Arrow fills in those that a row or a turn lacks."""
     return {key: value for key, value in mapping.items() if value is not None}
 
 
@@ -108,7 +108,7 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
     extra: dict[str, Any] = {}
     systems: dict[str, str] = {}
     unknown = []
-    for key, value in present(row).items():
+    for key, value in without_none(row).items():
         if key in used or value in ("", [], {}):
             continue
         if key in SYSTEM:
@@ -143,7 +143,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
     """
     if not isinstance(turn, Mapping):
         raise ConversationError(f"a turn is an object, received {type(turn).__name__}")
-    rest, unknown = present(turn), list[str]()
+    rest, unknown = without_none(turn), list[str]()
     roles, texts = ([key for key in keys if key in rest] for keys in (ROLE_KEYS, TEXT_KEYS))
     for found in (roles, texts):
         if len(found) > 1:
@@ -203,7 +203,7 @@ def text_of(content: Any) -> str:
         raise ConversationError(f"the text of a turn is a string, received {type(content).__name__}")
     texts = []
     for part in content:
-        part = present(part) if isinstance(part, Mapping) else part
+        part = without_none(part) if isinstance(part, Mapping) else part
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
             raise ConversationError(f"the parts of a turn are texts, received {kind}")
@@ -243,12 +243,12 @@ def _text_or_none(turn: Any) -> str | None:
 def _arguments(key: str, value: Any) -> dict[str, Any]:
     """A template's further arguments that a row's key stands for; none for an empty list."""
     if key in (*LISTS, "chat_template_kwargs"):
-        value = _parsed(key, value)
+        value = _parse_json(key, value)
     if key == "chat_template_kwargs":
         if not isinstance(value, dict):
             raise ConversationError(f"{key!r} is an object, received {type(value).__name__}")
         found: dict[str, Any] = {}
-        for name, one in present(value).items():
+        for name, one in without_none(value).items():
             if one in ("", [], {}):
                 continue
             if name in ("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt"):
@@ -269,23 +269,23 @@ def _arguments(key: str, value: Any) -> dict[str, Any]:
 
 def _tool_calls(value: Any) -> list[dict[str, Any]]:
     """The calls of a turn, their arguments as objects: OpenAI's API writes JSON there, chat templates read objects."""
-    calls = _parsed(TOOL_CALLS, value)
+    calls = _parse_json(TOOL_CALLS, value)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ConversationError(f"{TOOL_CALLS!r} is a list of objects, received {type(calls).__name__}")
     found = []
     for call in calls:
-        call = present(call)
+        call = without_none(call)
         name, inner = ("function", call.get("function")) if "function" in call else (None, call)
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise ConversationError(f"each of {TOOL_CALLS!r} has the name of a function, received {call!r:.60}")
-        inner = present(inner)
+        inner = without_none(inner)
         if isinstance(inner.get("arguments"), str):
-            inner["arguments"] = _parsed("arguments", inner["arguments"] or "{}")
+            inner["arguments"] = _parse_json("arguments", inner["arguments"] or "{}")
         found.append({**call, name: inner} if name else inner)
     return found
 
 
-def _parsed(key: str, value: Any) -> Any:
+def _parse_json(key: str, value: Any) -> Any:
     """A value that may be written as JSON."""
     if not isinstance(value, str):
         return value

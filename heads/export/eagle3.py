@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_heads.heads.base import Rows, TargetView
 from draft_heads.heads.checkpoint import misfits
 from draft_heads.heads.draft_vocab import check_draft_vocab
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -203,20 +202,3 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
         raise ValueError(f"its tensors do not fit: {'; '.join(problems)}; copy the folder again")
     head.load_state_dict(state)
     return head.eval()
-
-
-def drafted(head: Eagle3Head) -> Tensor:
-    """See `formats.DRAFTED`."""
-    config, random = head.config, torch.Generator().manual_seed(0)
-    length, known = 64, 16  # one length for all heads: behind the last anchor, each pass has a token to read
-    embedding = torch.nn.Embedding(known, config.hidden_size)
-    embedding.weight.data.normal_(generator=random)
-    ids = torch.randint(known, (1, length), generator=random)
-    states = torch.randn(1, length, config.hidden_size * (1 + len(config.target_layers)), generator=random)
-    rows = Rows.of(
-        states[..., : config.hidden_size],
-        ids,
-        aux_hidden=states[..., config.hidden_size :] if config.target_layers else None,
-    )
-    lent = TargetView(embedding, torch.empty(0, config.hidden_size))
-    return head.next_log_probs(head.train_states(rows, torch.arange(3)[None], lent)[0]).transpose(0, 1)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draft_heads.data.common.files import write_tensors, write_text
-from draft_heads.heads.base import DraftHead
+from draft_heads.heads.base import DraftHead, Rows, TargetView
 from draft_heads.heads.checkpoint import malformed, read_json
 from draft_heads.heads.export import eagle3, speculators, tgi_medusa, vllm_medusa
 
@@ -28,6 +28,7 @@ class Format:
 
     kind     of the heads it can hold
     engines  which read it
+    stated   the settings that its config.json states
     weights  the name of its file of tensors
     write    (head, the target's transformers config, its name) → config.json and tensors; ValueError says what it
              cannot hold
@@ -36,29 +37,31 @@ class Format:
 
     kind: str
     engines: str
+    stated: tuple[str, ...]
     weights: str
     write: Callable[[Any, Any, str], tuple[dict[str, Any], dict[str, Tensor]]]
     read: Callable[[dict[str, Any], dict[str, Tensor]], DraftHead]
 
 
+_MEDUSA = ("heads", "layers", "hidden_size", "vocab_size", "classes")
+_EAGLE = (
+    *("target_layers", "hidden_size", "intermediate_size", "vocab_size", "classes", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
+)
 FORMATS = {
-    "vllm-medusa": Format("medusa", "vLLM", "model.safetensors", vllm_medusa.write, vllm_medusa.read),
-    "tgi-medusa": Format(
-        "medusa", "TGI, FasterDecoding's Medusa", "medusa_lm_head.safetensors", tgi_medusa.write, tgi_medusa.read
-    ),
-    "eagle3": Format("eagle3", "vLLM, SGLang, llama.cpp's converter", "model.safetensors", eagle3.write, eagle3.read),
-    "speculators": Format("eagle3", "vLLM", "model.safetensors", speculators.write, speculators.read),
+    name: Format(kind, engines, stated, weights, module.write, module.read)
+    for name, kind, engines, stated, weights, module in (
+        ("vllm-medusa", "medusa", "vLLM", _MEDUSA, "model.safetensors", vllm_medusa),
+        ("tgi-medusa", "medusa", "TGI, FasterDecoding's Medusa", _MEDUSA, "medusa_lm_head.safetensors", tgi_medusa),
+        ("eagle3", "eagle3", "vLLM, SGLang, llama.cpp's converter", _EAGLE, "model.safetensors", eagle3),
+        ("speculators", "eagle3", "vLLM", _EAGLE, "model.safetensors", speculators),
+    )
 }
-STATED = {
-    "medusa": ("heads", "layers", "hidden_size", "vocab_size", "classes"),
-    "eagle3": (
-        *("target_layers", "hidden_size", "intermediate_size", "vocab_size", "classes", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
-    ),
-}
-"""Kind → the settings that its formats state."""
-DRAFTED: dict[str, Callable[[Any], Tensor]] = {"medusa": vllm_medusa.drafted, "eagle3": eagle3.drafted}
-"""Kind → a function from a head to the log-probabilities [offsets, …, D] of its drafts from fixed random states."""
+
+
+def formats_of(kind: str) -> dict[str, Format]:
+    """The formats that hold heads of a kind, by name."""
+    return {name: found for name, found in FORMATS.items() if found.kind == kind}
 
 
 def check_kind(head: DraftHead, name: str) -> None:
@@ -66,7 +69,7 @@ def check_kind(head: DraftHead, name: str) -> None:
     kind, wanted = head.config.kind, FORMATS[name].kind
     if kind == wanted:
         return
-    fitting = [other for other, found in FORMATS.items() if found.kind == kind]
+    fitting = formats_of(kind)
     instead = (
         f"--format {' or '.join(fitting)}"
         if fitting
@@ -139,8 +142,22 @@ def read_tensors(folder: Path, expected: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def differences(head: DraftHead, back: DraftHead) -> list[str]:
-    """Tensors and settings in which a head that was read back is not the one that was written.
+def drafts(head: DraftHead) -> Tensor:
+    """[N, offsets, D], the log-probabilities of a head's drafts from fixed random states."""
+    config, random = head.config, torch.Generator().manual_seed(0)
+    length, known = 64, 16  # one length for all heads: after the last anchor, each offset has a token to read
+    embedding = torch.nn.Embedding(known, config.hidden_size)
+    embedding.weight.data.normal_(generator=random)
+    ids = torch.randint(known, (1, length), generator=random)
+    states = torch.randn(1, length, config.hidden_size * (1 + len(config.target_layers)), generator=random)
+    hidden, aux_hidden = states.split([config.hidden_size, states.shape[-1] - config.hidden_size], dim=-1)
+    rows = Rows.of(hidden, ids, aux_hidden=aux_hidden if config.target_layers else None)
+    lent = TargetView(embedding, torch.empty(0, config.hidden_size))
+    return head.offset_log_probs(rows, torch.arange(4)[None], lent)
+
+
+def differences(head: DraftHead, back: DraftHead, name: str) -> list[str]:
+    """Tensors and settings in which a head that was read back from a format is not the one that was written.
 
     "log-probabilities": its drafts from random states differ, at the offsets that both heads have.
     """
@@ -151,8 +168,8 @@ def differences(head: DraftHead, back: DraftHead) -> list[str]:
         for key in sorted(ours.keys() & theirs.keys())
         if ours[key].shape != theirs[key].shape or not torch.equal(ours[key], theirs[key].to(ours[key]))
     ]
-    found += [key for key in STATED[head.config.kind] if getattr(head.config, key) != getattr(back.config, key)]
-    here, there = (DRAFTED[head.config.kind](one) for one in (head, back))
-    offsets = min(len(here), len(there))
-    same = here.shape[1:] == there.shape[1:] and torch.allclose(here[:offsets], there[:offsets], atol=1e-5)
+    found += [key for key in FORMATS[name].stated if getattr(head.config, key) != getattr(back.config, key)]
+    here, there = drafts(head), drafts(back)
+    offsets = min(here.shape[1], there.shape[1])
+    same = len(here[0, 0]) == len(there[0, 0]) and torch.allclose(here[:, :offsets], there[:, :offsets], atol=1e-5)
     return found if same else [*found, "log-probabilities"]

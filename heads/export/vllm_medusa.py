@@ -120,9 +120,3 @@ def assembled(
         raise ValueError(f"its tensors do not fit: {'; '.join(problems)}; copy the folder again")
     head.load_state_dict(state)
     return head.eval()
-
-
-def drafted(head: MedusaHead) -> Tensor:
-    """See `formats.DRAFTED`."""
-    states = torch.randn(4, head.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    return head.draft_log_probs(states).transpose(0, 1)

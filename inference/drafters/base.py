@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from draft_heads.configs.options import check_whole
 from draft_heads.heads.base import DraftHead
+from draft_heads.inference.drafters.options import DrafterOptions
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
@@ -45,8 +47,9 @@ class Drafter(ABC):
     Class attributes declare a drafter's name, options and properties:
 
     kind           its name on the command line
-    options        command-line options with their defaults, which also give the options' types
-    tuned_options  options that `tuned=FILE` reads from a file written by the script `tuned_by`, with their types
+    title          what it drafts, for tables
+    loads          the path that it needs, as a table writes it (`kind=PATH`); "" where it loads nothing
+    options_type   the dataclass of its options
     text_only      it reads nothing but the text, so recorded answers can be replayed through it
     on_device      neither `observe` nor `propose` copies a value to the host: they may be compiled, captured, run ahead
     reads_choices  `observe` reads the target's choices at nodes off the accepted path
@@ -58,6 +61,7 @@ class Drafter(ABC):
 
     An instance may override those that depend on its options. It also has
 
+    options     an object of `options_type`
     max_nodes   upper bound of a proposal's nodes
     max_depth   upper bound of a proposal's depth
     vocabulary  it proposes token ids below this one only; 0: none but those of the text and the target's choices
@@ -65,9 +69,9 @@ class Drafter(ABC):
     """
 
     kind: ClassVar[str] = ""
-    options: ClassVar[dict[str, Any]] = {}
-    tuned_options: ClassVar[dict[str, type]] = {}
-    tuned_by: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    loads: ClassVar[str] = ""
+    options_type: ClassVar[type[DrafterOptions]] = DrafterOptions
     text_only: ClassVar[bool] = False
 
     on_device: bool = True
@@ -76,6 +80,7 @@ class Drafter(ABC):
     proposes_levels: bool = False
     carries_over: bool = False
     sources: tuple[str, ...] = ("draft",)
+    options: DrafterOptions = DrafterOptions()
     max_nodes: int
     max_depth: int
     vocabulary: int = 0
@@ -87,8 +92,7 @@ class Drafter(ABC):
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> Drafter:
-        """Build from a path ("" for none) and all options; by default a drafter that loads nothing."""
-        refuse_path(cls.kind, path)
+        """Build from a path ("" where `loads` is) and all options; by default a drafter that loads nothing."""
         make: Any = cls
         drafter: Drafter = make(build.target.device, **options)
         return drafter
@@ -122,6 +126,10 @@ class Drafter(ABC):
     def propose(self) -> DraftTree:
         """Draft continuations of the base token."""
 
+    def settings(self) -> dict[str, Any]:
+        """Every option with its value, for reports."""
+        return asdict(self.options)
+
     def findings(self) -> dict[str, Any]:
         """The drafter's own statistics so far, for reports; nothing by default."""
         return {}
@@ -131,6 +139,7 @@ class VanillaDrafter(Drafter):
     """No drafts: with the empty tree, the engine runs the plain decoding loop, the baseline of all other drafters."""
 
     kind = "vanilla"
+    title = "nothing: the plain loop"
     text_only = True
     max_nodes = 0
     max_depth = 0
@@ -160,15 +169,9 @@ def tempered(log_probs: Tensor, temperature: float) -> Tensor:
     return log_probs if temperature == 1 else (log_probs / temperature).log_softmax(-1)
 
 
-def refuse_path(kind: str, path: str) -> None:
-    """ValueError for a path given to a drafter that loads nothing."""
-    if path:
-        raise ValueError(f"{kind} loads nothing; got the path {path!r}; write {kind} alone, options after commas")
-
-
 def check_max_nodes(max_nodes: int) -> int:
     """The node budget; ValueError for one that is no whole number above 0."""
-    check_whole("--max_nodes", max_nodes, least=1)
+    check_whole("max_nodes", max_nodes, least=1, remedy="32 is usual")
     return max_nodes
 
 

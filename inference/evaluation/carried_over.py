@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.evaluation.parts import TurnRecord
+from draft_heads.inference.evaluation.decoded import TurnRecord
 
 
 def carried_over(
     drafters: Mapping[str, Sequence[Drafter]], records: Sequence[TurnRecord], runs: int = 1
 ) -> dict[str, dict[str, Any]]:
-    """For each of these drafters among `drafters`, name → how often it began with nothing, and what came twice.
+    """Name → how often a drafter that carries something over began with nothing, and which turns came twice.
 
-    drafters         name → the drafters alike that answered in each run
+    drafters         name → its copies that answered in each run
     runs             of the program that the answers come from: one for each process, and for each resume of it
     returns          {"runs", "drafters_per_run", "repeated_turns": {benchmark: turns whose prompt and answer had come
                      before}}
@@ -40,7 +40,7 @@ def carried_over(
 
 def notes(carried: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A sentence or two for each drafter in `carried_over`."""
-    told = []
+    sentences = []
     for name, facts in carried.items():
         runs, alike = facts["runs"], facts["drafters_per_run"]
         split = f"{runs} runs or processes, {alike} sequences at a time"
@@ -51,5 +51,5 @@ def notes(carried: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if again := {benchmark: count for benchmark, count in facts["repeated_turns"].items() if count}:
             counts = ", ".join(f"{benchmark} {count}" for benchmark, count in again.items())
             note += f" Turns that had been asked and answered before, whose β is that of a known text: {counts}."
-        told.append(note)
-    return told
+        sentences.append(note)
+    return sentences

@@ -2,7 +2,8 @@
 
 All drafters run in one process, on the same prompts, after a discarded warm-up; they take turns question by question in
 changing order, so that a machine that slows down slows them all. Every drafter has its own conversation: the second
-turn's prompt contains its own first answer. Several processes share the questions (`decode`), one judges (`judged`).
+turn's prompt contains its own first answer. Several processes share the questions (`decode`), one judges
+(`judge_decoded`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ from draft_heads.data.text.benchmarks import Question
 from draft_heads.data.text.rendering import Extra, Messages
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.evaluation.carried_over import carried_over
+from draft_heads.inference.evaluation.decoded import (
+    DecodedGroup,
+    DecodedGroups,
+    Group,
+    TurnRecord,
+    add_findings,
+    subtract_counts,
+    total_findings,
+)
 from draft_heads.inference.evaluation.lossless import Oracle, judge
-from draft_heads.inference.evaluation.parts import Group, Part, Parts, TurnRecord, merged, merged_findings, since
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
@@ -64,6 +73,7 @@ class Evaluation:
 
     sources   drafter → the names of its draft sources, which `Generation.sources` indexes
     findings  drafter → its own statistics (`Drafter.findings`), where it has any
+    options   drafter → every option with its value (`Drafter.settings`)
     kinds     drafter → its kind, whatever its name; those of its parts, joined by +, for a hybrid
     carried_over  see `evaluation.carried_over`
     lossy     the drafters whose drafts were accepted by a rule that is not lossless
@@ -75,6 +85,7 @@ class Evaluation:
     noise: float | None = None
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     carried_over: dict[str, dict[str, Any]] = field(default_factory=dict)
     lossy: frozenset[str] = frozenset()
@@ -94,12 +105,12 @@ def decode(
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
     render: Render,
-    parts: Parts,
+    store: DecodedGroups,
     progress: Progress = lambda stage, done, of: None,
     group_size: int = 1,
     processes: Processes = ALONE,
 ) -> None:
-    """This process's share of the groups that `parts` lacks: every engine's turns, then the oracle's answers.
+    """This process's share of the groups that `store` lacks: every engine's turns, then the oracle's answers.
 
     `engines` must contain `vanilla`, the baseline of gamma; `transformers` (`HFGenerate`) is an optional second one.
     `group_size`: questions that one drafter answers before the next takes its turn; above 1 for batched engines.
@@ -108,7 +119,7 @@ def decode(
         raise ValueError(f"an evaluation needs the drafter 'vanilla' to compare with; got {list(engines)}; add it")
     named = {benchmark.name: benchmark for benchmark in benchmarks}
     groups = groups_of(benchmarks, group_size)[processes.rank :: processes.count]
-    missing = [group for group in groups if parts.get(group) is None]
+    missing = [group for group in groups if store.get(group) is None]
     if missing:
         warm_up(engines.values(), oracle.settings, benchmarks, render)
     drafters = drafters_of(engines)
@@ -125,43 +136,43 @@ def decode(
                 progress(f"{group.benchmark}: {name}", number * len(engines) + position, total)
                 for answered in answer_questions(name, engines[name], oracle, benchmark, questions, render):
                     records += answered
-            parts.put(group, Part(run, records, since(findings_of(drafters), before)))
+            store.put(group, DecodedGroup(run, records, subtract_counts(findings_of(drafters), before)))
     finally:
         gc.unfreeze()
     progress("decoded", total, total)
     for number, group in enumerate(groups):
         progress("checking against generate", number, len(groups))
-        part = parts.get(group)
-        assert part is not None
-        if part.expected is None:
-            prompts = dict.fromkeys(record.prompt for record in part.records)
-            parts.put(group, replace(part, expected={prompt: oracle.answer(prompt) for prompt in prompts}))
+        decoded = store.get(group)
+        assert decoded is not None
+        if decoded.expected is None:
+            prompts = dict.fromkeys(record.prompt for record in decoded.records)
+            store.put(group, replace(decoded, expected={prompt: oracle.answer(prompt) for prompt in prompts}))
     progress("checking against generate", len(groups), len(groups))
 
 
-def judged(
+def judge_decoded(
     engines: Mapping[str, AnyEngine],
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
-    parts: Parts,
+    store: DecodedGroups,
     group_size: int = 1,
 ) -> Evaluation:
-    """All parts together, every turn judged against the oracle's answer; ValueError if a group is missing."""
+    """All groups together, every turn judged against the oracle's answer; ValueError if a group is missing."""
     found = []
     for group in groups_of(benchmarks, group_size):
-        part = parts.get(group)
-        if part is None or part.expected is None:
+        decoded = store.get(group)
+        if decoded is None or decoded.expected is None:
             raise ValueError(f"the questions of {group} are missing; a process ended early: run the same command again")
-        oracle.know(part.expected)
-        found.append(part)
-    records = [record for part in found for record in part.records]
+        oracle.add_answers(decoded.expected)
+        found.append(decoded)
+    records = [record for decoded in found for record in decoded.records]
     turns = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
     drafters = drafters_of(engines)
-    carried = carried_over(drafters, records, runs=len({part.run for part in found}))
+    carried = carried_over(drafters, records, runs=len({decoded.run for decoded in found}))
     first = {name: alike[0] for name, alike in drafters.items()}
     typical = oracle.settings.typical is not None
     lossy = frozenset(name for name, drafter in first.items() if typical and drafter.max_nodes)
-    facts: dict[str, Any] = {"findings": merged_findings(found), "carried_over": carried, "lossy": lossy}
+    facts: dict[str, Any] = {"findings": total_findings(found), "carried_over": carried, "lossy": lossy}
     return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **(described(first) | facts))
 
 
@@ -170,24 +181,26 @@ def evaluate(
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
     render: Render,
-    parts: Parts | None = None,
+    store: DecodedGroups | None = None,
     progress: Progress = lambda stage, done, of: None,
     group_size: int = 1,
 ) -> Evaluation:
-    """`decode` and `judged`, in one process."""
-    parts = Parts() if parts is None else parts
-    decode(engines, oracle, benchmarks, render, parts, progress, group_size)
-    return judged(engines, oracle, benchmarks, parts, group_size)
+    """`decode` and `judge_decoded`, in one process."""
+    store = DecodedGroups() if store is None else store
+    decode(engines, oracle, benchmarks, render, store, progress, group_size)
+    return judge_decoded(engines, oracle, benchmarks, store, group_size)
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
-    """The fields `sources`, `findings` and `kinds` of an evaluation of these drafters."""
+    """The fields `sources`, `findings`, `options` and `kinds` of an evaluation of these drafters."""
     sources = {name: drafter.sources for name, drafter in drafters.items()}
+    options = {name: drafter.settings() for name, drafter in drafters.items()}
     kinds = {
         name: "+".join(part.drafter.kind for part in getattr(drafter, "parts", ())) or drafter.kind
         for name, drafter in drafters.items()
     }
-    return {"sources": sources, "findings": findings_of({n: [d] for n, d in drafters.items()}), "kinds": kinds}
+    found = findings_of({name: [drafter] for name, drafter in drafters.items()})
+    return {"sources": sources, "findings": found, "options": options, "kinds": kinds}
 
 
 def drafters_of(engines: Mapping[str, AnyEngine]) -> dict[str, list[Drafter]]:
@@ -198,7 +211,7 @@ def drafters_of(engines: Mapping[str, AnyEngine]) -> dict[str, list[Drafter]]:
 
 def findings_of(drafters: Mapping[str, Sequence[Drafter]]) -> dict[str, dict[str, Any]]:
     """Name → its drafters' own statistics together, where they have any."""
-    return {name: found for name, its in drafters.items() if (found := merged([one.findings() for one in its]))}
+    return {name: found for name, its in drafters.items() if (found := add_findings([one.findings() for one in its]))}
 
 
 def drafter_order(names: Sequence[Key], index: int) -> list[Key]:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
-from draft_heads.data.generation_config import processed
+from draft_heads.data.generation_config import process_logits
+from draft_heads.inference.evaluation.decoded import Difference
 from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
-from draft_heads.inference.evaluation.parts import Difference
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.processors import processors_of
 from draft_heads.inference.target.library_names import CACHE
@@ -48,8 +48,8 @@ class Oracle:
         self._answers: dict[tuple[int, ...], list[int]] = {}
         self._noise: float | None = None
 
-    def know(self, answers: dict[tuple[int, ...], list[int]]) -> None:
-        """Take answers that the oracle gave earlier, or in another process."""
+    def add_answers(self, answers: dict[tuple[int, ...], list[int]]) -> None:
+        """Add answers that the oracle gave earlier, or in another process."""
         self._answers.update(answers)
 
     def answer(self, prompt: Sequence[int]) -> list[int]:
@@ -111,8 +111,10 @@ class Oracle:
 
 @contextmanager
 def higher_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """The model computes in `dtype` in here. A module's weights are cast for its forward only, so that there is never a
-    second copy of more than one module."""
+    """In this context the model computes in `dtype`.
+
+    A module's weights are cast for its forward only: there is never a second copy of more than one module.
+    """
     own: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def cast(module: nn.Module, args: Any) -> None:
@@ -150,7 +152,7 @@ def gap_noise(
 
     def gap(length: int, logits_V: Tensor) -> Tensor:
         if processors is not None:
-            logits_V = processed(processors, ids_1L[:, :length], logits_V[None])[0]
+            logits_V = process_logits(processors, ids_1L[:, :length], logits_V[None])[0]
         return top_two_gap(logits_V)
 
     rows = model(input_ids=ids_1L, use_cache=False).logits[0]

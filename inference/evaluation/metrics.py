@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, VANILLA, Evaluation
 from draft_heads.inference.evaluation.lossless import LosslessCounts
-from draft_heads.inference.evaluation.parts import TurnRecord
 
 BOOTSTRAP_SAMPLES = 2000
 TIME_KEYS = ("draft", "verify", "accept", "other")

@@ -1,7 +1,7 @@
 """Three pictures of an evaluation, from the content of `report.json`: speedup, accepted drafts, time shares.
 
-One panel a benchmark. Speedup and time shares have a horizontal bar a drafter, so that the names and figures of any
-number of drafters stand beside their own bar.
+One panel per benchmark. Speedup and time shares have one horizontal bar per drafter, so that the names and figures of
+any number of drafters stand beside their own bar.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DRAFTER_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e
 TIME_COLOURS = {"draft": "#e69f00", "verify": "#0072b2", "accept": "#009e73", "other": "#c8c8c8"}
 
 
-PARTS = {"draft": "drafting", "verify": "target's forward", "accept": "accepting", "other": "other"}
+TIME_LABELS = {"draft": "drafting", "verify": "target's forward", "accept": "accepting", "other": "other"}
 
 
 def speedup(report: Report) -> Figure:
@@ -100,7 +100,7 @@ def time_share(report: Report) -> Figure:
         left = [0.0] * len(drafters)
         for key, colour in TIME_COLOURS.items():
             shares = [(rows[benchmark, name]["time_share"] or {}).get(key, 0.0) for name in drafters]
-            bars = axes.barh(range(len(drafters)), shares, 0.7, left=left, color=colour, label=PARTS[key])
+            bars = axes.barh(range(len(drafters)), shares, 0.7, left=left, color=colour, label=TIME_LABELS[key])
             labels = [f"{share:.0%}" if share >= 0.08 else "" for share in shares]
             dark = key in ("verify", "accept")
             axes.bar_label(bars, labels, label_type="center", color="white" if dark else "black", fontsize=8)

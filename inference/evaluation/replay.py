@@ -17,10 +17,10 @@ from torch import Tensor
 from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import DRAFTERS, DrafterSpec, build_drafter
-from draft_heads.inference.evaluation.answers import Answer, QuestionKey, check_one_benchmark, some
+from draft_heads.inference.evaluation.answer_files import Answer, QuestionKey, check_one_benchmark, some
 from draft_heads.inference.evaluation.carried_over import carried_over
+from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Render, described
-from draft_heads.inference.evaluation.parts import TurnRecord
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.kv_cache import STEPS

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from draft_heads.data.common.files import names_path, write_text
-from draft_heads.data.generation_config import shown
+from draft_heads.data.generation_config import settings_text
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows
@@ -52,6 +52,7 @@ def build_report(
         "settings": settings if target is None else {**settings, "plain_loop": plain_loop(evaluation)},
         "results": results,
         "findings": evaluation.findings,
+        "options": evaluation.options,
         "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
         "environment": environment((target or {}).get("device", "cpu")),
@@ -219,7 +220,7 @@ def setting_sentence(report: dict[str, Any]) -> str:
 
 def setting(value: Any) -> str:
     """A setting's value as text; of the checkpoint's own generation settings `repetition_penalty=1.3`, or none."""
-    return (shown(value) or "none") if isinstance(value, dict) else str(value)
+    return (settings_text(value) or "none") if isinstance(value, dict) else str(value)
 
 
 def source_table(rows: Sequence[dict[str, Any]]) -> list[str]:

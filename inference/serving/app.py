@@ -20,7 +20,7 @@ from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.generation import ContextError
 from draft_heads.inference.serving.errors import APIError, add_error_handlers
 from draft_heads.inference.serving.forms import ChatForm, CompletionForm, Form, event
-from draft_heads.inference.serving.metrics import ServerMetrics
+from draft_heads.inference.serving.prometheus import ServerMetrics
 from draft_heads.inference.serving.requests import (
     ChatRequest,
     CompletionRequest,
@@ -30,11 +30,11 @@ from draft_heads.inference.serving.requests import (
 )
 from draft_heads.inference.serving.worker import ClosedError, Job, Piece, QueueFullError, Worker
 
-CLIENT_LEFT = 499  # as nginx names it; nobody receives it
+CLIENT_LEFT = 499  # nginx's status for a client that disconnected; nobody receives it
 
 
-class Watched:
-    """Counts responses, and refuses a body larger than `limit` bytes before it is read whole."""
+class BodyLimit:
+    """Middleware: refuses a body larger than `limit` bytes before it is read whole, and counts responses."""
 
     def __init__(self, app: ASGIApp, limit: int, metrics: ServerMetrics) -> None:
         self.app, self.limit, self.metrics = app, limit, metrics
@@ -43,7 +43,7 @@ class Watched:
         """The ASGI interface."""
         read = 0
 
-        async def limited() -> Message:
+        async def receive_limited() -> Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
@@ -51,13 +51,13 @@ class Watched:
                 raise HTTPException(413, f"a request may have {self.limit} bytes; this one has more; send less text")
             return message
 
-        async def counted(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")
                 self.metrics.requests.labels(path, message["status"]).inc()
             await send(message)
 
-        await self.app(scope, limited, counted)
+        await self.app(scope, receive_limited, send_counted)
 
 
 class EventStream(StreamingResponse):
@@ -86,8 +86,8 @@ def guarded_route(api_key: str | None) -> type[APIRoute]:
                 scheme, _, given = request.headers.get("authorization", "").partition(" ")
                 right = hmac.compare_digest(given.strip().encode(), (api_key or "").encode())
                 if api_key and not (right and scheme.lower() == "bearer"):
-                    told = "the API key is missing or wrong; send `Authorization: Bearer KEY`"
-                    raise APIError(401, told, "invalid_api_key")
+                    message = "the API key is missing or wrong; send `Authorization: Bearer KEY`"
+                    raise APIError(401, message, "invalid_api_key")
                 return await handle(request)
 
             return guarded
@@ -106,7 +106,7 @@ def create_app(
         await asyncio.to_thread(worker.close)
 
     app = FastAPI(title="draft-heads", lifespan=lifespan)
-    app.add_middleware(Watched, limit=max_body_bytes, metrics=worker.metrics)
+    app.add_middleware(BodyLimit, limit=max_body_bytes, metrics=worker.metrics)
     add_error_handlers(app)
     api = APIRouter(prefix="/v1", route_class=guarded_route(api_key))
     model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "draft-heads"}
@@ -116,7 +116,7 @@ def create_app(
         return JSONResponse({"status": "ok"}) if worker.alive else JSONResponse({"status": "closed"}, 503)
 
     @app.get("/metrics")
-    async def prometheus() -> Response:
+    async def metrics() -> Response:
         return PlainTextResponse(worker.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @api.get("/models")

@@ -56,15 +56,15 @@ class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if not self._awaits_request or self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            told = f"a request must arrive whole within {self.request_seconds:g} seconds; send it again"
-            body = json.dumps(APIError(408, told).body()).encode()
+            message = f"a request must arrive whole within {self.request_seconds:g} seconds; send it again"
+            body = json.dumps(APIError(408, message).body()).encode()
             head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
 
 class Server(uvicorn.Server):
-    """Told to exit, it lets running answers go on for `seconds`, then ends them with the API's error."""
+    """At shutdown, running answers may go on for `seconds`; then they end with the API's error."""
 
     def __init__(
         self, app: ASGIApp, worker: Worker, seconds: float, request_seconds: float = REQUEST_SECONDS, **options: Any
@@ -76,6 +76,6 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         """uvicorn calls it once, when it begins to exit."""
-        late = asyncio.get_running_loop().call_later(self._seconds, self._worker.stop)
+        deadline = asyncio.get_running_loop().call_later(self._seconds, self._worker.stop)
         await super().shutdown(sockets)
-        late.cancel()
+        deadline.cancel()

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from draft_heads.data.generation_config import processor_settings
 from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.text.rendering import ConversationError, check_unicode
-from draft_heads.data.text.row_keys import present, prompt_messages
+from draft_heads.data.text.row_keys import prompt_messages, without_none
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
 from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, NEUTRAL, is_neutral
 from draft_heads.inference.target.target import Target
@@ -122,8 +122,8 @@ class DecodingRequest(BaseModel):
                 f"{name} must be at most {server.max_new_tokens}, the server's limit; got {tokens}", name
             )
         if unknown := [token for token in self.stop_token_ids or () if not 0 <= token < target.vocab_size]:
-            told = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}"
-            raise ParameterError(told, "stop_token_ids")
+            message = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}"
+            raise ParameterError(message, "stop_token_ids")
         self._check_checkpoints_own(target)
         temperature = server.temperature if self.temperature is None else self.temperature
         ends = tuple({*target.end_token_ids, *(self.stop_token_ids or ())})
@@ -173,7 +173,7 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, given: Any) -> Any:
-        return present(given) if isinstance(given, dict) else given
+        return without_none(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> Message:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
-from draft_heads.inference.serving.metrics import ServerMetrics
+from draft_heads.inference.serving.prometheus import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +76,15 @@ class AnswerText:
 
     def add(self, token: int) -> str:
         """The text that this token completes."""
-        return self._released(self._pieces.add([token]))
+        return self._release(self._pieces.add([token]))
 
     def end(self) -> str:
-        """What was held back."""
-        text = self._released(self._pieces.end())
+        """The text that was held back."""
+        text = self._release(self._pieces.end())
         return text if self.stopped else text + self._held
 
-    def _released(self, text: str) -> str:
+    def _release(self, text: str) -> str:
+        """What of the text so far and `text` cannot be the beginning of a stop text; the rest is held back."""
         self._held += text
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:

@@ -18,7 +18,7 @@ def check_decoder_only(config: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"the target must be a decoder-only causal LM; {name or config.model_type} is an encoder-decoder model "
-            f"({config.model_type}); pick another --target"
+            f"({config.model_type}); pick another target"
         )
 
 
@@ -41,18 +41,18 @@ class Architecture:
     def of(cls, config: Any, decoder: Any, name: str) -> Architecture:
         """From the text config of a model and its decoder; ValueError for other types of layers.
 
-        A line tells where texts must end early, because a model would treat longer ones in another way.
+        The log says where texts must end early, because a model would treat longer ones in another way.
         """
         layer_types = list(getattr(config, "layer_types", None) or ())
         if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
             raise ValueError(
                 f"the target must be a decoder with full or sliding-window attention; {name} has layers of type "
-                f"{', '.join(unknown)}; pick another --target"
+                f"{', '.join(unknown)}; pick another target"
             )
         uses_window = getattr(config, "use_sliding_window", True) is not False
         by_layer_type = "sliding_attention" in layer_types
         slides = by_layer_type if layer_types else uses_window
-        window: int | None = getattr(config, "sliding_window", None) if slides else None
+        window = _window(config, name) if slides else None
         positions = _positions(config, name)
         if window and not layer_types and not _code_mentions(decoder, "sliding_window"):
             positions, window = min(positions, window), None
@@ -64,6 +64,20 @@ class Architecture:
         return cls(layer_types or [everywhere] * config.num_hidden_layers, window, by_layer_type, positions)
 
 
+def _window(config: Any, name: str) -> int | None:
+    """The one window of all sliding layers, None for none; ValueError where layers have windows of their own."""
+    varies = "sliding_window" in (getattr(config, "per_layer_attributes", None) or ())
+    window = [getattr(layer, "sliding_window", None) for layer in config.per_layer_config] if varies else None
+    if window is None:
+        window = getattr(config, "sliding_window", None)
+    if window is not None and not isinstance(window, int):
+        raise ValueError(
+            f"the sliding layers of a target must have one window, given as one number; {name} has sliding_window "
+            f"{window}; pick another target"
+        )
+    return window
+
+
 def _positions(config: Any, name: str) -> int:
     """`max_position_embeddings`; of long-rope models the length at which rotary frequencies change, because those of a
     longer text are others at every position and cached keys keep the old ones."""
@@ -71,7 +85,7 @@ def _positions(config: Any, name: str) -> int:
     for rope in rope_settings(config):
         if rope.get("rope_type") == "longrope":
             positions = min(positions, int(rope["original_max_position_embeddings"]))
-            logger.info(f"{name} has other rotary frequencies behind {positions} tokens: texts end there")
+            logger.info(f"{name} has other rotary frequencies after {positions} tokens: texts end there")
     return positions
 
 

@@ -20,7 +20,7 @@ from draft_heads.inference.tree import DraftTree
 
 @dataclass(frozen=True)
 class Drafted:
-    """A tree behind a base token `base []`: what is left of a step where drafting is the host's."""
+    """A tree after a base token `base []`: the input of a step's verification."""
 
     base: Tensor
     tree: DraftTree
@@ -82,18 +82,18 @@ class CapturedSteps:
         self._capture = capture
         self._graphs: dict[Hashable, tuple[Any, Any, tuple[VerifiedStep, Tensor]]] = {}
         self._buffers: dict[Hashable, Any] = {}  # by shapes: what graphs read and what they return
-        self._circumstances: Hashable = None
+        self._graph_key: Hashable = None
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def holds(self, circumstances: Hashable) -> bool:
-        """Whether graphs were captured for these settings and addresses of memory, of which `begin_anew` was told."""
-        return circumstances == self._circumstances
+    def valid_for(self, graph_key: Hashable) -> bool:
+        """Whether the graphs were captured for these settings and addresses of memory: the key of `begin_anew`."""
+        return graph_key == self._graph_key
 
-    def begin_anew(self, circumstances: Hashable) -> None:
-        """Forget all graphs: what they read or write lies elsewhere now, or is to be done otherwise."""
-        self._circumstances = circumstances
+    def begin_anew(self, graph_key: Hashable) -> None:
+        """Drop all graphs: their buffers moved or the settings changed."""
+        self._graph_key = graph_key
         self._graphs.clear()
         self._buffers.clear()
 
@@ -109,7 +109,7 @@ class CapturedSteps:
             result, packed = body(given)  # before it is captured: memory that a first run allocates is no graph's
             reads: Any = self._buffer(given)
             returns: Any = reads if chained else self._buffer(result)
-            self._graphs[key] = self._captured(reads, returns, packed, body), reads, (returns, packed)
+            self._graphs[key] = self._capture_copying(reads, returns, packed, body), reads, (returns, packed)
             return result.map(torch.clone), packed.clone()
         graph, reads, returned = self._graphs[key]
         if given is not reads:
@@ -122,7 +122,7 @@ class CapturedSteps:
         shapes = tuple((type(like), x.shape, x.dtype) for x in like.tensors())
         return self._buffers.setdefault(shapes, like.map(torch.clone))
 
-    def _captured(self, reads: Any, returns: VerifiedStep, packed: Tensor, body: Callable[[Any], Any]) -> Any:
+    def _capture_copying(self, reads: Any, returns: VerifiedStep, packed: Tensor, body: Callable[[Any], Any]) -> Any:
         def work() -> None:
             result, fresh = body(reads)
             copy(returns, result)

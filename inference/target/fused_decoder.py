@@ -1,4 +1,4 @@
-"""The forward of Llama-like decoders in few operations: layers of attention and a gated MLP, norms before or behind.
+"""The forward of Llama-like decoders in few operations: layers of attention and a gated MLP, norms before or after.
 
 A small forward spends much of its time on launching operations; this one merges projections of the same states
 (`linear.py`) and launches half as many as transformers' modules. The model's Linears become views of merged weights.
@@ -23,20 +23,20 @@ from transformers.activations import SiLUActivation
 from draft_heads.data.common.pretrained import rope_settings
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.linear import MergedLinear, copy_pays
-from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention, behind_text, masks_by_layer_type
+from draft_heads.inference.target.tree_attention import TREE_ATTENTION, TreeAttention, masks_by_layer_type, visible_keys
 
 ARCHITECTURES = (
-    *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "granite", "gemma", "gemma3_text", "olmo2", "olmo3"),
-    *("seed_oss", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
-)
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "granite", "gemma", "gemma3_text", "olmo2", "olmo3",
+    "seed_oss", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text",
+)  # fmt: skip
 """`model_type` of the text models served; not, say, olmo (clips projections) or gemma2 (caps attention scores)."""
 _NORMS = {
     "input_layernorm post_attention_layernorm": (0, 2),
     "post_attention_layernorm post_feedforward_layernorm": (1, 3),
     "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm": (0, 1, 2, 3),
 }
-"""A layer's norms, in the order of its modules → where each stands: 0 before attention, 1 behind it, 2 before the MLP,
-3 behind it."""
+"""A layer's norms, in the order of its modules → where each stands: 0 before attention, 1 after it, 2 before the MLP,
+3 after it."""
 _ATTENTION = ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"})
 _MLP = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
 _ROPES = ("default", "linear", "llama3", "yarn")  # of frequencies that do not depend on the length
@@ -76,7 +76,7 @@ class Norm:
 class FusedLayer:
     """One decoder layer's weights; projections of the same states are merged."""
 
-    norms: tuple[Norm | None, ...]  # before attention, behind it, before the MLP, behind it
+    norms: tuple[Norm | None, ...]  # before attention, after it, before the MLP, after it
     qkv: MergedLinear  # H → (N + 2G)·D
     q_norm: Norm | None
     k_norm: Norm | None
@@ -203,7 +203,7 @@ class FusedDecoder:
         assert cache.rows is not None
         end = cache.rows.shape[2]
         positions = depths + cache.lengths[:, None]
-        visible, key_positions = behind_text(sees, positions, cache.lengths, end)
+        visible, key_positions = visible_keys(sees, positions, cache.lengths, end)
         masks = masks_by_layer_type(visible, positions, key_positions, self.window, self.layer_types)
         attention = TREE_ATTENTION[self.attention](masks, self.heads // self.kv_heads, self.dtype)
         states = _scaled(self.embedding(token_ids), self.embedding_scale)
@@ -236,7 +236,7 @@ class FusedDecoder:
         batch, rows, _ = states.shape
         repeat = self.heads // self.kv_heads
         for index, layer in enumerate(self.layers):
-            before_attention, behind_attention, before_mlp, behind_mlp = layer.norms
+            before_attention, after_attention, before_mlp, after_mlp = layer.norms
             merged = layer.qkv(before_attention(states) if before_attention else states)
             if layer.q_norm is not None and layer.k_norm is not None:
                 merged = self._normed_heads(merged, layer.q_norm, layer.k_norm)
@@ -251,10 +251,10 @@ class FusedDecoder:
             attended = attention(layer.layer_type, queries, keys, values)
             attended = attended.view(batch, self.heads, rows, self.head_dim).transpose(1, 2).reshape(batch, rows, -1)
             added = layer.output(attended)
-            states = states + _scaled(behind_attention(added) if behind_attention else added, layer.residual_scale)
+            states = states + _scaled(after_attention(added) if after_attention else added, layer.residual_scale)
             gate, up = layer.gate_up(before_mlp(states) if before_mlp else states).chunk(2, dim=-1)
             added = layer.down(layer.activation(gate) * up)
-            states = states + _scaled(behind_mlp(added) if behind_mlp else added, layer.residual_scale)
+            states = states + _scaled(after_mlp(added) if after_mlp else added, layer.residual_scale)
             outputs.append(states)
         aux_hidden = torch.cat([outputs[layer] for layer in target_layers], dim=-1) if target_layers else None
         return self.norm(states), aux_hidden

@@ -1,4 +1,4 @@
-"""A preallocated key/value cache: a step writes its rows behind the committed text, then keeps the accepted path.
+"""A preallocated key/value cache: a step writes its rows after the committed text, then keeps the accepted path.
 
 Shapes: N layers, B sequences, G key/value heads, C capacity, D head size, R rows of one forward, A accepted rows.
 """
@@ -75,7 +75,7 @@ class KVCache(Cache):
         if self.store is None:
             _, heads, _, size = like.shape
             self.store = like.new_zeros(len(self.layers), len(self.lengths), 2, heads, self.capacity, size)
-            self._show()
+            self._update_view()
 
     def memory(self) -> list[Tensor]:
         """The tensors that outlive a step; CUDA graphs hold their addresses."""
@@ -86,14 +86,14 @@ class KVCache(Cache):
         end = self.bound + rows
         assert end <= self.capacity, f"cache of {self.capacity} rows asked to hold {end}"
         self._end = max(self._end, -(-end // self.step) * self.step)  # back to nothing when cleared
-        self._show()
+        self._update_view()
         return self._end
 
     def set_bound(self, rows: int) -> None:
-        """No sequence has more than `rows` committed rows any more; what lies behind them is not read."""
+        """No sequence has more than `rows` committed rows any more; what lies after them is not read."""
         self.bound, self._end = rows, 0
 
-    def _show(self) -> None:
+    def _update_view(self) -> None:
         if self.store is None or not self._end:
             return
         if self._end not in self._views:
@@ -133,10 +133,10 @@ class KVCache(Cache):
         assert self.store is not None
         self.store, self.lengths = self.store[:, index], self.lengths[index]
         self._views = {}
-        self._show()
+        self._update_view()
 
     def commit(self, rows: Tensor, counts: Tensor) -> None:
-        """Move the ascending `rows [B, A]` of the last forward behind the text, commit the first `counts [B]`."""
+        """Move the ascending `rows [B, A]` of the last forward next to the text, commit the first `counts [B]`."""
         assert self.rows is not None
         into = self.slots(rows.shape[1])
         source = self.lengths[:, None] + rows

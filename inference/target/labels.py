@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draft_heads.data.generation_config import own_processors, processed
+from draft_heads.data.generation_config import own_processors, process_logits
 from draft_heads.data.labels.labeller import Labelled
 from draft_heads.inference.target.linear import half_precision_product
 
@@ -51,8 +51,8 @@ def label(
         greedy = [-100, *chosen[:-1].tolist()]
         for start, end in turns(mask):
             greedy[start:end] = processed_choices(target, row, hidden_LH, start, end) or greedy[start:end]
-        kept = [x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK)]
-        labelled.append(Labelled(greedy, *kept))
+        hidden, aux_hidden = (x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK))
+        labelled.append(Labelled(greedy, hidden, aux_hidden))
     return labelled
 
 
@@ -81,6 +81,6 @@ def processed_choices(target: Target, row: list[int], hidden_LH: Tensor, start: 
     for first in range(start, end, _LOGIT_ROWS):
         logits_NV = own_logits(target, hidden_LH[first - 1 : min(first + _LOGIT_ROWS, end) - 1]).to(target.device)
         for place, logits_V in enumerate(logits_NV, start=first):
-            chosen.append(processed(processors, ids_1L[:, :place], logits_V[None]).argmax(-1))
+            chosen.append(process_logits(processors, ids_1L[:, :place], logits_V[None]).argmax(-1))
     tokens: list[int] = torch.cat(chosen).tolist()
     return tokens

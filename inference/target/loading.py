@@ -57,23 +57,28 @@ def load_model(
                 model = load(attn_implementation="eager")
     except SafetensorError as error:
         raise ValueError(
-            f"--target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
+            f"the target {path} has weights that cannot be read ({error}); a file was cut short: copy it again"
         ) from None
     except ValueError as error:
-        raise ValueError(f"--target {path} ({config.model_type}) is no causal LM: {error}") from None
-    sampled = None
+        raise ValueError(f"the target {path} ({config.model_type}) is no causal LM: {error}") from None
+    hashes = None
     if adapter:
-        from peft import PeftModel
-
-        check_folder_or_hub_id("--target_adapter", adapter)
-        try:
-            adapted = PeftModel.from_pretrained(model, adapter)
-        except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
-            raise ValueError(
-                f"--target_adapter {adapter} cannot be loaded ({error}); give a PEFT adapter's folder or hub id"
-            ) from None
-        sampled = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
-        model = adapted.merge_and_unload()
+        model, hashes = _merge_adapter(model, adapter)
     if not placed and not split and not mapped:
         model.to(device)
-    return model, sampled
+    return model, hashes
+
+
+def _merge_adapter(model: Any, adapter: str) -> tuple[Any, dict[str, str]]:
+    """The model with a PEFT adapter merged into it, and the hashes of both before that."""
+    from peft import PeftModel
+
+    check_folder_or_hub_id("--target_adapter", adapter)
+    try:
+        adapted = PeftModel.from_pretrained(model, adapter)
+    except (ValueError, OSError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ValueError(
+            f"--target_adapter {adapter} cannot be loaded ({error}); give a PEFT adapter's folder or hub id"
+        ) from None
+    hashes = weights_hashes(adapted)  # before the merge, whose rounding depends on the type
+    return adapted.merge_and_unload(), hashes

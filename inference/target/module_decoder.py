@@ -38,12 +38,12 @@ class ModuleDecoder:
             or not 1 <= min(target_layers) <= max(target_layers) < count
         ):
             raise ValueError(
-                f"--target_layers are ascending numbers from 1 to {count - 1}, the layers of {name} before its "
+                f"target_layers are ascending numbers from 1 to {count - 1}, the layers of {name} before its "
                 f"last; got {' '.join(map(str, target_layers))}; pick others or leave it out"
             )
 
     @contextmanager
-    def _captured(self, target_layers: Sequence[int], device: torch.device) -> Iterator[list[Tensor]]:
+    def _capture_outputs(self, target_layers: Sequence[int], device: torch.device) -> Iterator[list[Tensor]]:
         """Collects the outputs of layers on a device, in their order, while the decoder runs."""
         outputs: list[Tensor] = []
 
@@ -80,11 +80,11 @@ class ModuleDecoder:
         mask: Any = None
         if masks is not None:
             mask = as_taken if self.architecture.by_layer_type else next(iter(as_taken.values()))
-        with self._captured(target_layers, token_ids.device) as outputs:
+        with self._capture_outputs(target_layers, token_ids.device) as outputs:
             hidden: Tensor = self.decoder(
                 input_ids=token_ids,
                 attention_mask=mask,
-                # drafts may hang over the longest text; none is accepted there
+                # drafts may reach beyond the longest text; none is accepted there
                 position_ids=positions.clamp(max=self.architecture.max_positions - 1),
                 use_cache=cache is not None,
                 **{CACHE: cache},

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.configs.options import out_of_memory
-from draft_heads.heads.base import LogitsRule
+from draft_heads.heads.target_view import LogitsRule
 from draft_heads.inference.target.library_names import CACHE, is_recurrent, takes_cache
 from draft_heads.inference.tree import ancestor_rows, depths
 
@@ -32,7 +32,7 @@ def _unfit(target: Target) -> str | None:
     if is_recurrent(target.model, target.config):
         return "keeps a recurrent state instead of keys and values, and a state cannot branch"
     if not takes_cache(target.decoder):
-        return f"takes no cached keys and values (`{CACHE}`), behind which a tree would stand"
+        return f"takes no cached keys and values (`{CACHE}`), after which a tree would stand"
     if getattr(target.config, "alibi", False) or "position_ids" not in taken:
         return "takes no position ids (as with ALiBi), so siblings of a tree cannot stand at one position"
     return None
@@ -83,31 +83,31 @@ def _gaps(ours: Tensor, own: Tensor) -> Tensor:
 def probe(target: Target) -> tuple[LogitsRule, bool]:
     """How the model makes logits of its LM head's product, and whether all layers' keys and values have one shape.
 
-    A tree of two siblings with a child each stands behind a cached text that crosses a (shortened) sliding window; its
+    A tree of two siblings with a child each stands after a cached text that crosses a (shortened) sliding window; its
     second path is committed and a token follows. Compared with one plain forward of the model over both paths. Raises
     ValueError with the reason for a model whose answers differ.
     """
     name = f"{target.name} ({target.config.model_type})"
     rule = f"the target must follow a draft tree as it follows plain text; {name}"
     if reason := _unfit(target):
-        raise ValueError(f"{rule} {reason}; pick another --target")
+        raise ValueError(f"{rule} {reason}; pick another target")
     tolerance = {torch.bfloat16: 0.1, torch.float16: 0.03}.get(target.dtype, 3e-4)
     exact = target.dtype in (torch.float32, torch.float64)
     try:
         with _short_window(target):
-            found, uniform, behind, gap = _compare_texts(target, exact)
+            found, uniform, rule_gap, gap = _compare_texts(target, exact)
     except Exception as error:
         if out_of_memory(error):
             raise
         reason = str(error) or type(error).__name__
-        raise ValueError(f"{rule} failed a trial forward ({reason}); pick another --target") from error
-    if not behind <= tolerance:
+        raise ValueError(f"{rule} failed a trial forward ({reason}); pick another target") from error
+    if not rule_gap <= tolerance:
         raise ValueError(
             f"the target's logits must be its LM head's, scaled or capped as its config says; those of {name} differ "
-            f"by {behind:.2g} of their spread; pick another --target"
+            f"by {rule_gap:.2g} of their spread; pick another target"
         )
     if not gap <= tolerance:
-        raise ValueError(f"{rule} answers with logits that differ by {gap:.2g} of their spread; pick another --target")
+        raise ValueError(f"{rule} answers with logits that differ by {gap:.2g} of their spread; pick another target")
     return found, uniform
 
 
@@ -119,7 +119,7 @@ def _compare_texts(target: Target, exact: bool) -> tuple[LogitsRule, bool, float
     compared = [_compare(target, text, exact) for text in range(1 if exact else _TEXTS)]
     found, uniform, _, _ = compared[0]
     gaps = torch.stack([gaps for *_, gaps in compared])
-    return found, uniform, max(behind for _, _, behind, _ in compared), float(gaps.median(0).values.max())
+    return found, uniform, max(rule_gap for _, _, rule_gap, _ in compared), float(gaps.median(0).values.max())
 
 
 def _compare(target: Target, seed: int, exact: bool) -> tuple[LogitsRule, bool, float, Tensor]:

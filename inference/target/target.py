@@ -6,9 +6,7 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -16,28 +14,35 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from draft_heads.configs.options import dtype_named, memory_explained
+from draft_heads.configs.options import dtype_from_name, explain_out_of_memory
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_file, check_settings
-from draft_heads.data.labels.labeller import Labelled
 from draft_heads.data.text.chat_template import load_tokenizer
 from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids, scaffold_of
-from draft_heads.heads.base import DraftHead, TargetView
-from draft_heads.inference.target import sharded
+from draft_heads.inference.target import labels, sharded, views
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.kv_cache import KVCache, PerLayerKVCache
-from draft_heads.inference.target.labels import label
-from draft_heads.inference.target.linear import DraftingView, half_precision_product
+from draft_heads.inference.target.linear import half_precision_product
 from draft_heads.inference.target.loading import LESS_MEMORY, load_model
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
-from draft_heads.inference.target.tree_attention import behind_text, masks_by_layer_type
-from draft_heads.inference.target.weights import WeightsSeen, if_changed, merge_weights, take_in_changes
+from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
+from draft_heads.inference.target.weights import WeightsSeen, merge_weights, take_in_changes
 
 TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
 """The id of a transformers model → the newest target that wraps it."""
+
+
+def _use_exact_kernels(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Settings of torch, on a GPU for the whole process, under which sums are not rounded on the way."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every size of tree and text
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the grouped product of experts has no float64
 
 
 class TargetOutput(NamedTuple):
@@ -56,7 +61,8 @@ class TargetOutput(NamedTuple):
 class Target:
     """Wraps a causal LM in evaluation mode; never trained, its parameters do not require gradients.
 
-    It decodes, gives hidden states to training, and labels (`data.labels.labeller.Labeller`).
+    It decodes, gives hidden states to training, lends its weights to heads (`inference.target.views`) and labels
+    (`inference.target.labels`, for `data.labels.labeller.Labeller`).
     """
 
     def __init__(
@@ -75,46 +81,49 @@ class Target:
         self.adapter = adapter
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         TARGET_OF[id(model)] = self
-        self.config = config.get_text_config(decoder=True)
+        self.runs = runs
+        self.compiled = False
+        self.changes = 0  # how often the model was found to have other weights (`refresh`)
+        self._drafted_below = 0  # 0: all rows of the LM head are chosen from
+        self._whole: tuple[Target, Collection[int]] | None = None  # of a target without some of its layers
+        self._take_parts(model)
+        self._check_placed()
+        _use_exact_kernels(model, self.device, self.dtype)
+        if self.split:
+            sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
+        self._fused: FusedDecoder | None = None
+        self.modules_only = True  # the probe asks the modules
+        rules = set(logits_rules(self.config))
+        self.rule, self.one_size = probe(self) if runs or len(rules) > 1 else (rules.pop(), False)
+        self.modules_only = self.split or not (self.one_size and FusedDecoder.can_drive(model))
+        self.seen = None if self.split or not runs else WeightsSeen(model)
+
+    def _take_parts(self, model: Any) -> None:
+        """The decoder, embedding and LM head, the last two whole where the model is split among processes."""
+        self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
         self.split = any(sharded.is_split(p) for p in self.embedding.parameters())
         self.parameters = sum(sharded.size_of(p) for p in model.parameters())
-        self.runs = runs
         if self.split:
             self.embedding = sharded.whole_copy(self.embedding)
             model.set_output_embeddings(sharded.whole_copy(model.get_output_embeddings()))
         self.lm_head = model.get_output_embeddings()
         if self.lm_head is None:
-            raise ValueError(f"the target must have an LM head; {self.name} has none; pick another --target")
+            raise ValueError(f"the target must have an LM head; {self.name} has none; pick another target")
         self.architecture = Architecture.of(self.config, self.decoder, self.name)
         self.layer_types, self.window = self.architecture.layer_types, self.architecture.window
         self.modules = ModuleDecoder(self.decoder, self.config, self.architecture, self.dtype)
+
+    def _check_placed(self) -> None:
+        """Note the device of each layer; ValueError for one that lies on none."""
         weights = (next(layer.parameters(), self.embedding.weight) for layer in self.modules.layers or ())
         self.layer_devices = [weight.device for weight in weights]
         if self.device.type != "meta" and any(device.type == "meta" for device in self.layer_devices):
             raise ValueError(
                 f"every layer of the target must lie on a device; {self.name} has some offloaded; use more devices, a "
-                "smaller --dtype, or another --target"
+                "smaller dtype, or another target"
             )
-        self.compiled = False
-        self._drafted_below = 0  # 0: all rows of the LM head are chosen from
-        if self.device.type == "cuda":  # for the whole process: sums are not to be rounded on the way
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-            torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every size of tree and text
-        self._fused: FusedDecoder | None = None
-        self.modules_only = True  # the probe asks the modules
-        self.changes = 0  # how often the model was found to have other weights (`refresh`)
-        self._whole: tuple[Target, Collection[int]] | None = None  # of a target without some of its layers
-        if self.dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # the grouped product of experts has no float64
-        if self.split:
-            sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
-        rules = set(logits_rules(self.config))
-        self.rule, self.one_size = probe(self) if runs or len(rules) > 1 else (rules.pop(), False)
-        self.modules_only = self.split or not (self.one_size and FusedDecoder.can_drive(model))
-        self.seen = None if self.split or not runs else WeightsSeen(model)
 
     def refresh(self) -> None:
         """Notice what happened to the model's weights since they were merged; whoever begins an answer calls it.
@@ -145,21 +154,21 @@ class Target:
 
     def compile(self) -> None:
         """Engines made from now on decode through compiled programs; ValueError where the modules must do."""
-        self._check_compilable(self._needs_fused("--compile").attention)
+        self._check_compilable(self._needs_fused("compile").attention)
         self.compiled = True
 
     def without_layers(self, skipped: Collection[int]) -> Target:
         """A target of the layers that are left, sharing their weights; ValueError where the modules must do."""
         whole = self._needs_fused("self_speculative")
-        left = copy(self)
-        left._fused = whole.without_layers(skipped)
-        left.layer_types = [layer.layer_type for layer in left._fused.layers]
-        left._whole = self, skipped
-        return left
+        rest = copy(self)
+        rest._fused = whole.without_layers(skipped)
+        rest.layer_types = [layer.layer_type for layer in rest._fused.layers]
+        rest._whole = self, skipped
+        return rest
 
     def attend(self, path: str) -> None:
         """How tree rows attend, a name of `TREE_ATTENTION`; ValueError where the modules must do."""
-        fused = self._needs_fused("--attention")
+        fused = self._needs_fused("attention")
         if self.compiled:
             self._check_compilable(path)
         fused.attention = path
@@ -167,18 +176,18 @@ class Target:
     @staticmethod
     def _check_compilable(path: str) -> None:
         if path == "flex":
-            raise ValueError("--compile works with --attention masked; got flex; leave one of them out")
+            raise ValueError("compiled programs need attention masked; got flex; use one of them")
 
-    def _needs_fused(self, flag: str) -> FusedDecoder:
+    def _needs_fused(self, option: str) -> FusedDecoder:
         if self.fused is None:
             raise ValueError(
-                f"{flag} needs a target that the fused forward serves (docs/targets.md), unquantised, on one device; "
+                f"{option} needs a target that the fused forward serves (docs/targets.md), unquantised, on one device; "
                 f"{self.name} ({self.config.model_type}) runs through its modules; leave it out"
             )
         return self.fused
 
     @classmethod
-    @memory_explained("loading the target", lambda: LESS_MEMORY)
+    @explain_out_of_memory("loading the target", lambda: LESS_MEMORY)
     def from_pretrained(
         cls,
         path: str,
@@ -197,11 +206,11 @@ class Target:
         adapter        a PEFT adapter to merge into the target
         chat_template  a bundled name or a .jinja file, instead of the tokenizer's own (older Vicunas have none)
         split          the weights are split among the processes of the run (`inference.target.sharded`)
-        lend_to        only embedding and LM head go to this device; the rest will not be run and stays in its files
-        drafts         it drafts for another target, by its logits alone: its generation settings concern no answer
+        lend_to        only embedding and LM head go to this device; the rest is not run and stays in its files
+        drafts         it drafts for another target by its logits alone: its generation settings are ignored
         """
         if not isinstance(dtype, torch.dtype):
-            dtype = dtype_named("--dtype", dtype)
+            dtype = dtype_from_name("--dtype", dtype)
         spread = device == "auto" and lend_to is None
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = lend_to or torch.device(default if not device or device == "auto" else device)
@@ -209,14 +218,14 @@ class Target:
         check_decoder_only(config, path)
         check_file(path)
         tokenizer = load_tokenizer(path, chat_template)
-        model, sampled = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
+        model, hashes = load_model(path, config, dtype, device, adapter, spread, split, mapped=lend_to is not None)
         target = cls(model, tokenizer, path, adapter, runs=lend_to is None)
         if lend_to:
             lent_in = dtype or (torch.float32 if lend_to.type == "cpu" else None)
             target.embedding.to(lend_to, lent_in)
             target.lm_head.to(lend_to, lent_in)
-        if sampled:
-            target._weights_hashes = sampled
+        if hashes:
+            target._weights_hashes = hashes
         if target.runs and not drafts:
             check_settings(model, path)
         return target
@@ -254,8 +263,8 @@ class Target:
 
     def answer_text(self, tokens: list[int]) -> str:
         """The text of an answer as later turns have it: stripped, of one in several channels (gpt-oss) the last."""
-        kept = answer_tokens(tokens, self.end_token_ids, self.scaffold)
-        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()
+        shown = answer_tokens(tokens, self.end_token_ids, self.scaffold)
+        return str(self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)).strip()
 
     @cached_property
     def scaffold(self) -> tuple[int, ...]:
@@ -282,25 +291,8 @@ class Target:
             return self.parameters // (torch.distributed.get_world_size() if self.split else 1)
         return sum(p.numel() for p in {*self.embedding.parameters(), *self.lm_head.parameters()})
 
-    def whole_layers(self) -> AbstractContextManager[Any]:
-        """The weights of the first and last layer, which heads may start from, are whole in here."""
-        layers = self.modules.layers or ()
-        return sharded.whole(p for layer in (*layers[:1], *layers[-1:]) for p in layer.parameters())
-
-    def view(self) -> TargetView:
-        """The embedding and LM head, lent to a draft head."""
-        layers = getattr(self.decoder, "layers", None)
-        weight, bias = self.lm_head.weight.to(self.device), getattr(self.lm_head, "bias", None)
-        bias = None if bias is None else bias.to(self.device)
-        return TargetView(self.embedding, weight, bias, layers, self.rule, if_changed(self, self.view))
-
-    def drafting_view(self, head: DraftHead) -> TargetView:
-        """The same with the rows of the head's draft vocabulary, its logits fast for a few rows."""
-        renew = if_changed(self, lambda: self.drafting_view(head))
-        view = head.draft_view(replace(self.view(), renew=renew))
-        if view.lm_head_weight is not self.lm_head.weight:
-            return DraftingView.of(view)
-        return view if self.fused is None else DraftingView.of(view, self.fused.logits)
+    # what draft heads and labels need
+    view, drafting_view, whole_layers, label = views.view, views.drafting_view, views.whole_layers, labels.label
 
     def new_cache(self, capacity: int, batch: int = 1) -> KVCache:
         """A cache with room for `capacity` rows of each of `batch` sequences."""
@@ -324,7 +316,7 @@ class Target:
         if self.fused is not None:
             return self.fused(token_ids, depths, sees, cache, target_layers)
         positions = depths + cache.lengths[:, None]
-        visible, keys = behind_text(sees, positions, cache.lengths, cache.set_visible_length(sees.shape[1]))
+        visible, keys = visible_keys(sees, positions, cache.lengths, cache.set_visible_length(sees.shape[1]))
         masks = masks_by_layer_type(visible, positions, keys, self.window, self.layer_types)
         return self.modules(token_ids, positions, masks, cache, target_layers)
 
@@ -342,7 +334,7 @@ class Target:
     def forward_tree(
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """One forward over R rows behind each of B cached texts, written to `cache` but not committed: `[B, R, …]`.
+        """One forward over R rows after each of B cached texts, written to `cache` but not committed: `[B, R, …]`.
 
         token_ids [B, R] int64; depths [B, R] int64, distance from the first row in the text; sees [B, R, R] bool, which
         rows each row sees beside the whole cached text; target_layers: those whose outputs are wanted (`check_layers`).
@@ -370,8 +362,8 @@ class Target:
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden `[B, L, H]` and aux_hidden `[B, L, k·H]` of whole rows; a token sees its own conversation only.
 
-        A conversation a row, padded on the right, needs no mask beside the causal one, which flash attention has built
-        in; what stands at padding means nothing.
+        One conversation per row, padded on the right, needs no mask but the causal one, which flash attention has built
+        in; states at padding are meaningless.
         """
         index = torch.arange(input_ids.shape[1], device=input_ids.device)
         if int(segment_ids.max()) <= 1:
@@ -384,16 +376,10 @@ class Target:
         """A training batch's `hidden [B, L, H]` and `aux_hidden [B, L, k·H]`, cached or computed now."""
         if "hidden" in batch:
             return {name: batch[name] for name in ("hidden", "aux_hidden") if name in batch}
-        rows = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
-        hidden, aux_hidden = self.forward_rows(*rows, target_layers)
+        hidden, aux_hidden = self.forward_rows(
+            input_ids=batch["input_ids"],
+            segment_ids=batch["segment_ids"],
+            position_ids=batch["position_ids"],
+            target_layers=target_layers,
+        )
         return {"hidden": hidden} if aux_hidden is None else {"hidden": hidden, "aux_hidden": aux_hidden}
-
-    def label(
-        self,
-        rows: list[list[int]],
-        keep_hidden: bool,
-        target_layers: Sequence[int] = (),
-        masks: Sequence[Sequence[bool]] | None = None,
-    ) -> list[Labelled]:
-        """See `data.labels.labeller.Labeller`; from one forward."""
-        return label(self, rows, keep_hidden, target_layers, masks)

@@ -20,8 +20,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from draft_heads.heads.block import grouped_attention
 
 
-def behind_text(sees: Tensor, positions: Tensor, lengths: Tensor, end: int) -> tuple[Tensor, Tensor]:
-    """For rows behind `lengths [B]` committed ones: which keys they see `[B, R, C]`, and key positions `[B, C]`.
+def visible_keys(sees: Tensor, positions: Tensor, lengths: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    """For rows after `lengths [B]` committed ones: which keys they see `[B, R, C]`, and key positions `[B, C]`.
 
     sees [B, R, R] among the rows; positions [B, R]; C = `end`. Reads nothing back to the host. Worked example: 2
     committed rows, R = 2, C = 5, causal: row 0 sees slots 0, 1, 2 and row 1 sees 0, 1, 2, 3; slot 4 is garbage.
@@ -49,7 +49,7 @@ def masks_by_layer_type(
 
 
 class MaskedAttention:
-    """Built once a forward; every layer calls it."""
+    """Built once per forward; every layer calls it."""
 
     def __init__(self, masks: dict[str, Tensor], repeat: int, dtype: torch.dtype) -> None:
         """masks: layer type → [B, R, C] bool, which keys each row sees; repeat = N/G; dtype of the states."""
@@ -84,7 +84,7 @@ class FlexTreeAttention:
             self.block_masks[layer_type] = create_block_mask(visible, batch, None, rows, keys, device=mask.device)
 
     def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `MaskedAttention`. Query heads are told apart: torch splits the keys among blocks of the GPU only where
+        """See `MaskedAttention`. Query heads stay apart: torch splits the keys among blocks of the GPU only where
         a head has fewer than 128 rows."""
         flex: Any = flex_attention
         if queries.is_cuda:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from draft_heads.heads.base import TargetView
 from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import probe
@@ -103,12 +101,6 @@ def merge_weights(target: Target) -> None:
             target.seen = WeightsSeen(target.model)  # merging moves weights
 
 
-def if_changed(target: Target, lend: Callable[[], TargetView]) -> Callable[[], TargetView | None]:
-    """What lends the target's weights again: calls `lend` once they are other ones than now, until then gives None."""
-    changes = target.changes
-    return lambda: None if target.changes == changes else lend()
-
-
 def take_in_changes(target: Target) -> None:
     """Merge and probe the model anew; ValueError for what was made for the old weights and cannot follow."""
     target.decoder, target.embedding = target.model.get_decoder(), target.model.get_input_embeddings()
@@ -123,7 +115,7 @@ def take_in_changes(target: Target) -> None:
     if target.compiled:
         raise ValueError(
             f"compiled programs keep the weights that they were made for; those of {target.name} have changed; make a "
-            "new Target, with new drafters and engines, or leave --compile out"
+            "new Target, with new drafters and engines, or do not compile it"
         )
     target.changes += 1
     target.modules = ModuleDecoder(target.decoder, target.config, target.architecture, target.dtype)

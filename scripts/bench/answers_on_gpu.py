@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draft_heads.configs.options import option_names
+from draft_heads.configs.recipes import load_recipe
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import target_sizes
@@ -20,9 +20,9 @@ from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.checks.lossless_matrix import FREE, RANDOM_TARGETS, make_prompts, untrained_head
-from draft_heads.train.options import RECIPES
 
 HEAD_WORDS = tuple(f"{kind}:head" for kind in sorted(HEADS))
 CHECKED = (
@@ -36,7 +36,7 @@ def recipe_head(target: Target, kind: str) -> DraftHead:
     if target.vocab_size < 1000:
         return untrained_head(target, kind).to(target.device).eval()
     head_type, config_type = head_classes(kind)
-    recipe = yaml.safe_load((RECIPES / kind / "8b.yaml").read_text())
+    recipe = load_recipe(kind, "8b")
     settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
     with torch.device(target.device):
         return head_type(config_type(**target_sizes(target.config), **settings)).to(target.dtype).eval()
@@ -80,26 +80,22 @@ def correctness(
     for words in ("vanilla", *drafters):
         for graphs in (True, False):
             try:
-                engine = DecodingEngine(target, build(target, words, 12))
-                if not graphs:
-                    engine._captured = None
+                engine = DecodingEngine(target, build(target, words, 12), captured=None if graphs else False)
                 turns = [(text, engine.generate(text, settings).tokens) for text in texts]
                 counts = judge_all(oracle, turns).as_dict()
-                counts["elsewhere"] = _elsewhere(engine, texts[0]) if engine.ahead and not graphs else []
+                counts["elsewhere"] = _elsewhere(engine.steps, texts[0]) if engine.steps.ahead and not graphs else []
             except Exception:  # the other drafters are still tried
                 counts = {"unexplained": len(texts), "elsewhere": [], "failed": traceback.format_exc()}
             found[f"{words}{', graphs' if graphs else ''}"] = counts
     return found
 
 
-def _elsewhere(engine: DecodingEngine, text: list[int]) -> list[str]:
-    """Operations of the engine's steps with tensors that do not lie on its device, over a short answer."""
-    step, watching = engine._step, OnDevice(engine.target.device)
-
-    def watched(*arguments: Any) -> Any:
+def _elsewhere(steps: StepRunner, text: list[int]) -> list[str]:
+    """Operations of a short answer's steps with tensors that do not lie on its device."""
+    watching, state = OnDevice(steps.target.device), steps.begin(len(text) + 64, GenerationSettings())
+    step, _ = steps.prefill(text, state)
+    for _ in range(4):
         with watching:
-            return step(*arguments)
-
-    engine._step = watched  # type: ignore[method-assign]
-    engine.generate(text, GenerationSettings(8, eos_token_ids=()))
+            step, _ = steps.run(step, state)
+        state.cache.bound += 1 + steps.drafter.max_depth  # what it accepted is not read
     return sorted(watching.elsewhere)

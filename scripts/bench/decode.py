@@ -3,7 +3,7 @@
     python scripts/bench/decode.py --target TARGET [--compile] [--drafters ctc=RUN/head …] [--threads 2]
 
 - vanilla against transformers' own `generate` (`--baselines eager static compiled`), tokens per second, same prompts;
-- verifying a tree of 8, 16, 32, 64 nodes against a step of a single row, behind `--prompt_tokens` of text;
+- verifying a tree of 8, 16, 32, 64 nodes against a step of a single row, after `--prompt_tokens` of text;
 - for every drafter the same prompts: β, γ against vanilla, and η = γ / β, what of the accepted length becomes speed;
 - with `--shape 7b`, a random-weight Llama of that shape instead of a target, and with `--scripted 2.3 3.3 4.3` the γ
   and η of untrained heads on it whose accepted lengths are scripted: real computation, acceptance by script.
@@ -29,6 +29,7 @@ import torch
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draft_heads.configs.recipes import SHAPES
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.data.text.rendering import render_prompt
@@ -38,9 +39,10 @@ from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-from draft_heads.scripts.bench.scripted import ScriptedEngine
+from draft_heads.scripts.bench.scripted import scripted_engine
 from draft_heads.scripts.decoding_options import (
     check_positive,
     configure_target,
@@ -49,7 +51,6 @@ from draft_heads.scripts.decoding_options import (
     load_target,
     target_parser,
 )
-from draft_heads.train.options import SHAPES
 
 NODES = (8, 16, 32, 64)
 BASELINES = ("eager", "static", "compiled")
@@ -149,7 +150,7 @@ def generating(
     return run
 
 
-def scripted_engines(target: Target, options: argparse.Namespace) -> dict[str, ScriptedEngine]:
+def scripted_engines(target: Target, options: argparse.Namespace) -> dict[str, DecodingEngine]:
     """An engine for every untrained head and accepted length; ValueError for a length no step can have."""
     engines = {}
     for kind in options.heads if options.scripted else ():
@@ -157,7 +158,7 @@ def scripted_engines(target: Target, options: argparse.Namespace) -> dict[str, S
         head = head_type(config(**target_sizes(target.config))).to(target.device, target.dtype)
         drafter = drafter_for(head, target, options.max_nodes)
         engines |= {
-            f"scripted {kind} {length:g}": ScriptedEngine(target, drafter, length) for length in options.scripted
+            f"scripted {kind} {length:g}": scripted_engine(target, drafter, length) for length in options.scripted
         }
     return engines
 
@@ -177,17 +178,14 @@ def bench_verification(target: Target, text: list[int], repeats: int) -> dict[st
     """Seconds of a step's forward and acceptance, by node count, over those of one row's."""
 
     def step(nodes: int) -> Callable[[], Any]:
-        engine = DecodingEngine(target, FullTrees(nodes, target.device))
-        verify = engine._verify or engine._verify_step
-        cache = target.new_cache(len(text) + 2 * max(NODES))
-        engine._end.fill_(len(text) + max(NODES))
-        target.prefill(torch.tensor(text, device=target.device), cache)
-        tree, base = engine.drafter.propose(), torch.zeros((), dtype=torch.long, device=target.device)
-        cache.set_visible_length(1 + nodes)
+        steps = StepRunner(target, FullTrees(nodes, target.device), ahead=False, captured=False)
+        state = steps.begin(len(text) + max(NODES), GenerationSettings())
+        prefilled, _ = steps.prefill(text, state)
+        drafted = steps.draft(prefilled, state)
 
         def run() -> None:
-            cache.lengths.fill_(len(text))
-            verify(base, tree, cache, engine._end, None, None)
+            state.cache.lengths.fill_(len(text))
+            steps.verify(drafted, state)
 
         return run
 
@@ -212,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     add("--drafters", nargs="*", default=[], metavar="NAME[=[KIND:]PATH[,key=value…]]")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--questions", type=int, default=4, help="prompts of a run (default 4)")
-    add("--prompt_tokens", type=int, default=256, help="text behind which trees are verified (default 256)")
+    add("--prompt_tokens", type=int, default=256, help="text after which trees are verified (default 256)")
     add("--new_tokens", type=int, default=128, help="tokens of an answer (default 128)")
     add("--baselines", nargs="*", choices=BASELINES, default=["eager"], help="transformers' generate (default eager)")
     add("--shape", choices=list(SHAPES), help="a random-weight Llama of this shape instead of --target")

@@ -4,11 +4,11 @@
 
 - every drafter on small random targets in float32, some in bfloat16, graphs on and off, against transformers'
   `generate`; where drafting is the device's, every tensor of a step must lie there;
-- for each of `--shapes`, in bfloat16 behind `--prompt_tokens` of text: the plain step against the time its weights take
+- for each of `--shapes`, in bfloat16 after `--prompt_tokens` of text: the plain step against the time its weights take
   to read at the measured bandwidth; trees of 8 … 64 nodes, each head's step, n-grams and a hybrid over the plain step;
   what drafting alone takes; captured against eager steps, both tree attentions, transformers' `generate`; γ and η of
   scripted accepted lengths; the memory of cache and graphs;
-- the training step of a CTC head: tokens a second, share of the GPU's peak (MFU), peak memory.
+- the training step of a CTC head: tokens per second, share of the GPU's peak (MFU), peak memory.
 
 A step's time is that of an answer's later steps, after its prefill and its first step. Every run has a run of the plain
 loop beside it; figures are medians of the ratios of such pairs, with their quartiles. What fails is named in the file
@@ -34,10 +34,10 @@ from typing import Any
 from draft_heads.configs.command_line import exit_status
 
 import torch
-import yaml
 from transformers.generation.streamers import BaseStreamer
 
 from draft_heads.configs.options import add_threads
+from draft_heads.configs.recipes import SHAPES, load_recipe
 from draft_heads.data.common.console import plain_console
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
@@ -46,13 +46,13 @@ from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, correctness, recipe_head
 from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, prompts, random_target, ratio, table
-from draft_heads.scripts.bench.scripted import ScriptedEngine
+from draft_heads.scripts.bench.scripted import scripted_engine
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 from draft_heads.scripts.decoding_options import script_parser
-from draft_heads.train.options import RECIPES, SHAPES, peak_flops
+from draft_heads.train.options import peak_flops
 
 NODES = (8, 16, 32, 64)  # trees of one node are padded to 8
-ACCEPTED = 3.6  # tokens a step of a CTC head in its paper
+ACCEPTED = 3.6  # tokens per step of a CTC head in its paper
 TIMED = (*HEAD_WORDS, "ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
 
 
@@ -70,13 +70,13 @@ class Clock(BaseStreamer):
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a large sum reads."""
+    """Bytes per second that a large sum reads."""
     words = torch.ones(2**30 if device.type == "cuda" else 2**24, dtype=torch.bfloat16, device=device)
     taken = in_turn({"read": lambda: words.sum(dtype=torch.float32)}, 9, device)["read"]
     return 2 * words.numel() / statistics.median(taken)
 
 
-class Steps:
+class StepTimer:
     """Times steps of engines over one text, each beside the plain loop's."""
 
     def __init__(self, target: Target, args: argparse.Namespace) -> None:
@@ -88,16 +88,14 @@ class Steps:
 
     def engine(self, drafter: Drafter, graphs: bool = True) -> DecodingEngine:
         """One that captures no longer texts than this bench decodes."""
-        return self._sized(DecodingEngine(self.target, drafter), graphs)
+        return self._sized(DecodingEngine(self.target, drafter, captured=None if graphs else False))
 
-    def _sized(self, engine: DecodingEngine, graphs: bool = True) -> DecodingEngine:
-        engine.reserved = self.args.prompt_tokens + self.args.new_tokens + 256
-        if not graphs:
-            engine._captured = None
+    def _sized(self, engine: DecodingEngine) -> DecodingEngine:
+        engine.steps.reserved = self.args.prompt_tokens + self.args.new_tokens + 256
         return engine
 
     def run(self, engine: DecodingEngine) -> tuple[float, float]:
-        """Seconds of a step and tokens of one, over the steps behind the prefill's and the first."""
+        """Seconds per step and tokens per step, over the steps after the prefill's and the first."""
         result = Generation()
         pieces = engine.stream(self.text, self.settings, result)
         next(pieces), next(pieces)
@@ -110,7 +108,7 @@ class Steps:
         return (time.perf_counter() - start) / steps, tokens / steps
 
     def beside_plain(self, engine: DecodingEngine) -> dict[str, Any]:
-        """Its step over the plain one, tokens of a step, what both say of speed, graphs and their memory."""
+        """Its step over the plain one, tokens per step, β, γ and η, the number of graphs and their memory."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
         self.run(engine)  # captures, warms up
         used = free - torch.cuda.mem_get_info(self.device)[0] if free else 0
@@ -118,10 +116,13 @@ class Steps:
         plain, own, tokens = map(list, zip(*pairs))
         over = ratio(own, plain)
         return {
-            **{"over_plain_step": over, "step_ms": round(1e3 * statistics.median(own), 3)},
-            **{"beta": round(statistics.median(tokens), 3)},
-            **{"gamma": round(statistics.median(tokens) / over["median"], 3), "eta": round(1 / over["median"], 3)},
-            **{"graphs": len(engine._captured or ()), "memory_mib": round(used / 2**20)},
+            "over_plain_step": over,
+            "step_ms": round(1e3 * statistics.median(own), 3),
+            "beta": round(statistics.median(tokens), 3),
+            "gamma": round(statistics.median(tokens) / over["median"], 3),
+            "eta": round(1 / over["median"], 3),
+            "graphs": len(engine.steps.captured or ()),
+            "memory_mib": round(used / 2**20),
         }
 
     def plain_step(self) -> dict[str, Any]:
@@ -143,20 +144,15 @@ class Steps:
     def scripted(self) -> dict[str, Any]:
         """Steps of a CTC head that accept `ACCEPTED` tokens, by script."""
         ctc = build(self.target, "ctc:head", 32)
-        return self.beside_plain(self._sized(ScriptedEngine(self.target, ctc, ACCEPTED)))
+        return self.beside_plain(self._sized(scripted_engine(self.target, ctc, ACCEPTED)))
 
     def drafting(self, words: str) -> dict[str, float]:
-        """Drafting alone over the plain step: `observe` and `propose` behind the text, captured where steps are."""
-        engine = self.engine(build(self.target, words, 32))
-        pieces = engine.stream(self.text, self.settings)
-        next(pieces), next(pieces)
-        seen: list[Any] = []
-        draft = engine._draft_step
-        engine._draft_step = engine._draft = lambda step: (seen.append(step), draft(step))[1]  # type: ignore
-        engine._captured = None
-        next(pieces)
-        work = partial(draft, seen[-1])
-        if self.device.type == "cuda" and engine.drafter.on_device:
+        """Drafting alone over the plain step: `observe` and `propose` after the text, captured where steps are."""
+        steps = self.engine(build(self.target, words, 32), graphs=False).steps
+        state = steps.begin(len(self.text) + self.args.new_tokens, self.settings)
+        step, _ = steps.run(steps.prefill(self.text, state)[0], state)
+        work = partial(steps.draft, step, state)
+        if self.device.type == "cuda" and steps.drafter.on_device:
             with torch.inference_mode():
                 work()
                 graph = torch.cuda.CUDAGraph()
@@ -165,7 +161,7 @@ class Steps:
             work = graph.replay
         taken = []
         for _ in range(self.args.repeats):
-            engine.drafter.begin(torch.tensor(self.text, device=self.device), engine.reserved)
+            steps.drafter.begin(torch.tensor(self.text, device=self.device), state.reserved)
             plain = self.run(self.plain)[0]
             with torch.inference_mode():
                 self.synchronize()
@@ -230,9 +226,9 @@ class Steps:
 
 
 def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second, MFU and peak memory of a CTC head's training step over one row of `--train_tokens`."""
+    """Tokens per second, MFU and peak memory of a CTC head's training step over one row of `--train_tokens`."""
     device, on_gpu = target.device, target.device.type == "cuda"
-    recipe = yaml.safe_load((RECIPES / "ctc" / "8b.yaml").read_text())
+    recipe = load_recipe("ctc", "8b")
     head: Any = recipe_head(target, "ctc").float().train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-5, fused=on_gpu)
     ids = torch.randint(0, target.vocab_size, (args.train_rows, args.train_tokens), device=device)
@@ -265,7 +261,7 @@ def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Parts:
-    """The result file: one entry a part, what failed and what there was no time for."""
+    """The result file: one entry per part, what failed and what there was no time for."""
 
     def __init__(self, output: Path, device: torch.device, seconds: float) -> None:
         self.output, self.device, self.end = output, device, time.monotonic() + seconds
@@ -281,7 +277,7 @@ class Parts:
         else:
             try:
                 self.result[name] = found = work()
-            except Exception:  # told at once and in the result; the parts behind it are still measured
+            except Exception:  # told at once and in the result; the parts after it are still measured
                 self.result["failed"][name] = traceback.format_exc()
                 print(f"{name} failed:\n{traceback.format_exc()}", file=sys.stderr)
             print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
@@ -304,10 +300,8 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", help="default: bfloat16 on a GPU")
     add("--layers", type=int, help="of the shapes, for a rehearsal (default: all)")
     add("--seconds", type=float, default=520.0, help="no part begins after so many seconds (default 520)")
-    for name, default in {
-        **{"prompt_tokens": 1024, "new_tokens": 64, "repeats": 5},
-        **{"train_rows": 2, "train_tokens": 2048},
-    }.items():
+    sizes = {"prompt_tokens": 1024, "new_tokens": 64, "repeats": 5, "train_rows": 2, "train_tokens": 2048}
+    for name, default in sizes.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     add_threads(made)
     return made
@@ -318,6 +312,17 @@ def run() -> bool:
     args.attention, args.compile = "masked", False
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     parts = Parts(args.output, device, args.seconds)
+    wrong = check_answers(parts, args, device)
+    for shape in args.shapes:
+        measure_shape(parts, args, shape)
+    print(f"written: {args.output}; failed: {', '.join(parts.result['failed']) or 'nothing'}")
+    if parts.result["no_time"]:
+        print(f"no time for: {', '.join(parts.result['no_time'])}")
+    return not wrong and not parts.result["failed"] and not parts.result["no_time"]
+
+
+def check_answers(parts: Parts, args: argparse.Namespace, device: torch.device) -> list[str]:
+    """The engines on small random targets whose answers differ or that leave the device."""
     wrong = []
     checks = {name: partial(correctness, device, name) for name in args.targets}
     if args.targets:
@@ -328,27 +333,26 @@ def run() -> bool:
         bad = [words for words, counts in answers.items() if counts["unexplained"] or counts["elsewhere"]]
         print(f"{name}: answers of {len(answers)} engines; {', '.join(bad) or 'none'} differ or leave the device")
         wrong += bad
-    for shape in args.shapes:
-        args.shape = shape
-        made: list[Target] = []
-        parts.run(f"{shape}: target", lambda made=made: made.append(random_target(args)))
-        if not made:
-            continue
-        steps, found = Steps(made[0], args), {}
-        for name, work in steps.parts():
-            found[name] = parts.run(f"{shape}: {name}", work) or {}
-        listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
-        rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
-        timed = {name: row for name, row in rows.items() if row}
-        plain_console().print(table({f"{shape}, over the plain step:": timed}))
-        print(found["plain step"], found["ctc scripted"])
-        del steps, work
-        print(parts.run(f"{shape}: training", partial(training, made[0], args)))
-        made.clear()
-    print(f"written: {args.output}; failed: {', '.join(parts.result['failed']) or 'nothing'}")
-    if parts.result["no_time"]:
-        print(f"no time for: {', '.join(parts.result['no_time'])}")
-    return not wrong and not parts.result["failed"] and not parts.result["no_time"]
+    return wrong
+
+
+def measure_shape(parts: Parts, args: argparse.Namespace, shape: str) -> None:
+    """Steps and training on a random target of a shape, whose memory is free afterwards."""
+    args.shape = shape
+    made: list[Target] = []
+    parts.run(f"{shape}: target", lambda: made.append(random_target(args)))
+    if not made:
+        return
+    timer, found = StepTimer(made[0], args), {}
+    for name, work in timer.parts():
+        found[name] = parts.run(f"{shape}: {name}", work) or {}
+    listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
+    rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
+    timed = {name: row for name, row in rows.items() if row}
+    plain_console().print(table({f"{shape}, over the plain step:": timed}))
+    print(found["plain step"], found["ctc scripted"])
+    del timer, work
+    print(parts.run(f"{shape}: training", partial(training, made[0], args)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everything that only a GPU can tell, in at most nine minutes on an H200, without a network: correctness, then speeds.
 #   scripts/bench/gpu.sh [OUTPUT.json] [options of scripts/bench/gpu.py]
-# A failed capture of a graph can spoil what comes behind it in the process, and all of it may take more than nine minutes:
+# A failed capture of a graph can spoil what comes after it in the process, and all of it may take more than nine minutes:
 #   gpu.sh OUT/checks.json --shapes;  gpu.sh OUT/8b.json --shapes 8b --targets;  gpu.sh OUT/7b.json --shapes 7b --targets
 # Needs torch, transformers, safetensors, pyyaml and rich; an installed draft_heads is not needed.
 set -eu

@@ -28,17 +28,23 @@ from typing import Any
 from draft_heads.configs.command_line import exit_status
 
 from draft_heads.data.common.files import write_text
-from draft_heads.heads.checkpoint import HEADS, load_head
+from draft_heads.heads.checkpoint import HEADS, head_variants, load_head
 from draft_heads.inference.evaluation.report import environment, markdown_table, overall
 from draft_heads.scripts.decoding_options import check_positive, script_parser
+from draft_heads.train.entry_points import trainer_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ARMS = (
-    *("medusa=medusa", "hydra=hydra", "chimera=chimera", "eagle3=eagle3"),
-    *("ctc_paper=ctc,context=hidden,labels_cut=none,decay=1", "ctc=ctc"),
-)
 CALIBRATION = (20, 80)  # steps of a short and a long run; the difference leaves loading out
 VARIANTS = ("", "_ngram", "_chain")
+
+
+def usual_arms() -> list[str]:
+    """Every kind of head with its defaults, and with its paper's settings where those are others."""
+    return [
+        ",".join([f"{name}={kind}", *(f"{option}={value}" for option, value in options.items())])
+        for name, (kind, options) in head_variants().items()
+        if not options or name == f"{kind}_paper"
+    ]
 
 
 class Arm:
@@ -105,7 +111,8 @@ class Comparison:
         """Train one head, or resume it; returns its processor seconds."""
         args = self.args
         command = [
-            *(f"train/{arm.kind}.py", "--target", args.target, "--dataset", *args.dataset, "--output_dir", str(folder)),
+            *(*trainer_script(arm.kind), "--target", args.target, "--dataset", *args.dataset),
+            *("--output_dir", str(folder)),
             *("--max_steps", str(steps), "--seed", str(seed), "--threads", str(args.threads)),
             *("--eval_strategy", "no", "--disable_tqdm", "true", *arm.options),
         ]
@@ -241,7 +248,7 @@ def run() -> None:
     add("--dataset", required=True, nargs="+", help="what scripts/distill.py wrote; with the layers that heads read")
     add("--benchmarks", required=True, nargs="+", metavar="NAME=FILE", help="as for scripts/evaluate.py")
     add("--output", required=True, type=Path, help="folder for runs, reports and the table")
-    add("--heads", nargs="+", default=list(ARMS), metavar="NAME=KIND[,option=value…]", help="default: all five kinds")
+    add("--heads", nargs="+", default=usual_arms(), metavar="NAME=KIND[,option=value…]", help="default: all kinds")
     add("--minutes", type=float, default=10.0, help="processor minutes of training a head (default 10)")
     add("--steps", type=int, help="steps of every head, instead of --minutes")
     add("--seeds", type=int, nargs="+", default=[0], help="a run of every head for each (default 0)")

@@ -2,10 +2,10 @@
 
     python scripts/bench/train.py --loss [ctc cross_entropy soft_cross_entropy] [--windows 1024 --hidden 256 1024 …]
 
-`--loss` compares the chunked losses of `heads.losses` with the plain way, which holds all logits: `log_softmax` and
-`F.ctc_loss` for CTC; `F.cross_entropy` for the labels of Medusa, Hydra and Chimera and for the target's distribution,
-which EAGLE-3 learns. Forward and backward, the LM-head product in both. Peak memory is measured above the inputs, each
-arm in a process of its own; times are interleaved in one process.
+`--loss` compares the chunked losses of `heads.ctc_loss` and `heads.cross_entropy` with the plain way, which holds all
+logits: `log_softmax` and `F.ctc_loss` for CTC; `F.cross_entropy` for the labels of Medusa, Hydra and Chimera and for
+the target's distribution, which EAGLE-3 learns. Forward and backward, the LM-head product in both. Peak memory is
+measured above the inputs, each arm in a process of its own; times are interleaved in one process.
 """
 
 from __future__ import annotations
@@ -29,12 +29,8 @@ from torch import Tensor
 
 from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.heads.base import TargetView
-from draft_heads.heads.losses import (
-    ctc_loss_fused,
-    ctc_loss_reference,
-    linear_cross_entropy,
-    soft_cross_entropy,
-)
+from draft_heads.heads.cross_entropy import linear_cross_entropy, soft_cross_entropy
+from draft_heads.heads.ctc_loss import ctc_loss_fused, ctc_loss_reference
 from draft_heads.scripts.bench.decode import in_turn
 from draft_heads.scripts.decoding_options import check_positive, script_parser
 

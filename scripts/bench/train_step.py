@@ -1,6 +1,6 @@
 """Whole training steps, ours against the plain way. The last line of output is one JSON object.
 
-    python scripts/bench/train_step.py --target DIR --dataset OUT [--heads ctc medusa hydra chimera eagle3] [--rows 64]
+    python scripts/bench/train_step.py --target DIR --dataset OUT [--heads KIND …] [--rows 64]
 
 Both arms train the same head on the same rows in one process, in turn: target forward, head, loss, backward.
 
@@ -24,28 +24,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor
 
 from draft_heads.configs.options import add_threads, option_names, use_threads
+from draft_heads.configs.recipes import load_recipe, size_class
 from draft_heads.data.collate import row_lengths
-from draft_heads.heads import attention, chimera, ctc, eagle3, hydra, medusa
+from draft_heads.heads import attention, base
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.config import target_sizes
-from draft_heads.heads.losses import ctc_loss_reference
+from draft_heads.heads.ctc_loss import ctc_loss_reference
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import in_turn, ratio
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.batches import TokenBatches
-from draft_heads.train.options import RunOptions, recipe_for
+from draft_heads.train.memory import count_parameters
+from draft_heads.train.options import RunOptions
 from draft_heads.train.training_data import load_data
 
 ARMS = ("ours", "plain")
@@ -88,22 +90,27 @@ def plain_soft_cross_entropies(
     return (losses * row_weights).sum(), losses.detach()
 
 
-PLAIN = [
-    (ctc, "ctc_loss_fused", plain_ctc),
-    (ctc, "anchor_attention", partial(attention.dense_anchor_attention, anchors_per_chunk=10**9)),
-    (chimera, "anchor_attention", partial(attention.dense_anchor_attention, anchors_per_chunk=10**9)),
-    *((module, "linear_cross_entropy", plain_cross_entropy) for module in (chimera, medusa, hydra)),
-    (hydra, "soft_cross_entropy", plain_soft_cross_entropy),
-    (eagle3, "soft_cross_entropies", plain_soft_cross_entropies),
-]
+PLAIN = {
+    "ctc_loss_fused": plain_ctc,
+    "anchor_attention": partial(attention.dense_anchor_attention, anchors_per_chunk=10**9),
+    "linear_cross_entropy": plain_cross_entropy,
+    "soft_cross_entropy": plain_soft_cross_entropy,
+    "soft_cross_entropies": plain_soft_cross_entropies,
+}
+
+
+def replaced() -> list[tuple[ModuleType, str]]:
+    """Where a function of `PLAIN` stands for ours: in the modules of the heads and what they share."""
+    modules = [base, *(sys.modules[head_classes(kind)[0].__module__] for kind in HEADS)]
+    return [(module, name) for module in modules for name in PLAIN if hasattr(module, name)]
 
 
 @contextmanager
 def plain_functions() -> Iterator[None]:
     """The heads compute their losses the plain way in here."""
-    ours = [(module, name, getattr(module, name)) for module, name, _ in PLAIN]
-    for module, name, function in PLAIN:
-        setattr(module, name, function)
+    ours = [(module, name, getattr(module, name)) for module, name in replaced()]
+    for module, name, _ in ours:
+        setattr(module, name, PLAIN[name])
     try:
         yield
     finally:
@@ -135,12 +142,12 @@ class Bench:
             arm: self.tokens / sum(batch["input_ids"].numel() for batch in batches)
             for arm, batches in self.batches.items()
         }
-        recipe = yaml.safe_load(recipe_for(kind, self.target.model.config)[0].read_text())
+        recipe = load_recipe(kind, size_class(count_parameters(self.target.model.config)))
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         settings.pop("draft_vocab_size", None)
         settings["target_layers"] = layers
-        if kind == "ctc":
-            settings["decay"] = 1.0  # the plain way has no other
+        if "decay" in settings:
+            settings["decay"] = 1.0  # the plain CTC loss has no other
         torch.manual_seed(0)
         self.head: DraftHead = head_type(
             config_type(**target_sizes(self.target.config), **settings, end_token_ids=sorted(self.target.end_token_ids))

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from draft_heads.data.collate import DraftCollator
 from draft_heads.data.common.pretrained import model_class
-from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.checkpoint import HEADS, head_classes, head_variants
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.registry import drafter_for
@@ -130,14 +130,8 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _HEADS | _EXPERTS | _THREE_AXES,
 }
 """Models with a text part of these settings beside a small vision part; they serve as text targets."""
-SMALL: dict[str, dict[str, Any]] = {
-    "chimera": {"heads": 2, "projection": "shared"},
-    "ctc": {"frames": 5, "labels": 3, "label_context": 2},
-    "eagle3": {"passes": 2},
-    "hydra": {"heads": 2, "prefix_attention": True, "labels_from": "distribution"},
-    "medusa": {"heads": 2},
-}
-"""Settings of the heads that are trained for a few steps."""
+TRAINED = dict(head_variants().values())
+"""Settings of the heads that are trained for a few steps: the last variant of each kind."""
 
 
 def make_model(name: str, folder: Path) -> None:
@@ -207,7 +201,7 @@ def trains(target: Target, kind: str, prompts: list[list[int]], answers: list[li
     ]
     batch = DraftCollator(0, target.max_positions)(rows)
     sizes = target_sizes(target.config)
-    head = head_classes(kind)[0](config_type(**sizes, **SMALL[kind], target_layers=layers)).to(target.dtype)
+    head = head_classes(kind)[0](config_type(**sizes, **TRAINED[kind], target_layers=layers)).to(target.dtype)
     states = target.states_of(batch, layers)
     head.start_from(states["hidden"], target.view(), states.get("aux_hidden"))
     before = [parameter.detach().clone() for parameter in head.parameters()]

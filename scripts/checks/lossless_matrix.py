@@ -3,10 +3,10 @@
     python scripts/checks/lossless_matrix.py --targets data/tiny_target --prompts 200 --output runs/lossless
 
 Targets are the folders given and random-weight Llama, Mistral, Qwen2 and Qwen3 with sliding windows shorter than the
-prompts. Every prompt is decoded with every kind of head and its options (`HEADS`), untrained and trained on the spot on
-the target's own answers, with all its trees, with every training-free drafter and with hybrids of both.
-Node budgets 1, 2, 4, … 64 take turns over the prompts. Draft models are the target with noise on its weights or a layer
-skipped. Writes lossless_matrix.json and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
+prompts. Every prompt is decoded with every kind of head and its variants (`HEADS`), untrained and trained on the spot
+on the target's own answers, with all its trees, with every training-free drafter and with hybrids of both. Node budgets
+1, 2, 4, … 64 take turns over the prompts. Draft models are the target with noise on its weights or a layer skipped.
+Writes lossless_matrix.json and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,11 @@ from draft_heads.data.common.progress import track
 from draft_heads.data.synthetic.corpus import questions
 from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.base import DraftHead
-from draft_heads.heads.checkpoint import head_classes
-from draft_heads.heads.config import target_sizes
+from draft_heads.heads.checkpoint import HEADS as REGISTERED
+from draft_heads.heads.checkpoint import head_classes, head_variants
+from draft_heads.heads.config import spread_layers, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
-from draft_heads.heads.eagle3 import Eagle3Config
-from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES
-from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.evaluation.report import markdown_table
@@ -44,29 +44,15 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import script_parser
 
-_LAYERS: dict[str, Any] = {"target_layers": []}  # EAGLE-3's choice of the target's layers: three, where it has them
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ctc_hidden": {"kind": "ctc", "context": "hidden"},
-    "ctc_chained": {"kind": "ctc", "frames_from": "chain"},
-    "ctc_cut": {"kind": "ctc", "blocks": 2, "draft_vocab_size": 100},
-    "chimera_shared": {"kind": "chimera", "projection": "shared", **_LAYERS},
-    "chimera_plain": {"kind": "chimera", "residual": False},
-    "medusa_layers": {"kind": "medusa", **_LAYERS},
-    "hydra_layers": {"kind": "hydra", "prefix_attention": True, **_LAYERS},
-    "hydra_plain": {"kind": "hydra"},
-    "eagle3_cut": {"kind": "eagle3", "draft_vocab_size": 100, **_LAYERS},
+VARIANTS = head_variants()
+"""Name → (kind, option values)."""
+LAST = dict(VARIANTS.values())  # the last variant of each kind, which has most parts
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"{kind}_cut": (kind, {**options, "draft_vocab_size": 100}) for kind, options in LAST.items()},
+    **{f"{kind}_layers": (kind, {**options, "target_layers": []}) for kind, options in LAST.items()},
 }
-HEADS: dict[str, dict[str, Any]] = {
-    **{"ctc": {}, "chimera": {}, "medusa": {}, "hydra": {"prefix_attention": True}, "eagle3": {**_LAYERS}},
-    "context": {"kind": "ctc", "label_context": 8, **_LAYERS},
-    **OPTIONS,
-}
-"""Name → the settings of a head, of this kind where none is given."""
-TREES: dict[str, Sequence[str]] = {
-    "ctc": TREE_MODES,
-    **dict.fromkeys(("context", "chimera", "hydra", "eagle3"), ("", "chain")),
-}
-"""Name of a head → the trees it is decoded with, the usual one first; those that are not named have that one only."""
+"""With a draft vocabulary, and reading several layers of the target: [] stands for its `spread_layers`."""
+HEADS = {**VARIANTS, **OPTIONS}
 FREE = {
     "ngram": "ngram",
     "ngram tree, kept": "ngram,branches=4,keep=1",
@@ -78,17 +64,11 @@ FREE = {
     "ouroboros": "ouroboros:noisy,gamma=4,w=4,p=4,max_nodes={nodes}",
 }
 """Training-free drafters as on a command line, by the labels of the table."""
-HYBRIDS = {
-    "ctc": ("ngram",),
-    "medusa": ("ngram,keep=1", "prompt_lookup"),
-    "chimera": ("ouroboros",),
-    "hydra": ("lookahead", "ngram"),
-    "eagle3": ("ngram",),
-    "context": ("ngram",),
-}
+PARTNERS = (("ouroboros",), ("ngram",), ("lookahead", "ngram"), ("ngram,keep=1", "prompt_lookup"))
+HYBRIDS = dict(zip(REGISTERED, itertools.cycle(PARTNERS)))
 """Name of a head → the training-free drafters that share a tree with it, as in `FREE` or as they are written."""
 KINDS = (*HEADS, "free", "hybrid")
-USUAL = tuple(kind for kind in KINDS if kind not in OPTIONS)
+USUAL = (*REGISTERED, "free", "hybrid")
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -179,6 +159,12 @@ def trained_head(
     return head.eval()
 
 
+def other_trees(kind: str) -> tuple[str, ...]:
+    """The values of the option `tree` of a head's drafter beside the default, which comes first."""
+    options = fields(HEAD_DRAFTERS[kind].options_type)
+    return next((f.metadata["choices"][1:] for f in options if f.name == "tree"), ())
+
+
 class _Cell:
     """One target in one precision: its prompts, its own answers, heads trained on them and a draft model."""
 
@@ -186,27 +172,37 @@ class _Cell:
         self.name, self.dtype_name, self.steps = name, dtype_name, steps
         self.target = load_target(name, DTYPES[dtype_name])
         self.prompts = make_prompts(self.target, count)
-        self.settings = GenerationSettings(NEW_TOKENS, eos_token_ids=())  # no EOS: every answer has all its tokens
-        self.oracle = Oracle(self.target, self.settings)
+        self.generation = GenerationSettings(NEW_TOKENS, eos_token_ids=())  # no EOS: every answer has all its tokens
+        self.oracle = Oracle(self.target, self.generation)
 
     def drafters(self, kind: str) -> Iterator[tuple[str, str, str]]:
         """(label, "yes", "no" or "free" for how it is trained, command-line form) of every drafter of one of `KINDS`.
 
-        The path of a head is its name in `HEADS` and whether it is trained, that of a draft model is `noisy`.
+        The path of a head is its name in `HEADS` and whether it is trained, that of a draft model is `noisy`. Heads
+        with their defaults are decoded with every tree, variants with the usual one and the chain.
         """
         if kind == "free":
             yield from ((label, "free", text) for label, text in FREE.items())
         elif kind == "hybrid":
             for head, others in HYBRIDS.items():
-                text = "+".join(
-                    [f"{HEADS[head].get('kind', head)}:{head}-yes", *(FREE.get(name, name) for name in others)]
-                )
-                yield " + ".join([head, *others]), "yes", text
-        else:
-            for trained in ("no", "yes"):
-                for mode in TREES.get(kind, ("",)):
-                    text = f"{HEADS[kind].get('kind', kind)}:{kind}-{trained}" + (mode and f",tree={mode}")
-                    yield f"{kind} {mode}".strip(), trained, text
+                if not self.refuses(head):
+                    text = "+".join([f"{HEADS[head][0]}:{head}-yes", *(FREE.get(name, name) for name in others)])
+                    yield " + ".join([head, *others]), "yes", text
+        elif not self.refuses(kind):
+            head = HEADS[kind][0]
+            others = () if kind in OPTIONS else other_trees(head) if kind in REGISTERED else ("chain",)
+            for trained, mode in itertools.product(("no", "yes"), ("", *others)):
+                yield f"{kind} {mode}".strip(), trained, f"{head}:{kind}-{trained}" + (mode and f",tree={mode}")
+
+    def refuses(self, name: str) -> bool:
+        """Whether a head cannot start from this target: some copy a layer, which must be a Llama's."""
+        try:
+            head = self.new_head(name)
+            head.start_from(torch.zeros(1, 1, head.config.hidden_size, dtype=head.dtype), self.target.view())
+        except ValueError as error:
+            print(f"{name} is left out for {self.name}: {error}")
+            return True
+        return False
 
     def decode(self, label: str, trained: str, text: str) -> dict[str, Any]:
         """A row of the report: every prompt with one drafter, its node budgets taking turns."""
@@ -217,7 +213,7 @@ class _Cell:
             builder.head, builder.draft_model = self.head, lambda kind, path: self.draft_model
             engines.append(DecodingEngine(self.target, builder.build(spec)))
         taking_turns = zip(itertools.cycle(engines), self.prompts)
-        answers = [engine.generate(prompt, self.settings) for engine, prompt in taking_turns]
+        answers = [engine.generate(prompt, self.generation) for engine, prompt in taking_turns]
         turns = zip(self.prompts, [answer.tokens for answer in answers])
         counts, steps = judge_all(self.oracle, turns), sum(answer.target_steps for answer in answers)
         row = {"target": Path(self.name).name, "dtype": self.dtype_name, "drafter": label, "trained": trained}
@@ -227,13 +223,21 @@ class _Cell:
     def head(self, kind: str, path: str) -> DraftHead:
         """A head as training starts it ("NAME-no"), or fitted to the target's own answers ("NAME-yes")."""
         name, _, trained = path.partition("-")
-        settings = {**HEADS[name], "kind": kind}
-        if "target_layers" in settings:
-            settings["target_layers"] = Eagle3Config.usual_layers(self.target.config.num_hidden_layers)
         if trained == "no":
-            return untrained_head(self.target, **settings)
+            return self.new_head(name)
         texts = [(prompt, self.oracle.answer(prompt)) for prompt in self.prompts]
-        return trained_head(self.target, texts, self.steps, **settings)
+        return trained_head(self.target, texts, self.steps, kind, **self.settings_of(name))
+
+    def settings_of(self, name: str) -> dict[str, Any]:
+        """The option values of a head of `HEADS` for this target."""
+        kind, settings = HEADS[name]
+        layers = self.target.config.num_hidden_layers
+        read = spread_layers(layers) if "target_layers" in settings else head_classes(kind)[1].usual_layers(layers)
+        return {**settings, "target_layers": read}
+
+    def new_head(self, name: str) -> DraftHead:
+        """An untrained head of `HEADS`."""
+        return untrained_head(self.target, HEADS[name][0], **self.settings_of(name))
 
     @cached_property
     def draft_model(self) -> Target:

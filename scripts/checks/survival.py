@@ -39,7 +39,7 @@ from transformers.trainer_callback import CallbackHandler
 from draft_heads.data.labels.shards import ShardFolder, load_distilled
 from draft_heads.data.synthetic.corpus import conversations
 from draft_heads.train import run as _training  # noqa: F401  (loaded before the attempts are forked)
-from draft_heads.train.wall_clock import newest_complete_checkpoint
+from draft_heads.train.checkpoints import newest_complete_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "data" / "tiny_target")

@@ -10,9 +10,9 @@ from draft_heads.configs.command_line import (
     Terminated,
     ends_on_ctrl_c,
     exit_status,
+    expand_home,
     on_interrupt,
     parse_with_config,
-    with_home,
 )
 
 import pytest
@@ -121,4 +121,4 @@ def test_a_path_after_an_equals_sign_may_begin_with_the_home_folder(tmp_path, mo
     (tmp_path / "c.yaml").write_text("output: ~/x\ndrafters: [a=~/h, b]\n")
     options = parse_with_config(parser, [f"--config={tmp_path}/c.yaml", "--target=a~/b"], ["output"])
     assert (options.output, options.drafters) == (Path("/home/ada/x"), ["a=/home/ada/h", "b"])
-    assert options.target == "a~/b" and with_home("x~ ~/y") == "x~ ~/y"  # a tilde elsewhere is a letter
+    assert options.target == "a~/b" and expand_home("x~ ~/y") == "x~ ~/y"  # a tilde elsewhere is a letter

@@ -65,7 +65,7 @@ def test_longer_conversation_is_cut_and_said_once(caplog):
     for _ in range(2):
         batch = collate([row(100, 10)])
     assert batch["input_ids"].tolist() == [[100, 101, 102, 103, 104, 105]]
-    assert caplog.messages == ["--max_length 6 cuts conversations of up to 10 tokens; raise it to train on all of them"]
+    assert caplog.messages == ["max_length 6 cuts conversations of up to 10 tokens; raise it to train on all of them"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -80,8 +80,8 @@ def test_cached_hidden_states_come_back_bit_for_bit_where_their_tokens_are(dtype
 
 def test_disk_need_is_told_and_refused_when_it_does_not_fit(tmp_path):
     line = check_disk(1000, True, 4096, torch.bfloat16, str(tmp_path / "new" / "out"))
-    assert line.startswith("H=4096 bfloat16: 8 KiB a token, 1,000 tokens -> 7.82 MiB, free ")
-    with pytest.raises(ValueError, match=r"--hidden_states does not fit .* at most 1,000,000,000,000 tokens"):
+    assert line.startswith("H=4096 bfloat16: 8 KiB per token, 1,000 tokens -> 7.82 MiB, free ")
+    with pytest.raises(ValueError, match=r"^hidden_states does not fit .* at most 1,000,000,000,000 tokens"):
         check_disk(10**12, False, 4096, torch.bfloat16, str(tmp_path))
 
 

@@ -114,7 +114,7 @@ def test_a_conversation_that_the_template_refuses_is_named_or_left_out(tmp_path,
     source.write_text(json.dumps(some))
     words = ["--dataset", str(source), "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "out")]
     assert script.main(words) == 2
-    assert "row 2: the chat template of" in (told := capsys.readouterr().err) and "or pass --skip_bad_rows" in told
+    assert "row 2: the chat template of" in (told := capsys.readouterr().err) and "or set skip_bad_rows" in told
     assert script.main([*words, "--skip_bad_rows"]) == 0
     assert Datastore.open(tmp_path / "out").manifest["conversations"] == 2
 

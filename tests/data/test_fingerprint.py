@@ -44,7 +44,7 @@ def test_an_architecture_of_the_same_sizes_and_tokenizer_is_another_target():
 
 @pytest.mark.parametrize("fine_tune", [False, True], ids=["labels", "head"])
 def test_another_template_alone_is_named_as_the_cause_with_the_remedy(fine_tune):
-    with pytest.raises(ValueError, match=r"for this target with another chat template .* pass the --chat_template"):
+    with pytest.raises(ValueError, match=r"for this target with another chat template .* pass the chat template"):
         check_fingerprint(fingerprint("vicuna"), fingerprint(), "--dataset D", fine_tune)
 
 

@@ -36,3 +36,9 @@ def text(rows=1, length=20, seed=0):
     torch.manual_seed(seed)
     ids = torch.randint(1, 61, (rows, length))
     return Rows.of(torch.randn(rows, length, 32), ids)
+
+
+def loss_of(head, rows, view, mask=None, **more):
+    """The training loss of rows whose labels are their own tokens; mask: all the assistant's unless given."""
+    mask = torch.ones_like(rows.input_ids, dtype=torch.bool) if mask is None else mask
+    return head(rows.hidden, rows.input_ids, rows.input_ids, mask, view, rows.segment_ids, rows.position_ids, **more)

@@ -26,8 +26,9 @@ PROVENANCE = {
 
 
 def make_head(kind="ctc", **settings):
-    settings = {"target": "some/target", **({"target_layers": [1, 2, 3]} if kind == "eagle3" else {}), **settings}
-    return disturbed(*head_classes(kind), **settings)
+    head_type, config = head_classes(kind)
+    settings = {"target": "some/target", "target_layers": config.usual_layers(4), **settings}
+    return disturbed(head_type, config, **settings)
 
 
 def same(one, other):

@@ -57,10 +57,10 @@ def written(request, tmp_path):
 def test_what_is_read_back_is_the_head(written):
     name, head, folder = written
     back = read_folder(folder)
-    assert differences(head, back) == [] and FORMATS[name].kind == back.config.kind
+    assert differences(head, back, name) == [] and FORMATS[name].kind == back.config.kind
     with torch.no_grad():
         next(iter(back.parameters()))[0] += 1
-    assert len(differences(head, back)) == 2 and differences(head, back)[1] == "log-probabilities"
+    assert len(differences(head, back, name)) == 2 and differences(head, back, name)[1] == "log-probabilities"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
@@ -216,7 +216,7 @@ def test_what_an_engine_would_misread_is_refused(tmp_path, head, name, told):
 def test_heads_of_any_number_of_passes_are_the_same_when_read_back(tmp_path, passes):
     head = eagle3(draft_vocab_size=40, passes=passes)
     write_folder(head, "eagle3", tmp_path, TARGET, "t")
-    assert differences(head, read_folder(tmp_path)) == []
+    assert differences(head, read_folder(tmp_path), "eagle3") == []
 
 
 def test_public_heads_in_other_forms_are_read(tmp_path):
@@ -231,7 +231,7 @@ def test_public_heads_in_other_forms_are_read(tmp_path):
         read_folder(tmp_path / "a")
     prefixed = {f"medusa_head.{name}": x for name, x in tensors.items()}
     save_file(prefixed, tmp_path / "a" / "medusa_lm_head.safetensors")
-    assert differences(head, read_folder(tmp_path / "a")) == []
+    assert differences(head, read_folder(tmp_path / "a"), "tgi-medusa") == []
     with pytest.raises(ValueError, match=r"--target_layers is for EAGLE-3 heads .* tgi-medusa"):
         read_folder(tmp_path / "a", target_layers=[2, 5, 9])
 
@@ -331,7 +331,7 @@ def test_a_setting_that_an_engine_would_read_otherwise_is_found(tmp_path, name, 
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **wrong}))
     if isinstance(told, list):
-        found = differences(head, read_folder(tmp_path))
+        found = differences(head, read_folder(tmp_path), name)
         assert (found[0], found[-1]) == tuple(told)
     else:
         with pytest.raises(ValueError, match=f"(?s){told}"):

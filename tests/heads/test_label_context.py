@@ -8,8 +8,8 @@ import torch
 
 from draft_heads.heads.base import Rows
 from draft_heads.heads.ctc import CTCConfig, CTCHead
+from draft_heads.heads.ctc_loss import ctc_loss_fused, lattice_log_prob
 from draft_heads.heads.label_context import ctc_loss_with_context
-from draft_heads.heads.losses import ctc_loss_fused, lattice_log_prob
 from draft_heads.inference.drafters.heads.ctc import draft_tree
 from tests.heads.small import disturbed, lent_target
 from tests.heads.test_losses import problem

@@ -8,16 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from draft_heads.heads.base import TargetView
-from draft_heads.heads.losses import (
+from draft_heads.heads.cross_entropy import (
     _fused_linear_cross_entropy,
-    ctc_loss_fused,
-    ctc_loss_reference,
-    interleave_blank,
-    lattice_log_prob,
     linear_cross_entropy,
     soft_cross_entropies,
     soft_cross_entropy,
 )
+from draft_heads.heads.ctc_loss import ctc_loss_fused, ctc_loss_reference, interleave_blank, lattice_log_prob
 from draft_heads.inference.drafters.heads.ctc_search import collapsed
 
 

@@ -65,7 +65,7 @@ class StubOracle:
         self.settings = settings or GenerationSettings(max_new_tokens=64, eos_token_ids=(0,))
         self.target = SimpleNamespace(answer_text=decode, dtype=torch.float64)
 
-    def know(self, answers):
+    def add_answers(self, answers):
         assert all(self.answer(prompt) == tokens for prompt, tokens in answers.items())
 
     def answer(self, prompt):

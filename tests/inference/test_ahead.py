@@ -10,6 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draft_heads.heads.checkpoint import HEADS as REGISTERED
+from draft_heads.heads.checkpoint import head_variants
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
@@ -30,18 +32,7 @@ from tests.inference.models import (
     make_prompts,
 )
 
-HEADS = [
-    ("vanilla", {}),
-    ("medusa", {"layers": 1}),
-    ("hydra", {}),
-    ("hydra", {"prefix_attention": True, "layers": 4}),
-    ("chimera", {}),
-    ("chimera", {"encoder": "target_layer0_finetuned"}),
-    ("ctc", {}),
-    ("ctc", {"frames_from": "chain"}),
-    ("ctc", {"label_context": 4}),
-    ("eagle3", {"target_layers": [1], "passes": 4}),
-]
+HEADS = [("vanilla", {}), *head_variants().values()]
 ASKS_THE_HOST = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal"}
 
 
@@ -71,16 +62,16 @@ def test_a_step_asks_the_host_nothing_and_has_the_sizes_its_settings_say(kind, s
     target = load_target("llama", torch.float32)
     engine = DecodingEngine(target, make_drafter(target, kind, settings), ahead=True)
     assert engine.drafter.on_device
-    step, counted, sizes = engine._step, [], set()
+    run, counted, sizes = engine.steps.run, [], set()
 
     def watched(*arguments):
         with HostQuestions() as questions:
-            result = step(*arguments)
+            result = run(*arguments)
         counted.append(questions.asked)
         sizes.add((len(result[0].tree), len(result[0].tokens)))
         return result
 
-    engine._step = watched
+    engine.steps.run = watched
     assert len(engine.generate(list(range(3, 40)), GenerationSettings(24)).tokens) == 24
     assert len(counted) > 5 and not any(counted), counted
     assert sizes == {(padded_nodes(engine.drafter.max_nodes), engine.drafter.max_depth + 1)}
@@ -186,9 +177,9 @@ def test_of_steps_drafted_on_the_host_the_verification_is_captured(words):
     Counted.made = 0
     rules = GenerationSettings(40)
     prompts = [*make_prompts(target, 2), [7] * 90]
-    assert not engine.ahead and engine.generate([5], GenerationSettings(1)).tokens and Counted.made
-    sizes, lengths = {padded_nodes(n) for n in range(drafter.max_nodes + 1)}, engine._cache.capacity // 64
-    assert Counted.made == len(engine._captured) >= len(sizes) * (lengths - 1)
+    assert not engine.steps.ahead and engine.generate([5], GenerationSettings(1)).tokens and Counted.made
+    sizes, lengths = {padded_nodes(n) for n in range(drafter.max_nodes + 1)}, engine.steps.cache.capacity // 64
+    assert Counted.made == len(engine.steps.captured) >= len(sizes) * (lengths - 1)
     for prompt in prompts:
         expected = Oracle(target, rules).answer(prompt)
         assert engine.generate(prompt, rules).tokens == expected
@@ -198,8 +189,8 @@ def test_of_steps_drafted_on_the_host_the_verification_is_captured(words):
             for answer, tokens in zip(answers, pieces):
                 answer += tokens
         assert answers == [expected, expected]
-    assert Counted.made == len(engine._captured) + len(other._captured)
-    assert len(engine._captured) <= len(sizes) * lengths  # no answer waited for a capture
+    assert Counted.made == len(engine.steps.captured) + len(other.steps.captured)
+    assert len(engine.steps.captured) <= len(sizes) * lengths  # no answer waited for a capture
 
 
 class HostReads(TorchFunctionMode):
@@ -227,21 +218,21 @@ def test_a_drafter_on_the_host_reads_what_the_engine_has_read(words, most):
     builder = DrafterBuilder(target, 12)
     builder.head = lambda kind, path: make_head(target, kind, scale=0.4).eval()
     engine = DecodingEngine(target, builder.build(DrafterSpec.parse(f"d={words}")), captured=CapturedSteps(Rerun))
-    step, counts, told = engine._step, [], []
+    run, counts, seen = engine.steps.run, [], []
 
     def watched(*arguments):
-        told.extend(arguments[0].new_tokens)
+        seen.extend(arguments[0].new_tokens)
         with HostReads() as reads:
-            result = step(*arguments)
+            result = run(*arguments)
         counts.append(len(reads.read))
         return result
 
     prompt, rules = list(range(3, 40)), GenerationSettings(40)
     engine.generate(prompt, rules)  # captures
-    engine._step = watched
+    engine.steps.run = watched
     answer = engine.generate(prompt, rules).tokens
     assert answer == Oracle(target, rules).answer(prompt)
-    assert told == (prompt + answer)[: len(told)] and len(told) >= len(prompt) + 30
+    assert seen == (prompt + answer)[: len(seen)] and len(seen) >= len(prompt) + 30
     assert len(counts) > 5 and max(counts[2:]) <= most, counts  # the first steps are not captured
 
 
@@ -292,18 +283,18 @@ class Watched(Rerun):
 
     @staticmethod
     def memory():
-        engine = Watched.engine  # a drafter that drafts outside of graphs may move
-        return [x.data_ptr() for x in (*engine._cache.memory(), *(engine.drafter.memory() if engine.ahead else ()))]
+        steps = Watched.engine.steps  # a drafter that drafts outside of graphs may move
+        return [x.data_ptr() for x in (*steps.cache.memory(), *(steps.drafter.memory() if steps.ahead else ()))]
 
 
-@pytest.mark.parametrize("words", ["vanilla", "medusa:head", "hydra:head", "chimera:head", "ctc:head", *HOST_DRAFTERS])
+@pytest.mark.parametrize("words", ["vanilla", *(f"{kind}:head" for kind in REGISTERED), *HOST_DRAFTERS])
 def test_graphs_are_captured_on_their_device_and_replayed_over_the_memory_they_know(words, monkeypatch):
     target = load_target("qwen3", torch.float64)
     builder = DrafterBuilder(target, 12)
     builder.head = lambda kind, path: make_head(target, kind, scale=0.4).eval()
     drafter = builder.build(DrafterSpec.parse(f"drafter={words}"))
     engine = DecodingEngine(target, drafter, ahead=drafter.on_device, captured=CapturedSteps(Watched))
-    engine.reserved, Watched.engine, Watched.inside = 48, engine, 0
+    engine.steps.reserved, Watched.engine, Watched.inside = 48, engine, 0
 
     @contextmanager
     def inside(device):
@@ -311,24 +302,24 @@ def test_graphs_are_captured_on_their_device_and_replayed_over_the_memory_they_k
         yield
         Watched.inside -= 1
 
-    monkeypatch.setattr("draft_heads.inference.engine.current", inside)
+    monkeypatch.setattr("draft_heads.inference.steps.current", inside)
     rules = GenerationSettings(30)
     for prompt in (list(range(3, 13)), [7] * 60, list(range(3, 13)), [9] * 110):
         assert engine.generate(prompt, rules).tokens == Oracle(target, rules).answer(prompt)
     anything = GenerationSettings(12, typical=TypicalAcceptance(epsilon=1e-9, delta=1e-9))
     plain = DecodingEngine(target, builder.build(DrafterSpec.parse(f"drafter={words}")))
-    before = len(engine._captured)
+    before = len(engine.steps.captured)
     answer = engine.generate([7] * 60, anything).tokens
     assert "+" in words or answer == plain.generate([7] * 60, anything).tokens  # hybrids have learned meanwhile
-    assert len(engine._captured) <= before  # not beside the graphs of exact acceptance: instead of them
+    assert len(engine.steps.captured) <= before  # not beside the graphs of exact acceptance: instead of them
 
 
 def test_texts_that_outgrow_the_reserved_memory_double_it():
     target = load_target("qwen3", torch.float64)
     engine = DecodingEngine(target, VanillaDrafter(), ahead=True, captured=CapturedSteps(Counted))
-    engine.reserved = 32
-    assert [engine._reserved_length(text) for text in (1, 32, 33, 64, 65, 1)] == [32, 32, 64, 64, 128, 128]
-    assert engine._reserved_length(target.max_positions) == target.max_positions
+    engine.steps.reserved = 32
+    assert [engine.steps.reserved_length(text) for text in (1, 32, 33, 64, 65, 1)] == [32, 32, 64, 64, 128, 128]
+    assert engine.steps.reserved_length(target.max_positions) == target.max_positions
 
 
 def test_steps_are_captured_anew_when_memory_has_moved():
@@ -336,7 +327,7 @@ def test_steps_are_captured_anew_when_memory_has_moved():
     engine = DecodingEngine(target, VanillaDrafter(), ahead=True, captured=CapturedSteps(Counted))
     prompt, rules = list(range(3, 40)), GenerationSettings(10)
     for _ in range(3):
-        engine._cache = None  # as for a prompt that the old cache has no room for
+        engine.steps.cache = None  # as for a prompt that the old cache has no room for
         assert engine.generate(prompt, rules).tokens == Oracle(target, rules).answer(prompt)
 
 
@@ -348,23 +339,23 @@ def test_on_a_gpu_steps_are_captured_and_never_wait_for_the_device(kind, setting
     if drafter is None:
         drafter = drafter_for(make_head(target, kind, scale=0.4, **settings).cuda().eval(), target, 12)
     engine = DecodingEngine(target, drafter)
-    step, rules, prompt = engine._step, GenerationSettings(60), list(range(3, 40))
+    run, rules, prompt = engine.steps.run, GenerationSettings(60), list(range(3, 40))
 
     def watched(*arguments):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return step(*arguments)
+            return run(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
     expected = Oracle(target, rules).answer(prompt)
     assert engine.generate(prompt, rules).tokens == expected
-    engine._step = watched
+    engine.steps.run = watched
     assert engine.generate(prompt, rules).tokens == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["vanilla", "medusa", "hydra", "chimera", "ctc"])
+@pytest.mark.parametrize("kind", ["vanilla", *REGISTERED])
 def test_in_half_precision_every_difference_is_a_near_tie(kind, dtype):
     target = load_target("llama", dtype)
     rules = GenerationSettings(40)
@@ -382,7 +373,7 @@ def test_layers_on_several_devices_have_memory_of_their_own():
     engine = DecodingEngine(target, ForkedDrafter(expected, 4))
     result = engine.generate(prompt, GenerationSettings(40))
     assert result.tokens == expected and result.accept_lengths[1:-1] == [5] * 7
-    assert len(engine._cache.stores) == target.config.num_hidden_layers
+    assert len(engine.steps.cache.stores) == target.config.num_hidden_layers
 
 
 def test_an_engine_works_inside_and_outside_of_inference_mode():

@@ -82,8 +82,8 @@ def test_a_target_of_int8_weights_labels_trains_and_decodes_through_its_modules(
 
 
 def _siblings_see_each_other(monkeypatch):
-    own = target_module.behind_text
-    monkeypatch.setattr(target_module, "behind_text", lambda sees, *rest: own(torch.ones_like(sees).tril(), *rest))
+    own = target_module.visible_keys
+    monkeypatch.setattr(target_module, "visible_keys", lambda sees, *rest: own(torch.ones_like(sees).tril(), *rest))
 
 
 def _window_of_eight(monkeypatch):
@@ -162,6 +162,15 @@ def test_where_only_the_cache_of_generate_has_a_window_texts_end_at_it():
     generated = DecodingEngine(target, ForkedDrafter(answer, 4)).generate(prompt, GenerationSettings(20, ()))
     assert generated.tokens == answer[:12] and generated.finish_reason == "context"
     assert Target(_model("starcoder2", sliding_window=32), name="starcoder2").max_positions == 256
+
+
+def test_windows_that_differ_from_layer_to_layer_are_refused():
+    listed, layered = (_model(one) for one in ("llama", "mistral"))
+    listed.config.sliding_window = [64, None]  # of a config that does not declare it, so that it is not checked
+    layered.config.per_layer_config = {0: {"sliding_window": 64}, 1: {"sliding_window": None}}
+    for model in (listed, layered):
+        with pytest.raises(ValueError, match=r"must have one window, .*; small has sliding_window \[64, None\]; pick"):
+            Target(model, name="small")
 
 
 REFUSED = {

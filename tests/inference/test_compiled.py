@@ -29,7 +29,7 @@ def test_a_compiled_target_draws_the_tokens_that_generate_draws():
 def test_attention_that_cannot_be_compiled_is_refused():
     target = load_target("llama", torch.float32)
     target.attend("flex")
-    with pytest.raises(ValueError, match="--compile works with --attention masked; got flex"):
+    with pytest.raises(ValueError, match="compiled programs need attention masked; got flex"):
         target.compile()
 
 

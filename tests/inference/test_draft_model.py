@@ -56,7 +56,7 @@ def test_the_target_accepts_all_that_it_drafts_itself(target, k, inner):
     result = DecodingEngine(target, drafter).generate(make_prompts(target, 1)[0], GenerationSettings(61))
     assert result.accept_lengths[0] == 1 and set(result.accept_lengths[1:-1]) == {k + 1}
     if inner is None:
-        assert drafter.findings() == {"tokens_a_draft_forward": 1.0}
+        assert drafter.findings() == {"tokens_per_draft_forward": 1.0}
 
 
 def test_a_cascade_drafts_several_tokens_a_forward(llama):
@@ -64,7 +64,7 @@ def test_a_cascade_drafts_several_tokens_a_forward(llama):
     cascade = CascadeDrafter(llama, DraftModelDrafter(llama, k=4), k=8)
     result = DecodingEngine(llama, cascade).generate(repeating, GenerationSettings(61))
     assert set(result.accept_lengths[1:-1]) == {9}
-    assert cascade.findings()["tokens_a_draft_forward"] > 2
+    assert cascade.findings()["tokens_per_draft_forward"] > 2
 
 
 def test_a_budget_of_one_node_is_a_draft_of_one_token(llama):
@@ -236,7 +236,7 @@ def test_the_words_of_the_command_line_build_them(tiny, words):
 @pytest.mark.parametrize(
     "words,told",
     [
-        ("draft_model", "got no path"),
+        ("draft_model", "needs a path; got none; write draft_model=MODEL"),
         ("draft_model=no/such/folder", "no/such/folder does not exist"),
         (f"draft_model={TINY},k=0", "k must be at least 1; got 0"),
         (f"draft_model={TINY},via=magic", "a drafter is one of"),

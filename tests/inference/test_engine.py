@@ -15,7 +15,7 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.step import verify_step
 from draft_heads.inference.target.target import Target
-from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
+from draft_heads.inference.tree import DraftTree
 from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
 
 PROMPT = list(range(3, 40))
@@ -135,7 +135,7 @@ def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
     caches = set()
     for prompt in make_prompts(target, 6):
         assert engine.generate(prompt, GenerationSettings(40)).tokens == oracle.answer(prompt)
-        caches.add(id(engine._cache))
+        caches.add(id(engine.steps.cache))
     assert len(caches) == 1
 
 
@@ -210,67 +210,6 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
         row = (Rows(hidden, text, segments, positions), anchor, target.view())
         assert torch.allclose(drafter.frames(), head.drafted_frames(*row)[0, 0], atol=1e-5)
         assert torch.allclose(drafter.frames()[0], head.train_frames(*row)[0, 0, 0], atol=1e-5)
-
-
-LEVEL_HEADS = [
-    ("medusa", {"layers": 2}),
-    ("hydra", {}),
-    ("hydra", {"prefix_attention": True, "layers": 4}),
-    ("chimera", {}),
-    ("chimera", {"order": 1, "residual": False}),
-    ("chimera", {"order": 5, "projection": "shared"}),
-    ("chimera", {"encoder": "target_layer0_finetuned"}),
-    ("eagle3", {"passes": 5}),
-]
-
-
-@pytest.mark.parametrize("kind,settings", LEVEL_HEADS)
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_every_node_is_scored_as_the_training_forward_scores_its_path(name, kind, settings):
-    """After 20 steps with partial acceptances: each drafted path against the teacher-forced head on that very text."""
-    target = load_target(name, torch.float64)
-    scale = 0.7 / settings.get("layers", 1) ** 0.5  # sharp enough for deep trees, not so sharp that noise is
-    head = make_head(target, kind, scale=0.25 if kind == "eagle3" else scale, **settings).eval()
-    if kind == "eagle3":  # whose attention must not be on one key alone
-        head.lm_head.weight.data *= 8
-    drafter = drafter_for(head, target, 24, **({"kgram_cache": 16} if settings == {} and kind == "chimera" else {}))
-    text = decode_with_partial_acceptances(target, drafter)
-    with torch.inference_mode():
-        tree = drafter.propose()
-    found = drafter.findings()  # of a k-gram cache
-    assert not found or (found["misses"] > 16 and found["hits"] + found["reloads"] > 0)
-    levels = depths(ancestor_rows(tree.parents, len(tree)))[1:]
-    assert levels.max() >= 3 and len(tree) == 24
-
-    committed = text.shape[1] - 1  # the last token is the base token
-    paths = []
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    for path, score in zip(paths, tree.log_probs.tolist()):
-        row = torch.tensor([[*text[0].tolist(), *path]])
-        positions = torch.arange(row.shape[1])[None]
-        hidden, _ = target.forward_rows(row, torch.ones_like(row), positions)
-        with torch.inference_mode():
-            rows = Rows(hidden, row, torch.ones_like(row), positions)
-            expected = sum(
-                float(path_log_probs(head, rows, committed - 1, k, target.view())[token])
-                for k, token in enumerate(path)
-            )
-        assert score == pytest.approx(expected, abs=1e-3, rel=1e-4)
-
-
-def path_log_probs(head, rows, anchor, k, view):
-    """[V], what the training forward's head k says at an anchor of a row."""
-    anchors = torch.tensor([[anchor]])
-    if head.config.kind == "medusa":
-        return head.draft_log_probs(rows.hidden[0, anchor])[k]
-    if head.config.kind == "hydra":
-        tokens = head.token_states(rows.input_ids[0, anchor + 1 : anchor + 2 + k], view)
-        return head.next_log_probs(k, head.row_states(rows)[0, anchor], tokens)
-    if head.config.kind == "eagle3":
-        return head.next_log_probs(head.train_states(rows, anchors, view)[0, 0, k])
-    fused = head.train_outputs(rows, anchors, view)[0, 0, k]
-    return head.head_logits(k, rows.hidden[0, anchor], fused, view).log_softmax(-1)
 
 
 def test_stop_strings_end_where_transformers_ends(tiny_target):
@@ -371,7 +310,7 @@ def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settin
 
         monkeypatch.setattr(each, "propose", proposing)
         engine = DecodingEngine(target, each)
-        monkeypatch.setattr(engine, "_reserved_length", lambda text: 240)  # as compiled programs reserve it
+        monkeypatch.setattr(engine.steps, "reserved_length", lambda text: 240)  # as compiled programs reserve it
         for prompt in ([5, 6, 7], PROMPT):
             engine.generate(prompt, GenerationSettings(80))
     for (own, _), (other, _) in zip(*trees.values(), strict=True):

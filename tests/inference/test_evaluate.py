@@ -8,9 +8,22 @@ from types import SimpleNamespace
 import pytest
 
 from draft_heads.data.common.processes import Processes
-from draft_heads.inference.evaluation.evaluate import decode, drafter_order, drafters_of, evaluate, findings_of, judged
+from draft_heads.inference.evaluation.decoded import (
+    DecodedFolder,
+    DecodedGroup,
+    DecodedGroups,
+    subtract_counts,
+    total_findings,
+)
+from draft_heads.inference.evaluation.evaluate import (
+    decode,
+    drafter_order,
+    drafters_of,
+    evaluate,
+    findings_of,
+    judge_decoded,
+)
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
-from draft_heads.inference.evaluation.parts import Part, PartFolder, Parts, merged_findings, since
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
 
@@ -72,21 +85,21 @@ def test_the_warm_up_is_short_and_leaves_no_record():
 def test_old_objects_are_not_walked_through_while_answers_are_timed():
     before, frozen = gc.get_freeze_count(), []
 
-    class Watching(Parts):
+    class Watching(DecodedGroups):
         def put(self, group, part):
             super().put(group, part)
             if part.expected is None:
                 frozen.append(gc.get_freeze_count())
 
-    run({"vanilla": StubEngine()}, parts=Watching())
+    run({"vanilla": StubEngine()}, store=Watching())
     assert frozen and min(frozen) > before and gc.get_freeze_count() == 0
 
-    class Stopping(Parts):
+    class Stopping(DecodedGroups):
         def put(self, group, part):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run({"vanilla": StubEngine()}, parts=Stopping())
+        run({"vanilla": StubEngine()}, store=Stopping())
     assert gc.get_freeze_count() == 0
 
 
@@ -231,7 +244,7 @@ def figures(evaluation):
 def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
     engines = {"vanilla": StubEngine(), "fast": StubEngine(2)}
     whole, settings = run(engines), {"limit": 3}
-    parts, put = PartFolder(tmp_path), PartFolder.put
+    parts, put = DecodedFolder(tmp_path), DecodedFolder.put
 
     def stop_at_the_second(self, group, part):
         if group.start == 1:
@@ -240,11 +253,11 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
 
     parts.begin(settings, False)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PartFolder, "put", stop_at_the_second)
+        patch.setattr(DecodedFolder, "put", stop_at_the_second)
         run(engines, parts=parts)
     told = f"1 of 3 groups of questions are kept in {tmp_path}/parts: the same command, without --overwrite, goes on"
-    assert parts.kept(3) == f"{told} there"
-    again, asked = PartFolder(tmp_path), [StubEngine(), StubEngine(2)]
+    assert parts.resume_hint(3) == f"{told} there"
+    again, asked = DecodedFolder(tmp_path), [StubEngine(), StubEngine(2)]
     for overwrite in (False, True):
         with pytest.raises(ValueError, match="is being written by another run; wait for its end"):
             again.begin(settings, overwrite)
@@ -255,31 +268,31 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
     assert [text for text, most in asked[0].prompts if most == 64] == ["abcd", "hi", "jk"]  # the warm-up first
     again._lock.close()
     with pytest.raises(ValueError, match=r"an unfinished run with other settings \(limit was 3, now 4\).*overwrite"):
-        PartFolder(tmp_path).begin({"limit": 4}, False)
-    PartFolder(tmp_path).begin({"limit": 4}, True)
+        DecodedFolder(tmp_path).begin({"limit": 4}, False)
+    DecodedFolder(tmp_path).begin({"limit": 4}, True)
     assert not list((tmp_path / "parts").glob("bench*"))
 
 
 def test_processes_share_the_questions_and_one_judges(tmp_path):
     engines = {"vanilla": StubEngine(), "fast": StubEngine(2)}
-    first, second = PartFolder(tmp_path), PartFolder(tmp_path)
+    first, second = DecodedFolder(tmp_path), DecodedFolder(tmp_path)
     first.begin({}, False)
     oracle, asked = StubOracle(), [benchmark()]
     decode(engines, oracle, asked, render, first, processes=Processes(0, 2))
     with pytest.raises(ValueError, match="bench-00001 are missing; a process ended early"):
-        judged(engines, oracle, asked, first)
+        judge_decoded(engines, oracle, asked, first)
     decode(engines, oracle, asked, render, second, processes=Processes(1, 2))
-    assert figures(judged(engines, oracle, asked, first)) == figures(run(engines))
+    assert figures(judge_decoded(engines, oracle, asked, first)) == figures(run(engines))
 
 
 def test_findings_of_several_runs_are_added_and_ratios_averaged():
-    def part(run, at, steps, ratio):
-        return Part(
+    def group_of(run, at, steps, ratio):
+        return DecodedGroup(
             run, [], {"hybrid": {"steps": steps, "parts": {"ctc": {"needed": steps // 2}}, "ratio": ratio}}, time=at
         )
 
-    merged = merged_findings([part("b", 3, 8, 2.0), part("a", 2, 10, 4.0), part("a", 1, 4, 9.0)])
-    assert merged == {"hybrid": {"steps": 18, "parts": {"ctc": {"needed": 9}}, "ratio": 3.0}}
+    total = total_findings([group_of("b", 3, 8, 2.0), group_of("a", 2, 10, 4.0), group_of("a", 1, 4, 9.0)])
+    assert total == {"hybrid": {"steps": 18, "parts": {"ctc": {"needed": 9}}, "ratio": 3.0}}
 
 
 def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_batch():
@@ -297,7 +310,7 @@ def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_ba
     before = findings_of(drafters)
     for drafter in drafters["h"]:
         drafter.steps += 10
-    found = since(findings_of(drafters), before)
+    found = subtract_counts(findings_of(drafters), before)
     assert found == {"h": {"steps": 20, "ratio": 0.5, "parts": {"ngram": {"needed": 40}}}}
 
 

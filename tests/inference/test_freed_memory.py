@@ -22,7 +22,7 @@ def test_a_cache_is_freed_as_soon_as_nobody_holds_it():
     gc.disable()
     try:
         engine.generate("Name a fruit.", GenerationSettings(8))
-        cache, its_engine = weakref.ref(engine._cache), weakref.ref(engine)
+        cache, its_engine = weakref.ref(engine.steps.cache), weakref.ref(engine)
         engine.generate([5] * 400, GenerationSettings(8))
         assert cache() is None
         made, new = [], target.new_cache

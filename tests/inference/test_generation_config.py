@@ -110,7 +110,7 @@ def test_values_that_ask_for_nothing_cost_nothing(target, monkeypatch):
     assert not processor_settings(target.model.generation_config)
     assert not unapplied_settings(target.model.generation_config)
     monkeypatch.setattr(target.model, "generate", lambda *args, **options: pytest.fail("processors are made"))
-    monkeypatch.setattr(TextProcessors, "_changed", lambda *args: pytest.fail("logits are changed"))
+    monkeypatch.setattr(TextProcessors, "_process", lambda *args: pytest.fail("logits are changed"))
     DecodingEngine(target, NgramDrafter()).generate(PROMPT, GenerationSettings(8))
 
 
@@ -240,7 +240,8 @@ def test_what_is_not_applied_is_named_in_one_line(checkpoint, caplog):
     target = Target.from_pretrained(path, device="cpu")
     lines = [record.getMessage() for record in caplog.records if "not applied" in record.getMessage()]
     assert len(lines) == 1
-    for said in ("do_sample=True", "temperature=0.6", "top_p=0.9", "max_length=4096", "num_beams=4", "--temperature"):
+    asked = ("do_sample=True", "temperature=0.6", "top_p=0.9", "max_length=4096", "num_beams=4", "temperature, top_k")
+    for said in asked:
         assert said in lines[0]
     assert "eos_token_id" not in lines[0] and target.end_token_ids == (2,)
     caplog.clear()

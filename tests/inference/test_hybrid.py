@@ -337,7 +337,7 @@ def test_options_of_the_whole_may_stand_behind_any_part(llama):
         ("h=ngram,size=3+prompt_lookup", "unknown option size"),
         ("h=ngram+prompt_lookup,fit=0", "unknown option fit"),
         ("h=ngram,learned=file+prompt_lookup", "unknown option learned"),
-        ("h=ngram+prompt_lookup,depth=-1", "must not be negative; got -1"),
+        ("h=ngram+prompt_lookup,depth=-1", "depth must be at least 0; got -1"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(llama, words, told):

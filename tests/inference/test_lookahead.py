@@ -155,7 +155,7 @@ def test_window_and_phrases_share_a_budget_evenly():
     [
         ("w=0", "w must be at least 1; got 0"),
         ("n=1", "n must be at least 2; got 1"),
-        ("g=-1", "not be negative; got -1 and 0"),
+        ("g=-1", "g must be at least 0; got -1"),
         ("max_nodes=7", r"n=5 needs at least 8 nodes \(a column of the window, a phrase\); got max_nodes=7"),
         ("size=3", "unknown option size"),
     ],

@@ -35,7 +35,7 @@ def test_memory_does_not_grow_over_ten_thousand_tokens():
     count, held, stores = 0, {}, set()
     for new in engine.stream([1, 2, 3], GenerationSettings(TOKENS)):
         before, count = count, count + len(new)
-        stores.add(engine._cache.store.data_ptr())
+        stores.add(engine.steps.cache.store.data_ptr())
         for mark in (TOKENS // 10, TOKENS - 10):
             if before < mark <= count:
                 gc.collect()

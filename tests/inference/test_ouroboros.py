@@ -80,14 +80,13 @@ def test_without_all_of_them_it_is_speculative_decoding(target):
 def test_accelerated_drafts_are_what_the_draft_model_says_from_fewer_forwards(llama):
     prompt = make_prompts(llama, 1)[0][:10] * 4
     expected = Oracle(llama, GenerationSettings(100)).answer(prompt)
-    drafter = OuroborosDrafter(llama, gamma=8, **{**OFF, "accelerate": 1})
+    drafter = OuroborosDrafter(llama, gamma=8, **{**OFF, "accelerate": 1, "reuse_history": 1})
     length = len(prompt) + len(expected)
     for start in range(0, len(expected) - 6):
-        drafter.pool.add(expected[start : start + 6])
-    drafter.reuse_history = True  # what was just put there stays
+        drafter.pool.add(expected[start : start + 6])  # stays, because phrases outlive a prompt
     result = DecodingEngine(llama, drafter).generate(prompt, GenerationSettings(60))
     assert result.tokens == expected[:60] and length > 100
-    assert drafter.findings()["tokens_a_draft_forward"] > 3
+    assert drafter.findings()["tokens_per_draft_forward"] > 3
     assert all(9 <= count <= 9 + 5 for count in result.accept_lengths[1:-1])
     assert max(result.accept_lengths) > 9  # what the last forward gave beyond γ is kept
 
@@ -212,11 +211,11 @@ def tiny():
 @pytest.mark.parametrize(
     "words,told",
     [
-        ("ouroboros", "got no path"),
-        (f"ouroboros={TINY},accelerate=2", "are 0 or 1"),
-        (f"ouroboros={TINY},beside=-1", "not negative; got 1, 1, 1, 1, 1, -1 and 0"),
+        ("ouroboros", "ouroboros needs a path; got none; write ouroboros=MODEL"),
+        (f"ouroboros={TINY},accelerate=2", "accelerate must be one of 0, 1; got 2"),
+        (f"ouroboros={TINY},beside=-1", "beside must be at least 0; got -1"),
         (f"ouroboros={TINY},gamma=0", "gamma must be at least 1; got 0"),
-        (f"ouroboros={TINY},p=1", "at least 2 tokens; got 1"),
+        (f"ouroboros={TINY},p=1", "p must be at least 2; got 1"),
         (f"ouroboros={TINY},tuned=no.json", "a file of scripts/tune_ouroboros.py with gamma and w and p and k"),
         (f"draft_model={TINY},tuned=no.json", "takes no tuned=FILE"),
     ],
@@ -253,7 +252,7 @@ def test_every_forward_of_the_draft_model_teaches_the_lookahead_inside(llama):
     inner, told = drafter.loop.inner, []
     observe = inner.observe
     inner.observe = lambda step: (told.append(step.choices is not None), observe(step))
-    verified_ones, whole = [], drafter.loop._verified
-    drafter.loop._verified = lambda *arguments: verified_ones.append(1) or whole(*arguments)
+    verified_ones, whole = [], drafter.loop._verify_and_commit
+    drafter.loop._verify_and_commit = lambda *arguments: verified_ones.append(1) or whole(*arguments)
     DecodingEngine(llama, drafter).generate(make_prompts(llama, 1)[0], GenerationSettings(30))
     assert told.count(True) == len(verified_ones) > 5

@@ -29,9 +29,9 @@ def test_long_phrases_are_cut_and_single_tokens_dropped():
 
 
 def test_pools_that_hold_nothing_are_refused():
-    with pytest.raises(ValueError, match="at least 2 tokens; got 1"):
+    with pytest.raises(ValueError, match="tokens of a phrase must be at least 2; got 1"):
         PhrasePool(1, 3)
-    with pytest.raises(ValueError, match="most must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="phrases of a first token must be at least 1; got 0"):
         PhrasePool(3, 0)
 
 

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from draft_heads.inference.evaluation import plots
-from draft_heads.inference.evaluation.answers import read_answers, write_answers
+from draft_heads.inference.evaluation.answer_files import read_answers, write_answers
 from draft_heads.inference.evaluation.evaluate import evaluate
 from draft_heads.inference.evaluation.names import shown_name
 from draft_heads.inference.evaluation.report import (

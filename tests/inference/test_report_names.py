@@ -8,17 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from draft_heads.data.common.console import plain_console
-from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
-from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation import plots
-from draft_heads.inference.evaluation.answers import write_answers
+from draft_heads.inference.evaluation.answer_files import write_answers
 from draft_heads.inference.evaluation.carried_over import carried_over, notes
+from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import evaluate
 from draft_heads.inference.evaluation.names import shown_name
-from draft_heads.inference.evaluation.parts import PartFolder
 from draft_heads.inference.evaluation.report import build_report, markdown, write_report
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import TypicalAcceptance
 from draft_heads.scripts import terminal
 from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
@@ -34,7 +31,7 @@ class Drafting(StubEngine):
     def __init__(self, kind, max_nodes=4, carries_over=False):
         super().__init__(2)
         facts = {"kind": kind, "sources": (kind,), "max_nodes": max_nodes, "carries_over": carries_over}
-        self.drafter = SimpleNamespace(**facts, findings=dict)
+        self.drafter = SimpleNamespace(**facts, findings=dict, settings=dict)
 
 
 def report_of(drafters, questions=QUESTIONS, **settings):
@@ -118,38 +115,6 @@ def test_skipped_questions_are_told_on_the_terminal_too(tmp_path):
 # --- what drafters carry from question to question -----------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def target():
-    return Target.from_pretrained("tests/tiny_target", device="cpu")
-
-
-CARRIES = {
-    "ngram": False,
-    "ngram,keep=1": True,
-    "prompt_lookup": False,
-    "lookahead": False,
-    "hybrid=ngram+prompt_lookup": True,
-    "draft_model=tests/tiny_target": False,
-    "cascade=tests/tiny_target": False,
-    "ouroboros=tests/tiny_target": True,
-    "ouroboros=tests/tiny_target,reuse_history=0": False,
-}
-
-
-@pytest.mark.parametrize("words", CARRIES)
-def test_a_drafter_says_whether_it_carries_something_over(target, words):
-    """Declared where it is true: the second time a prompt comes, only those drafters may take other steps."""
-    drafter = build_drafter(DrafterSpec.parse(words), target)
-    assert drafter.carries_over == CARRIES[words]
-    engine = DecodingEngine(target, drafter)
-    first, again = (engine.generate("Tell me a story about a cat.", GenerationSettings(40)) for _ in range(2))
-    assert first.tokens == again.tokens
-    if not drafter.carries_over:
-        assert first.accept_lengths == again.accept_lengths
-    if words == "ngram,keep=1":
-        assert again.target_steps < first.target_steps
-
-
 def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
     asked = [question(1, None, "abcd"), question(2, None, "efgh"), question(3, None, "abcd")]
     learner, plain = SimpleNamespace(carries_over=True), SimpleNamespace(carries_over=False)
@@ -173,12 +138,12 @@ def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
 
 def test_a_resumed_run_is_counted(tmp_path):
     engines = {"vanilla": StubEngine(), "learns": Drafting("ngram", carries_over=True)}
-    parts = PartFolder(tmp_path)
+    parts = DecodedFolder(tmp_path)
     parts.begin({}, False)
     whole = evaluate(engines, StubOracle(), [benchmark()], render, parts=parts)
     (tmp_path / "parts" / "bench-00002.json").unlink()
     parts._lock.close()
-    again = PartFolder(tmp_path)
+    again = DecodedFolder(tmp_path)
     again.begin({}, False)
     resumed = evaluate(engines, StubOracle(), [benchmark()], render, parts=again)
     runs = [one.carried_over["learns"]["runs"] for one in (whole, resumed)]

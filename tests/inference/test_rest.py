@@ -9,7 +9,7 @@ import torch
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
-from draft_heads.inference.drafters.text.rest import RESTDrafter, blended, frequent
+from draft_heads.inference.drafters.text.rest import RESTDrafter, blend_prefixes, frequent_prefixes
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from tests.inference.datastores import StubTokenizer, target, write_datastore
@@ -104,14 +104,14 @@ def test_many_places_are_sampled_evenly(datastore):
 
 def test_beginnings_of_the_worked_example():
     rows = np.array([[1, 2], [1, 3], [1, 3], [4, 9]])
-    assert frequent(rows, 9, 10) == ([1, 3, 4, 2], [-1, 0, -1, 0], [0.75, 0.5, 0.25, 0.25])
-    assert frequent(rows, 9, 2) == ([1, 3], [-1, 0], [0.75, 0.5])
-    assert frequent(np.array([[9, 1]]), 9, 2) == ([], [], [])
+    assert frequent_prefixes(rows, 9, 10) == ([1, 3, 4, 2], [-1, 0, -1, 0], [0.75, 0.5, 0.25, 0.25])
+    assert frequent_prefixes(rows, 9, 2) == ([1, 3], [-1, 0], [0.75, 0.5])
+    assert frequent_prefixes(np.array([[9, 1]]), 9, 2) == ([], [], [])
 
 
 def test_shares_of_several_suffixes_of_the_worked_example():
     known = [(1, ([5], [-1], [1.0])), (3, ([5, 6], [-1, -1], [2 / 3, 1 / 3]))]
-    tokens, parents, shares = blended(known, 8)
+    tokens, parents, shares = blend_prefixes(known, 8)
     assert (tokens, parents) == ([5, 6], [-1, -1])
     assert shares == pytest.approx([3 / 4, 1 / 8])
 
@@ -154,9 +154,7 @@ def test_it_is_built_from_the_words_of_a_command_line(tmp_path, monkeypatch):
     stub = target(StubTokenizer(6), 6)
     for words in (f"rest={tmp_path}/store,levels=1", f"mine=rest:{tmp_path}/store/datastore.json,levels=1"):
         drafter = build_drafter(DrafterSpec.parse(words), stub, 8)
-        assert isinstance(drafter, RESTDrafter) and (drafter.levels, drafter.max_nodes) == (1, 8)
-    with pytest.raises(ValueError, match="needs a datastore: write rest=FOLDER"):
-        build_drafter(DrafterSpec.parse("rest"), stub)
+        assert isinstance(drafter, RESTDrafter) and (drafter.options.levels, drafter.max_nodes) == (1, 8)
     with pytest.raises(ValueError, match=r"share the tokenizer; .* hash stub, the target other; build it again"):
         build_drafter(DrafterSpec.parse(f"rest={tmp_path}/store"), target(StubTokenizer(6, "other"), 6))
     with pytest.raises(ValueError, match="6 tokens in its vocabulary, the target 5"):

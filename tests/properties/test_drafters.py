@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draft_heads.configs.options import option_names
 from draft_heads.data.datastore import DEPTH, Datastore, suffix_array
+from draft_heads.heads.checkpoint import head_classes
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
@@ -46,10 +48,9 @@ def expected(name, prompt):
 @functools.cache
 def head_of(name, kind):
     """Of one row of the losslessness matrix; a draft vocabulary has the first tokens."""
-    target, settings = target_of(name), dict(HEADS[kind])
-    if "target_layers" in settings:
-        settings["target_layers"] = [1]
-    head = make_head(target, settings.pop("kind", "ctc" if kind == "context" else kind), **settings)
+    target, (kind, settings) = target_of(name), HEADS[kind]
+    layers = [1] if "target_layers" in settings else head_classes(kind)[1].usual_layers(2)
+    head = make_head(target, kind, **{**settings, "target_layers": layers})
     if size := head.config.draft_vocab_size:
         head.set_draft_vocab(torch.arange(size))
     return head
@@ -92,7 +93,7 @@ def text_drafters(draw, name):
 def head_drafters(draw, name):
     kind = draw(st.sampled_from(sorted(HEADS)))
     head, options = head_of(name, kind), {}
-    declared = HEAD_DRAFTERS[head.config.kind].options
+    declared = option_names(HEAD_DRAFTERS[head.config.kind].options_type)
     if "tree" in declared:
         options["tree"] = draw(st.sampled_from(["best", "chain", "raw", "plain", "prefix"]))
     if "heads" in declared:
@@ -107,11 +108,11 @@ def model_drafters(draw, name):
     model = draft_model(draw(st.sampled_from([100, 211, 300])))
     if draw(st.booleans()):
         inner = draw(st.one_of(st.none(), text_drafters(name)))
-        return DraftModelDrafter(model, inner, draw(nodes), draw(count))
+        return DraftModelDrafter(model, inner, max_nodes=draw(nodes), k=draw(count))
     options = {option: draw(st.sampled_from([1, 2, 3, 6])) for option in ("gamma", "w", "p", "k", "beside")}
     switches = ("accelerate", "lengthen", "from_verification", "reuse_history", "from_text")
     options |= {switch: draw(on_off) for switch in switches}
-    return OuroborosDrafter(model, draw(st.sampled_from([0, 1, 5])), **options)
+    return OuroborosDrafter(model, max_nodes=draw(st.sampled_from([0, 1, 5])), **options)
 
 
 @st.composite
@@ -121,7 +122,7 @@ def drafters(draw, name):
         return draw(single)
     parts = [draw(single) for _ in range(draw(st.integers(1, 3)))]
     named = [(f"part{index}", part) for index, part in enumerate(parts)]
-    return HybridDrafter(named, target_of(name), draw(nodes), draw(st.sampled_from([0, 1, 3, 20])))
+    return HybridDrafter(named, target_of(name), draw(nodes), depth=draw(st.sampled_from([0, 1, 3, 20])))
 
 
 def in_a_sentence(error):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.data.text.rendering import render_prompt
-from draft_heads.inference.evaluation.answers import write_answers
+from draft_heads.inference.evaluation.answer_files import write_answers
 from draft_heads.inference.evaluation.evaluate import Benchmark, evaluate
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.serving.app import create_app
-from draft_heads.inference.serving.metrics import ServerMetrics
 from draft_heads.inference.serving.neutral import IGNORED, NEUTRAL
+from draft_heads.inference.serving.prometheus import ServerMetrics
 from draft_heads.inference.serving.requests import ChatRequest, CompletionRequest, ServerLimits
 from draft_heads.inference.serving.worker import Worker
 from draft_heads.inference.target.target import Target

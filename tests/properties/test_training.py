@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from draft_heads.data.collate import DraftCollator
 from draft_heads.heads.base import TargetView
-from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.heads.checkpoint import HEADS, head_classes, head_variants
 from draft_heads.train.batches import RowBatches, TokenBatches
 from tests.heads.small import SIZES, lent_target
 
@@ -146,7 +146,8 @@ CASE = {
 
 
 def drawn(kind, shared, lengths, data, seed, training):
-    options = data.draw(HEAD_OPTIONS[kind])
+    variants = [options for _, options in head_variants([kind]).values()]
+    options = data.draw(HEAD_OPTIONS.get(kind, st.sampled_from(variants)))
     head = made(kind, shared | options).train(training)
     rows = rows_of(seed, lengths, len(shared["target_layers"]))
     return head, rows, measured(head, [batch_of([row]) for row in rows], seed)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from draft_heads.configs.recipes import SHAPES
 from draft_heads.scripts.bench import answers_on_gpu, decode, gpu
-from draft_heads.train.options import SHAPES
 
 TINY = {**SHAPES["8b"], "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL = "--prompt_tokens 32 --new_tokens 24 --repeats 1 --train_rows 1 --train_tokens 48 --layers 2 --threads 1"
@@ -44,7 +44,7 @@ def test_what_fails_is_named_and_stops_nothing_else(tmp_path, monkeypatch):
         raise RuntimeError("planted")
 
     parts = [("plain step", lambda: {"plain_step_ms": 1}), ("8 nodes", fails), ("ctc scripted", dict), ("last", dict)]
-    monkeypatch.setattr(gpu.Steps, "parts", lambda self: iter(parts))
+    monkeypatch.setattr(gpu.StepTimer, "parts", lambda self: iter(parts))
     monkeypatch.setattr(gpu, "training", fails)
     sound, found = rehearse(tmp_path, monkeypatch, "--targets")
     assert not sound and found["failed"].keys() == {"1b: 8 nodes", "1b: training"}

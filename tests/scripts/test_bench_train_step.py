@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from draft_heads.heads import losses
+from draft_heads.heads import cross_entropy, ctc_loss
 from draft_heads.scripts.bench import train_step
 
 
@@ -14,25 +14,29 @@ def test_the_plain_ctc_loss_is_the_fused_one_bias_included():
     frames, weight, blank = torch.randn(3, 7, 8), torch.randn(8), torch.randn(1)
     given = frames, weight, blank, torch.randn(11, 8), torch.randint(0, 11, (3, 3))
     given = *given, torch.tensor([3, 2, 0]), torch.tensor([True, False, True]), torch.randn(11)
-    ours, theirs = losses.ctc_loss_fused(*given), train_step.plain_ctc(*given)
+    ours, theirs = ctc_loss.ctc_loss_fused(*given), train_step.plain_ctc(*given)
     assert torch.allclose(ours[0], theirs[0], atol=1e-4) and torch.equal(ours[1], theirs[1])
 
 
 def test_the_plain_cross_entropies_are_the_chunked_ones():
     torch.manual_seed(0)
     states, weight, bias, labels = torch.randn(5, 8), torch.randn(11, 8), torch.randn(11), torch.randint(0, 11, (5,))
-    ours = losses.linear_cross_entropy(states, weight, labels, bias)
+    ours = cross_entropy.linear_cross_entropy(states, weight, labels, bias)
     assert torch.allclose(ours, train_step.plain_cross_entropy(states, weight, labels, bias), atol=1e-4)
     target = SimpleNamespace(logits=lambda hidden: F.linear(hidden, weight), lm_head_weight=weight)
     given = states, weight, torch.randn(5, 8), target, bias
-    assert torch.allclose(losses.soft_cross_entropy(*given), train_step.plain_soft_cross_entropy(*given), atol=1e-4)
+    assert torch.allclose(
+        cross_entropy.soft_cross_entropy(*given), train_step.plain_soft_cross_entropy(*given), atol=1e-4
+    )
     given = *given[:-1], torch.rand(5)
-    pairs = zip(losses.soft_cross_entropies(*given), train_step.plain_soft_cross_entropies(*given))
+    pairs = zip(cross_entropy.soft_cross_entropies(*given), train_step.plain_soft_cross_entropies(*given))
     assert all(torch.allclose(ours, plain, atol=1e-4) for ours, plain in pairs)
 
 
 def test_what_is_replaced_comes_back():
-    before = [getattr(module, name) for module, name, _ in train_step.PLAIN]
+    replaced = train_step.replaced()
+    assert {name for _, name in replaced} == set(train_step.PLAIN)
+    before = [getattr(module, name) for module, name in replaced]
     with train_step.plain_functions():
-        assert all(getattr(module, name) is function for module, name, function in train_step.PLAIN)
-    assert [getattr(module, name) for module, name, _ in train_step.PLAIN] == before
+        assert all(getattr(module, name) is train_step.PLAIN[name] for module, name in replaced)
+    assert [getattr(module, name) for module, name in replaced] == before

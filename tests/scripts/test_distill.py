@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_heads.data.labels.distill import marked
+from draft_heads.data.labels.distill import mark_trained
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.scripts import distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, write_sharegpt
@@ -64,7 +64,7 @@ def test_preview_marks_exactly_the_trained_tokens():
     tokenizer = byte_tokenizer(template("chatml"))
     ids = tokenizer("Hello there. I am fine", add_special_tokens=False)["input_ids"]
     split = len(tokenizer("Hello there.", add_special_tokens=False)["input_ids"])
-    text = marked(tokenizer, ids, [i >= split for i in range(len(ids))])
+    text = mark_trained(tokenizer, ids, [i >= split for i in range(len(ids))])
     assert text.plain == "Hello there.⟦ I am fine⟧"
     assert [(text.plain[span.start : span.end], str(span.style)) for span in text.spans] == [
         ("⟦ I am fine⟧", "black on green")
@@ -74,13 +74,13 @@ def test_preview_marks_exactly_the_trained_tokens():
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--max_length", "999"], "--max_length 999 exceeds the target's 256 positions"),
+        (["--max_length", "999"], "max_length 999 exceeds the target's 256 positions"),
         (["--batch_size", "0"], "--batch_size must be at least 1; got 0"),
         (["--engine", "openai"], "--engine openai and --base_url URL go together"),
         (["--engine", "openai", "--base_url", "http://x"], "pass --labels generate with it"),
         (["--target", "nowhere", "--dataset", "chat.csv"], "received the .csv file chat.csv; write its rows as JSONL"),
         (["--target", "nowhere", "--dataset", "no.json.gz"], "no.json.gz does not exist"),  # before the target loads
-        (["--split", "test"], "--split names a part of a dataset, and --dataset"),
+        (["--split", "test"], "split names a split of a dataset"),
         (["--hidden_states", "int8"], "--hidden_states int8 is unknown; pass target or one of"),
     ],
 )

@@ -207,9 +207,9 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--temperature", "-1"], "--temperature must be 0 (greedy) or more; got -1"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or more; got -1"),
         (["--top_p", "0.9"], "--top_k and --top_p need --temperature above 0"),
-        (["--temperature", "1", "--top_p", "1.5"], "--top_p must be above 0 and at most 1"),
+        (["--temperature", "1", "--top_p", "1.5"], "top_p must be above 0 and at most 1"),
         (["--temperature", "1", "--acceptance", "typical"], "leave --temperature out"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, got 'mt.jsonl'"),
@@ -339,12 +339,12 @@ def rows_without_times(folder):
 
 KILLED = """
 import os, signal, sys
-from draft_heads.inference.evaluation.parts import PartFolder
+from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.scripts import evaluate
-def put(self, group, part, own=PartFolder.put):
+def put(self, group, part, own=DecodedFolder.put):
     own(self, group, part)
     os.kill(os.getpid(), signal.SIGKILL)
-PartFolder.put = put
+DecodedFolder.put = put
 evaluate.main(sys.argv[1:])
 """
 

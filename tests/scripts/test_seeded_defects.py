@@ -1,22 +1,62 @@
 """The list of seeded defects keeps up with the code, and planting one is noticed."""
 
+from dataclasses import replace
+
 import pytest
 
-from draft_heads.scripts.checks.seeded_defects import ROOT, kills, listed
+from draft_heads.scripts.checks.seeded_defects import edited, fault, kills, listed, pattern, source
 
 DEFECTS = listed()
+LABELS = next(defect for defect in DEFECTS if defect.name == "labels after a disagreement")
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
-def test_every_defect_still_has_its_place(defect):
-    assert (ROOT / defect.file).read_text(encoding="utf-8").count(defect.right) == 1
-    tests = [path for part in defect.tests.split() if (path := part.partition("::")[0]).endswith(".py")]
-    assert tests and all((ROOT / path).is_file() for path in tests)
+def test_every_defect_can_be_planted_and_names_its_tests():
+    assert [found for defect in DEFECTS if (found := fault(defect))] == []
 
 
 def test_every_list_is_read_and_no_name_is_given_twice():
-    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS) >= 63
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS) >= 281
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["f(a, b[-1]) if c else d", "f(\n    a,\n    b[-1],\n) if c else d", "f(a, b[\n    -1\n])\nif c\nelse d"],
+    ids=["one line", "rewrapped", "other breaks"],
+)
+def test_code_is_found_however_its_lines_are_wrapped(code):
+    assert pattern("f(a, b[-1]) if c").search(code)
+
+
+def test_words_are_found_as_wholes():
+    assert not pattern("a + b").search("aa + b") and not pattern("a + b").search("a + bb")
+    assert not pattern("not a").search("nota")
+
+
+def test_an_edit_changes_nothing_else_and_indents_its_lines():
+    file, text = edited(replace(LABELS, wrong="if alive.any():\n    pass"))
+    before, after = source(file).splitlines(), text.splitlines()
+    place = next(i for i, line in enumerate(after) if line != before[i])
+    indentation = before[place][: -len(before[place].lstrip())]
+    assert after[place : place + 2] == [f"{indentation}if alive.any():", f"{indentation}    pass"]
+    assert before[:place] + before[place + 1 :] == after[:place] + after[place + 2 :]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"at": "label_window"}, "`at` names a definition, and there is no label_window"),
+        ({"right": "alive = dead"}, "'alive = dead' stands 0 times in heads/windows.py:"),
+        ({"right": "alive"}, "lengthen it"),
+        ({"wrong": "alive = ("}, "correct `wrong`"),
+        ({"tests": "tests/heads/test_window.py"}, "there is no tests/heads/test_window.py; write where"),
+        ({"tests": "tests/heads/test_windows.py -k agreemant"}, "has no agreemant; write what"),
+        ({"tests": "tests/heads/test_windows.py::test_agreemant"}, "has no test_agreemant; write what"),
+    ],
+)
+def test_an_entry_that_does_not_fit_says_what_to_correct(change, error):
+    found = fault(replace(LABELS, **change))
+    assert found.startswith("labels after a disagreement: ") and error in found
 
 
 def test_a_planted_defect_is_caught():
-    assert kills(next(defect for defect in DEFECTS if defect.name == "labels behind a disagreement"))
+    assert kills(LABELS)

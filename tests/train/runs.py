@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from draft_heads.train.entry_points import trainer_script
 from tests.running import ROOT, free_port, run_script
 
 TARGET = str(ROOT / "tests" / "tiny_target")
@@ -18,7 +19,7 @@ SMALL = shlex.split(
 )
 
 
-HEADS = {
+FEW = {
     "ctc": ("--frames", "4", "--labels", "2"),
     "chimera": ("--heads", "2"),
     "medusa": ("--heads", "2"),
@@ -29,8 +30,8 @@ HEADS = {
 
 def command(dataset, output, *extra, batch=4, kind="ctc"):
     return [
-        f"train/{kind}.py", "--target", TARGET, "--dataset", dataset, "--output_dir", str(output),
-        *SMALL, *HEADS[kind], *(["--per_device_train_batch_size", str(batch)] if batch else []), *extra,
+        *trainer_script(kind), "--target", TARGET, "--dataset", dataset, "--output_dir", str(output),
+        *SMALL, *FEW.get(kind, ()), *(["--per_device_train_batch_size", str(batch)] if batch else []), *extra,
     ]  # fmt: skip
 
 

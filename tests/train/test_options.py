@@ -13,12 +13,13 @@ import yaml
 from torch.utils import cpp_extension
 from transformers import AutoConfig
 
+from draft_heads.configs.recipes import SIZE_CLASSES, load_recipe, recipe_names
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.heads.ctc import CTCConfig
 from draft_heads.inference.target.library_names import builds_lock_by_a_file
 from draft_heads.train.command import answer_help
-from draft_heads.train.options import RECIPES, SIZE_CLASSES, recipe_for
-from draft_heads.train.training_arguments import parse_options
+from draft_heads.train.recipe import sized_recipe
+from draft_heads.train.training_arguments import options_parser, parse_options
 from draft_heads.train.zero_config import check_build_locks
 
 TARGET = "tests/tiny_target"
@@ -37,7 +38,7 @@ def test_the_recipe_of_the_targets_size_is_the_default_and_flags_override_it():
         CTCConfig,
         [*GIVEN, "--labels", "3", "--learning_rate", "5e-4", "--use_cpu", "true"],
     )
-    recipe = yaml.safe_load((RECIPES / "ctc" / "tiny.yaml").read_text())
+    recipe = load_recipe("ctc", "tiny")
     assert head["frames"] == recipe["frames"] and head["labels"] == 3
     assert training.learning_rate == 5e-4 and training.max_minutes == recipe["max_minutes"]
     assert run.held_out == recipe["held_out"]
@@ -102,28 +103,15 @@ def test_muon_is_taken_where_no_other_optimizer_is_asked_for():
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_every_recipe_parses(tmp_path, kind):
+def test_every_recipe_parses(kind):
     config = head_classes(kind)[1]
-    recipes = sorted((RECIPES / kind).glob("*.yaml"))
-    assert {name for _, name in SIZE_CLASSES} <= {path.stem for path in recipes}
-    for recipe in recipes:
-        arguments = [
-            "--target",
-            TARGET,
-            "--dataset",
-            "d",
-            "--config",
-            str(recipe),
-            "--bf16",
-            "false",
-            "--use_cpu",
-            "true",
-        ]
-        run, head, training = parse_options(config, [*arguments, "--output_dir", str(tmp_path)])
+    for recipe in recipe_names(kind):
+        arguments = [*GIVEN, "--config", recipe, "--bf16", "false", "--use_cpu", "true"]
+        run, head, training = parse_options(config, arguments)
         config(**head)
         assert training.max_grad_norm == 0.5
         assert not run.packing  # several conversations a row need a dense mask in the target's forward
-        if recipe.stem in {name for _, name in SIZE_CLASSES[1:]}:
+        if recipe in {name for _, name in SIZE_CLASSES[1:]}:
             assert training.tokens_per_batch >= run.max_length > 0
 
 
@@ -138,10 +126,8 @@ def test_the_ctc_papers_own_settings_are_a_recipe_by_name():
 
 
 def test_a_recipe_of_another_head_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        recipe = str(RECIPES / "chimera" / "tiny.yaml")
-        parse_options(CTCConfig, [*GIVEN, "--config", recipe])
-    assert "residual" in capsys.readouterr().err
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(load_recipe("chimera", "tiny")))
+    assert "unknown ce_weight, encoder, heads" in refused(capsys, "--config", str(tmp_path / "r.yaml"))
 
 
 DENSE = {  # hidden, intermediate, layers, heads of a published size in each class
@@ -164,6 +150,7 @@ FAMILIES |= dict.fromkeys(("gpt_oss", "mixtral", "qwen3_moe"), EXPERTS)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gets_the_recipe_of_its_size(tmp_path, family):
+    parser = options_parser(CTCConfig)
     for size, (hidden, inner, layers, heads, *experts) in FAMILIES[family].items():
         text = {"model_type": family, "vocab_size": 128256, "hidden_size": hidden, "intermediate_size": inner}
         text |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
@@ -173,9 +160,9 @@ def test_every_family_gets_the_recipe_of_its_size(tmp_path, family):
         if family == "gemma3":  # the text model of a multimodal checkpoint
             text = {"model_type": family, "text_config": text | {"model_type": "gemma3_text"}}
         (tmp_path / "config.json").write_text(json.dumps(text))
-        recipe, line = recipe_for("ctc", AutoConfig.from_pretrained(tmp_path))
-        assert recipe == RECIPES / "ctc" / f"{size}.yaml" and recipe.is_file(), line
-        assert line.startswith(f"ctc/{size}, by the ")
+        recipe = sized_recipe("ctc", AutoConfig.from_pretrained(tmp_path), parser)
+        assert recipe.line.startswith(f"ctc/{size}, by the ")
+        assert recipe.settings["anchors"] == load_recipe("ctc", size)["anchors"]
 
 
 def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(tmp_path, monkeypatch, capsys):
@@ -196,7 +183,41 @@ def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(
     assert run.chat_template == "vicuna"
     with pytest.raises(SystemExit):
         parse_options(CTCConfig, [*arguments, "--config", "vicuna-8b"])
-    assert "neither a file nor a bundled recipe; pass a YAML file or one of 14b, 1b, " in capsys.readouterr().err
+    assert "neither a file nor a bundled recipe; pass a YAML file or one of tiny, 1b, " in capsys.readouterr().err
+
+
+def printed_recipe(capsys, *arguments, kind="ctc"):
+    with pytest.raises(SystemExit) as stopped:
+        parse_options(head_classes(kind)[1], [*arguments, "--print_recipe"])
+    assert stopped.value.code in (0, None)
+    return capsys.readouterr().out
+
+
+def test_print_recipe_needs_no_target_and_names_the_memory(capsys):
+    text = printed_recipe(capsys, "--config", "8b")
+    assert yaml.safe_load(text) == load_recipe("ctc", "8b")
+    flat = " ".join(text.replace("# ", "").split())
+    assert "of about this size: 35 GiB on 1 GPU; 35 / 33 / 33 / 32 GiB on each of 8 at ZeRO 0 / 1 / 2 / 3" in flat
+    assert "the target in bfloat16, 15 GiB, is whole on every GPU" in flat and "# sizes.yaml, 8b\n" in text
+    assert "156 GiB on 1 GPU; 156 / 146 / 145 / 143 GiB" in printed_recipe(capsys, "--config", "70b")
+    assert "44 GiB on 1 GPU; 44 / 32 / 30 / 28 GiB" in printed_recipe(capsys, "--config", "8b", kind="hydra")
+    assert "--target must name a folder" in refused(capsys, "--target", "", "--print_recipe")
+
+
+def test_print_recipe_of_a_target_is_what_its_run_takes(capsys, tmp_path):
+    given = ["--config", "vicuna-7b", "--bf16", "false", "--max_minutes", "3", "--lr_scheduler_type", "linear"]
+    text = printed_recipe(capsys, *GIVEN, *given)
+    settings = yaml.safe_load(text)
+    assert "chat_template" not in settings and "num_train_epochs" not in settings  # the tokenizer has one; minutes
+    assert settings["max_minutes"] == 3 and settings["bf16"] is False and settings["lr_scheduler_type"] == "linear"
+    assert "# Memory for tests/tiny_target: " in text
+    assert text.index("# ctc.yaml, papers") < text.index("# command line\n")
+    (tmp_path / "same.yaml").write_text(text)
+    runs = [parse_options(CTCConfig, a) for a in ([*GIVEN, *given], ["--config", str(tmp_path / "same.yaml")])]
+    assert runs[0][:2] == runs[1][:2]
+    same, again = (run[2].to_dict() for run in runs)
+    assert same == again
+    assert yaml.safe_load(runs[0][2].recipe) == yaml.safe_load(runs[1][2].recipe) == settings
 
 
 def test_a_recipes_draft_vocabulary_is_left_out_for_smaller_vocabularies(tmp_path):

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 
 from draft_heads.data.labels.shards import DistilledDataset
+from draft_heads.train.checkpoints import complete_checkpoints, incomplete_checkpoints
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run_folder import begin, check_folder, run_settings
-from draft_heads.train.wall_clock import complete_checkpoints, incomplete_checkpoints
 from tests.running import ROOT
 from tests.train.runs import command, losses, run
 
@@ -88,7 +88,7 @@ def test_a_signal_to_every_process_of_a_run_spares_the_workers_of_its_data_loade
         os.killpg(process.pid, signal.SIGKILL)  # no worker is left
 
 
-def test_a_run_killed_behind_its_last_step_exports_the_same_head(dataset, uninterrupted, tmp_path):
+def test_a_run_killed_after_its_last_step_exports_the_same_head(dataset, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "head")
     settings = json.loads((tmp_path / "run" / "run.json").read_text()) | {"output_dir": str(tmp_path / "run")}

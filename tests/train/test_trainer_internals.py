@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import Trainer
 
-from draft_heads.train import batches, training_arguments, wall_clock
+from draft_heads.train import batches, checkpoints, log, stopping, training_arguments
 from draft_heads.train.trainer import DraftHeadTrainer
 from tests.internals import changed, overridden, parameters
 from tests.train.runs import run
@@ -94,10 +94,13 @@ def test_the_trainer_deletes_checkpoints_by_the_option_that_is_unset_while_it_sa
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (wall_clock.WallClock, transformers.TrainerCallback),
-        (wall_clock.Patience, transformers.EarlyStoppingCallback),
-        (wall_clock.MinutesBar, transformers.ProgressCallback),
-        (wall_clock.TrainingLines, transformers.PrinterCallback),
+        (stopping.WallClock, transformers.TrainerCallback),
+        (stopping.StopOnSigterm, transformers.TrainerCallback),
+        (checkpoints.MarkComplete, transformers.TrainerCallback),
+        (log.LogLastStep, transformers.TrainerCallback),
+        (stopping.Patience, transformers.EarlyStoppingCallback),
+        (log.MinutesBar, transformers.ProgressCallback),
+        (log.TrainingLines, transformers.PrinterCallback),
         (training_arguments.TrainerParser, transformers.HfArgumentParser),
     ],
 )
@@ -112,11 +115,11 @@ def test_callbacks_take_what_those_of_transformers_are_called_with(ours, theirs)
 
 
 def test_early_stopping_keeps_its_counter_where_a_resumed_run_looks_for_it():
-    patience = wall_clock.Patience(3)
+    patience = stopping.Patience(3)
     patience.early_stopping_patience_counter = 2
     found = patience.state()["attributes"]
     assert found.get("early_stopping_patience_counter") == 2, changed(
-        "wall_clock.Patience", "EarlyStoppingCallback.state()", f"holds {found}"
+        "stopping.Patience", "EarlyStoppingCallback.state()", f"holds {found}"
     )
 
 

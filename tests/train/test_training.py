@@ -11,19 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draft_heads.data.collate import DraftCollator, label_counts
 from draft_heads.data.labels.shards import load_distilled
-from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
 from draft_heads.train.options import RunOptions
-from draft_heads.train.run import explained
+from draft_heads.train.run import explain_errors
 from draft_heads.train.training_data import load_data
 from tests.running import run_script
-from tests.train.runs import HEADS, TARGET, losses, run
+from tests.train.runs import TARGET, losses, run
 
 
 def test_a_run_leaves_a_head_with_its_history(uninterrupted):
@@ -39,7 +40,7 @@ def test_a_run_leaves_a_head_with_its_history(uninterrupted):
 
 
 def test_the_log_has_the_parts_of_the_loss_memory_and_mfu(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("draft_heads.train.since_log.peak_flops", lambda device: 1e9)
+    monkeypatch.setattr("draft_heads.train.log.peak_flops", lambda device: 1e9)
     status, told = run(dataset, tmp_path / "run", "--logging_steps", "3", kind="medusa")
     assert status == 0, told
     history = json.loads((tmp_path / "run" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
@@ -113,8 +114,10 @@ def test_every_head_trains_and_refuses_a_recipe_of_another(dataset, tmp_path, ki
     provenance = (tmp_path / "run" / "head" / "provenance.json").read_text()
     assert {"eval_loss", "eval_accuracy_2"} <= set(json.loads(provenance)["metrics"])
     assert "NaN" not in provenance  # β cannot be simulated on recorded answers
-    status, told = run(dataset, tmp_path / "refused", "--config", "configs/ctc/tiny.yaml", kind=kind)
-    assert status != 0 and "unknown" in told
+    kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert kept.items() >= {"warmup_steps": 2, "weight_decay": 0.01, "report_to": "tensorboard"}.items()
+    status, told = run(dataset, tmp_path / "refused", "--config", "published-code", kind=kind)
+    assert status != 0 and "published-code is neither a file nor a bundled recipe" in told
 
 
 def test_gradient_accumulation_has_the_losses_of_one_large_batch(dataset, uninterrupted, tmp_path):
@@ -231,13 +234,13 @@ def test_a_loss_that_is_no_number_ends_training_and_names_the_rows(dataset, tmp_
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: 8 bytes")])
 def test_running_out_of_memory_names_the_options_that_lower_it(error, tmp_path):
     rule = r"--per_device_train_batch_size.*--anchors.*; nothing is left"
-    with pytest.raises(ValueError, match=rule), explained(lambda: "nothing is left", tmp_path):
+    with pytest.raises(ValueError, match=rule), explain_errors(lambda: "nothing is left", tmp_path):
         raise error
 
 
 def test_a_full_disk_is_named_with_what_is_kept(tmp_path):
     rule = r"could not be written: its disk has [\d,]+ MiB left; free some, .*; nothing is left"
-    with pytest.raises(ValueError, match=rule), explained(lambda: "nothing is left", tmp_path):
+    with pytest.raises(ValueError, match=rule), explain_errors(lambda: "nothing is left", tmp_path):
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 494912 vs 494800")
 
 

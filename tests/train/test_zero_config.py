@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from draft_heads.configs.recipes import RECIPES
 from draft_heads.heads.ctc import CTCConfig
-from draft_heads.train.options import RECIPES
 from draft_heads.train.training_arguments import parse_options
 from draft_heads.train.zero_config import check_launcher, read_zero_config, zero_config
 
@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 def test_the_flags_reach_deepspeed_through_transformers(monkeypatch, tmp_path):
     """A file that says nothing but a stage, with a recipe that clips at 0.5 and accumulates 4 batches."""
-    monkeypatch.setattr("draft_heads.train.options.check_build_locks", lambda: None)
+    monkeypatch.setattr("draft_heads.train.training_arguments.check_build_locks", lambda: None)
     monkeypatch.setenv("WORLD_SIZE", "1")
     given = ["--target", "tests/tiny_target", "--dataset", "d", "--output_dir", str(tmp_path), "--bf16", "false"]
     given += ["--config", "1b", "--max_grad_norm", "0.25"]
@@ -117,6 +117,20 @@ def test_the_flags_reach_deepspeed_through_transformers(monkeypatch, tmp_path):
         assert training.deepspeed == str(path)
         assert (config["gradient_clipping"], config["gradient_accumulation_steps"]) == (0.25, 4)
         assert (config["bf16"]["enabled"], config["train_batch_size"]) == (False, 8 * 4)
+
+
+def test_options_are_checked_before_processes_connect(monkeypatch, tmp_path, capsys):
+    started = []
+    monkeypatch.setattr("draft_heads.train.training_arguments.start_processes", started.append)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    given = ["--target", "tests/tiny_target", "--dataset", "d", "--output_dir", str(tmp_path)]
+    given += ["--deepspeed", str(RECIPES / "deepspeed" / "zero2.json")]
+    for wrong in (["--head_optimizer", "muon"], ["--fp16", "true"], ["--save_steps", "0"]):
+        with pytest.raises(SystemExit):
+            parse_options(CTCConfig, [*given, *wrong])
+        assert wrong[0] in capsys.readouterr().err
+    assert not started
+    assert parse_options(CTCConfig, given)[2].head_optimizer == "adamw" and len(started) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from draft_heads.configs.options import option
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.heads.block import Attend, DecoderBlock, Rotation, folded_attention
-from draft_heads.inference.drafters.base import Builder, Drafter, check_max_nodes
+from draft_heads.inference.drafters.base import Builder, Drafter
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
+from draft_heads.inference.drafters.options import TreeOptions
 from draft_heads.inference.target.target import Target
 
 
@@ -111,6 +113,16 @@ class BlockCache:
         return attend
 
 
+@dataclass(frozen=True)
+class HeadOptions(TreeOptions):
+    tuned: ClassVar[tuple[str, ...]] = ("max_nodes", "tree_temperature")
+    tuned_by: ClassVar[str] = "scripts/tune_tree.py"
+
+    tree_temperature: float | None = option(
+        None, "divides log-probabilities before a tree is made (default: the checkpoint's)"
+    )
+
+
 class HeadDrafter(Drafter):
     """Made from (head, view, max_nodes, **options), for decoding by `for_target`; `propose` needs an observed prefill.
 
@@ -119,13 +131,13 @@ class HeadDrafter(Drafter):
     view    of the target, as it is when a text begins; with `reads_lm_head` of the head's draft vocabulary only
     """
 
-    tuned_options: ClassVar[dict[str, type]] = {"max_nodes": int, "tree_temperature": float}
-    tuned_by = "scripts/tune_tree.py"
+    loads = "RUN/head"
+    options_type: ClassVar[type[HeadOptions]] = HeadOptions
+    options: HeadOptions
     reads_lm_head: ClassVar[bool] = False  # it scores its drafts with the target's LM head
 
     def __new__(cls, head: Any, view: Any = None, max_nodes: int = 32, **options: Any) -> Self:
-        """ValueError for a head of another kind, before anything of it is read, and for what is no node budget."""
-        check_max_nodes(max_nodes)
+        """ValueError for a head of another kind, before anything of it is read."""
         if head.config.kind != cls.kind:
             raise ValueError(
                 f"{cls.__name__} drafts with {cls.kind} heads; got a {head.config.kind} head; use the drafter of that "
@@ -137,7 +149,7 @@ class HeadDrafter(Drafter):
         self,
         head: Any,
         view: TargetView,
-        max_nodes: int,
+        options: HeadOptions,
         levels: int,
         caches: Sequence[BlockCache] = (),
         behind: int = 0,
@@ -147,10 +159,14 @@ class HeadDrafter(Drafter):
 
         block: whose rotations are kept, if any.
         """
+        self.options = options
+        if options.tree_temperature is not None:  # on a copy, because other drafters may use the same head
+            head = copy(head)
+            head.config = replace(head.config, tree_temperature=options.tree_temperature)
         self.head: Any = head
         self.view = self._of_draft_vocab(view)
-        self.max_nodes = check_max_nodes(max_nodes)
-        self.max_depth = min(levels, max_nodes)
+        self.max_nodes = options.max_nodes
+        self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
         self.length = torch.zeros((), dtype=torch.long, device=view.device)
         self._caches, self._behind = caches, behind
@@ -177,15 +193,9 @@ class HeadDrafter(Drafter):
         return tuple(self.head.config.target_layers)
 
     @classmethod
-    def from_options(
-        cls, path: str, build: Builder, tree_temperature: float | None = None, **options: Any
-    ) -> HeadDrafter:
-        """See `Drafter.from_options`; tree_temperature: that of a tuning file, instead of the checkpoint's."""
-        head = build.head(cls.kind, path)
-        if tree_temperature is not None:  # other drafters may use the same head
-            head = copy(head)
-            head.config = replace(head.config, tree_temperature=tree_temperature)
-        return cls.for_target(head, build.target, **options)
+    def from_options(cls, path: str, build: Builder, **options: Any) -> HeadDrafter:
+        """See `Drafter.from_options`."""
+        return cls.for_target(build.head(cls.kind, path), build.target, **options)
 
     def memory(self) -> list[Tensor]:
         return [self.length, *(buffer for kept in self._kept for buffer in kept.memory())]

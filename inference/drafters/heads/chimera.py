@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_heads.configs.options import check_whole
+from draft_heads.configs.options import option
 from draft_heads.heads.attention import TreeAttention
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
+from draft_heads.inference.drafters.heads.level_tree import LevelTreeOptions, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
@@ -75,29 +76,33 @@ class KGramCache:
         return found
 
 
+@dataclass(frozen=True)
+class ChimeraOptions(LevelTreeOptions):
+    kgram_cache: int = option(0, "k-gram encodings kept on the device, 64 times as many on the host", least=0)
+
+
 class ChimeraDrafter(HeadDrafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
     kind = "chimera"
     reads_lm_head = True
-    options: ClassVar[dict[str, Any]] = {"kgram_cache": 0, "tree": "best"}
+    title = "level by level, each node with the k-gram that ends at it"
+    options_type = ChimeraOptions
 
-    def __init__(
-        self, head: ChimeraHead, view: TargetView, max_nodes: int = 32, kgram_cache: int = 0, tree: str = "best"
-    ) -> None:
-        """kgram_cache: k-grams whose encodings stay on the device, 0 encodes every one anew; tree: see `grow_tree`."""
-        check_whole("drafter option kgram_cache", kgram_cache, least=0, remedy="leave it out to encode every one anew")
-        if kgram_cache and not isinstance(head.encoder, KGramEncoder):
+    def __init__(self, head: ChimeraHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+        """options: see `ChimeraOptions`."""
+        chosen = ChimeraOptions(max_nodes=max_nodes, **options)
+        if chosen.kgram_cache and not isinstance(head.encoder, KGramEncoder):
             raise ValueError(
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
         attending = isinstance(head.encoder, DecoderBlock)
         self._fusion, self._encoder = BlockCache(head, slots_per_token=2), BlockCache(head) if attending else None
         caches = [self._fusion] if self._encoder is None else [self._fusion, self._encoder]
-        behind = (max_nodes + 1) * head.config.heads + 1
-        super().__init__(head, view, max_nodes, head.config.heads, caches, behind, head.block)
-        self.chain = check_tree(tree)
-        self.cache = KGramCache(kgram_cache) if kgram_cache else None
+        behind = (chosen.max_nodes + 1) * head.config.heads + 1
+        super().__init__(head, view, chosen, head.config.heads, caches, behind, head.block)
+        self.chain = chosen.tree == "chain"
+        self.cache = KGramCache(chosen.kgram_cache) if chosen.kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
         self.carries_over = self.cache is not None
         self._recent = torch.full((head.config.order - 1,), -1, device=self.view.device)

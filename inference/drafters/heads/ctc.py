@@ -5,20 +5,27 @@ Shapes: n committed tokens, A newly committed ones, T frames, H hidden, C capaci
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draft_heads.configs.options import option
 from draft_heads.heads.attention import chain_attention
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.ctc import CTCHead
 from draft_heads.inference.drafters.base import tempered
-from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
+from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter, HeadOptions
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES, build_tree
 from draft_heads.inference.native import library
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class CTCOptions(HeadOptions):
+    tree: str = option("prefix", "how candidates become a tree", choices=TREE_MODES)
 
 
 class CTCDrafter(HeadDrafter):
@@ -29,18 +36,19 @@ class CTCDrafter(HeadDrafter):
 
     kind = "ctc"
     reads_lm_head = True
-    options: ClassVar[dict[str, Any]] = {"tree": "prefix"}
+    title = "a tree of collapsed CTC candidates"
+    options_type = CTCOptions
 
-    def __init__(self, head: CTCHead, view: TargetView, max_nodes: int = 32, tree: str = "prefix") -> None:
-        """tree: one of `TREE_MODES`."""
-        if tree not in TREE_MODES:
-            raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {tree!r}")
+    def __init__(self, head: CTCHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+        """options: see `CTCOptions`."""
+        chosen = CTCOptions(max_nodes=max_nodes, **options)
+        tree = chosen.tree
         if tree in ("raw", "plain") and head.config.label_context:
             raise ValueError(
                 f"tree={tree} takes frames for independent, which those of a head with label_context are not; drop it"
             )
         caches = [BlockCache(head) for _ in head.blocks]
-        super().__init__(head, view, max_nodes, head.config.frames, caches, behind=2 * head.config.frames + 1)
+        super().__init__(head, view, chosen, head.config.frames, caches, behind=2 * head.config.frames + 1)
         if tree == "prefix" and self.view.device.type == "cpu":
             library.load_library()  # compile now, not during the first answer
         self.tree = tree

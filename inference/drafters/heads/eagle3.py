@@ -5,7 +5,7 @@ Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from draft_heads.heads.base import TargetView
 from draft_heads.heads.eagle3 import Eagle3Head
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
+from draft_heads.inference.drafters.heads.level_tree import LevelTreeOptions, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
@@ -24,13 +24,16 @@ class Eagle3Drafter(HeadDrafter):
     """Keeps the block's keys and values of pass 0; those of drafted tokens lie behind and are overwritten."""
 
     kind = "eagle3"
-    options: ClassVar[dict[str, Any]] = {"tree": "best"}
+    title = "level by level, each node with its parent's output in the block"
+    options_type = LevelTreeOptions
 
-    def __init__(self, head: Eagle3Head, view: TargetView, max_nodes: int = 32, tree: str = "best") -> None:
+    def __init__(self, head: Eagle3Head, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+        """options: see `LevelTreeOptions`."""
+        chosen = LevelTreeOptions(max_nodes=max_nodes, **options)
         self._cache, levels = BlockCache(head), head.config.passes
-        behind = (max_nodes + 1) * levels + 1
-        super().__init__(head, view, max_nodes, levels, [self._cache], behind, head.block)
-        self.chain = check_tree(tree)
+        behind = (chosen.max_nodes + 1) * levels + 1
+        super().__init__(head, view, chosen, levels, [self._cache], behind, head.block)
+        self.chain = chosen.tree == "chain"
         self._state: Tensor  # g_n, [H]
         self._base: Tensor
 

@@ -5,7 +5,7 @@ Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from draft_heads.heads.base import TargetView
 from draft_heads.heads.hydra import HydraHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import check_tree, grow_tree
+from draft_heads.inference.drafters.heads.level_tree import LevelTreeOptions, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
@@ -23,12 +23,15 @@ class HydraDrafter(HeadDrafter):
     """Keeps s_n and the base token; with prefix attention also the keys and values of h_1 … h_n in the head's block."""
 
     kind = "hydra"
-    options: ClassVar[dict[str, Any]] = {"tree": "best"}
+    title = "level by level, each node with its own path"
+    options_type = LevelTreeOptions
 
-    def __init__(self, head: HydraHead, view: TargetView, max_nodes: int = 32, tree: str = "best") -> None:
+    def __init__(self, head: HydraHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+        """options: see `LevelTreeOptions`."""
+        chosen = LevelTreeOptions(max_nodes=max_nodes, **options)
         caches = [BlockCache(head)] if head.config.prefix_attention else []
-        super().__init__(head, view, max_nodes, head.config.heads, caches, behind=head.config.heads + 1)
-        self.chain = check_tree(tree)
+        super().__init__(head, view, chosen, head.config.heads, caches, behind=head.config.heads + 1)
+        self.chain = chosen.tree == "chain"
         self._state: Tensor  # s_n, [H]
         self._base: Tensor
 

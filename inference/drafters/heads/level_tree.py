@@ -9,10 +9,13 @@ the best M of everything seen is prefix-closed, and a node outside of it can hav
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from draft_heads.configs.options import option
+from draft_heads.inference.drafters.heads.base import HeadOptions
 from draft_heads.inference.target.compiled import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, kept_parents
 
@@ -22,14 +25,9 @@ Expand = Callable[[int, Tensor, Tensor], Tensor]
 `level` counts from 1; `parents` are indices into the nodes expanded at the level before (level 0: the base token)."""
 
 
-TREES = ("best", "chain")
-
-
-def check_tree(tree: str) -> bool:
-    """Whether `tree` is the chain; ValueError for what is none of `TREES`."""
-    if tree not in TREES:
-        raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
-    return tree == "chain"
+@dataclass(frozen=True)
+class LevelTreeOptions(HeadOptions):
+    tree: str = option("best", "the most probable nodes, or the most probable path alone", choices=("best", "chain"))
 
 
 def grow_tree(

@@ -5,22 +5,21 @@ Shapes: K levels, V vocabulary, R most ranks of a level, C paths of a list, M no
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_heads.configs.options import check_whole
+from draft_heads.configs.options import option
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.medusa import MedusaHead
 from draft_heads.inference.drafters.base import tempered
-from draft_heads.inference.drafters.heads.base import HeadDrafter
+from draft_heads.inference.drafters.heads.base import HeadDrafter, HeadOptions
 from draft_heads.inference.drafters.heads.ctc_search import build_tree
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
-
-TREES = ("best", "chain", "raw", "prefix")
 
 
 class RankPaths:
@@ -74,25 +73,30 @@ class RankPaths:
         return tree.take(best_indices(scores, self.max_nodes))
 
 
+@dataclass(frozen=True)
+class MedusaOptions(HeadOptions):
+    """Trees `raw` and `prefix` put the distributions through the CTC collapse as if each offset were a frame that is
+    never blank (the CTC-drafter paper's Table 2: linear heads with CTC verification). Beside n-grams, which lengthen
+    paths, few heads may do."""
+
+    tree: str = option("best", "how K distributions become a tree", choices=("best", "chain", "raw", "prefix"))
+    heads: int = option(0, "use the first so many heads (0: all)", least=0)
+
+
 class MedusaDrafter(HeadDrafter):
     """Keeps the target's hidden state of the last committed token."""
 
     kind = "medusa"
-    options: ClassVar[dict[str, Any]] = {"tree": "best", "heads": 0}
+    title = "the best combinations of K independent distributions"
+    options_type = MedusaOptions
 
-    def __init__(
-        self, head: MedusaHead, view: TargetView, max_nodes: int = 32, tree: str = "best", heads: int = 0
-    ) -> None:
-        """tree: `best`; `chain`, the most probable token of each head; or `raw` and `prefix`, which put the
-        distributions through the CTC collapse as if each offset were a frame that is never blank (the CTC-drafter
-        paper's Table 2: linear heads with CTC verification).
-        heads: of the K heads, use the first so many; 0: all. Beside n-grams, which lengthen paths, few may do."""
-        if tree not in TREES:
-            raise ValueError(f"tree must be one of {', '.join(TREES)}; got {tree!r}")
-        check_whole("drafter option heads", heads, remedy="leave it out for all")
-        if not 0 <= heads <= head.config.heads:
+    def __init__(self, head: MedusaHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+        """options: see `MedusaOptions`."""
+        chosen = MedusaOptions(max_nodes=max_nodes, **options)
+        tree, heads = chosen.tree, chosen.heads
+        if heads > head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
-        super().__init__(head, view, max_nodes, heads or head.config.heads)
+        super().__init__(head, view, chosen, heads or head.config.heads)
         self.tree = tree
         self.on_device = tree != "raw"  # the collapsed trees of the published code are built on the host
         self.proposes_levels = tree == "best"

@@ -1,6 +1,6 @@
 """How often tokens that sources proposed with some evidence were accepted, counted while decoding.
 
-The evidence for a token behind a node is a tuple of what each source says of the token. For each evidence, a table
+The evidence for a token after a node is a tuple of what each source says of the token. For each evidence, a table
 counts how many such tokens were tried (their parent was accepted) and accepted. New evidence is guessed from counts of
 its entries: the chance that all sources are wrong is the product of the chances that each is.
 """
@@ -35,20 +35,20 @@ class Calibration:
     def estimate(self, evidence: tuple[Hashable, ...], priors: Sequence[float | None]) -> float:
         """The share of tokens with this evidence that are accepted where their parent is.
 
-        evidence  one entry a source
+        evidence  one entry per source
         priors    for each source its probability of the token before anything was observed; None: it proposes others
         """
-        counts = self._joint.get(evidence) or self._guessed(evidence, priors)
+        counts = self._joint.get(evidence) or self._first_counts(evidence, priors)
         return counts[0] / counts[1]
 
     def count(self, evidence: tuple[Hashable, ...], priors: Sequence[float | None], accepted: bool) -> None:
         """A token of this evidence has been tried; priors as in `estimate`."""
-        _count(self._joint.get(evidence) or self._guessed(evidence, priors), accepted)
+        _count(self._joint.get(evidence) or self._first_counts(evidence, priors), accepted)
         for key in enumerate(evidence):
             if key in self._alone:
                 _count(self._alone[key], accepted)
 
-    def _guessed(self, evidence: tuple[Hashable, ...], priors: Sequence[float | None]) -> Counts:
+    def _first_counts(self, evidence: tuple[Hashable, ...], priors: Sequence[float | None]) -> Counts:
         """New counts for an evidence: what its entries have shown by themselves."""
         wrong = 1.0
         for source, prior in enumerate(priors):

@@ -8,17 +8,18 @@ in every step: a part that one text does not need may be the best one for the ne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_heads.configs.options import check_whole
+from draft_heads.configs.options import option
 from draft_heads.inference.drafters.base import Drafter, check_max_nodes
 from draft_heads.inference.drafters.hybrid.calibration import Calibration
 from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, Source, TreeSource
-from draft_heads.inference.drafters.text.base import committed
+from draft_heads.inference.drafters.options import DrafterOptions
+from draft_heads.inference.drafters.text.base import committed_tokens
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.target import Target
@@ -44,7 +45,7 @@ class _Part:
         self.accepted = self.needed = 0
 
     def draft(self, step: VerifiedStep) -> None:
-        """Take a step in and hand the drafts behind it to the source; n-grams have read it already."""
+        """Take a step in and hand the drafts after it to the source; n-grams have read it already."""
         if self.drafter.extends_paths:
             return
         if step.aux_hidden is not None:
@@ -81,24 +82,30 @@ class _Part:
         return replace(step, choices=torch.tensor(own), read_choices=own, tree=self.tree)
 
 
+@dataclass(frozen=True)
+class HybridOptions(DrafterOptions):
+    depth: int = option(
+        0, "deepest level of the tree (0: the parts' own, and four more where n-grams lengthen trees)", least=0
+    )
+
+
 class HybridDrafter(Drafter):
     """Proposes the merged tree of its parts, always of the whole budget where they propose so much."""
 
     kind = "hybrid"
     on_device = False  # trees are merged on the host
     carries_over = True  # the calibration
-    options: ClassVar[dict[str, Any]] = {"depth": 0}
+    title = "one tree of several drafters"
+    options_type = HybridOptions
+    options: HybridOptions
 
     def __init__(
-        self, parts: Sequence[tuple[str, Drafter]], target: Target, max_nodes: int = 32, depth: int = 0
+        self, parts: Sequence[tuple[str, Drafter]], target: Target, max_nodes: int = 32, **options: Any
     ) -> None:
-        """parts: names and drafters; depth: the tree's deepest level, 0: the parts' deepest, and four more than a
-        tree's where n-grams lengthen it."""
+        """parts: names and drafters; max_nodes: of the merged tree; options: see `HybridOptions`."""
         if len(parts) < 2:
             raise ValueError(f"a hybrid has at least 2 parts; got {len(parts)}; join them by +")
-        check_whole("a hybrid's depth", depth, remedy="leave it out for the parts' own")
-        if depth < 0:
-            raise ValueError(f"a hybrid's depth must not be negative; got {depth}; leave it out for the parts' own")
+        self.options = HybridOptions(**options)
         self.target = target
         self.budget = check_max_nodes(max_nodes)
         self.parts = [_Part(name, drafter, target) for name, drafter in parts]
@@ -109,9 +116,10 @@ class HybridDrafter(Drafter):
         self._table = max(tables, key=lambda table: table.n, default=None)
         deepest = max(drafter.max_depth for _, drafter in parts)
         trees = max((drafter.max_depth for _, drafter in parts if not drafter.extends_paths), default=0)
-        self._deepest_node = min(depth or (max(deepest, trees + 4) if tables else deepest), self.budget)
+        usual_depth = max(deepest, trees + 4) if tables else deepest
+        self._deepest_node = min(self.options.depth or usual_depth, self.budget)
         self.max_nodes = self.budget + sum(drafter.max_nodes for _, drafter in parts if drafter.reads_choices)
-        self.max_depth = max(self._deepest_node, deepest)  # rows that ride along may be deeper than merged nodes
+        self.max_depth = max(self._deepest_node, deepest)  # window rows may be deeper than merged nodes
         self.vocabulary = max(drafter.vocabulary for _, drafter in parts)
         self._calibration = Calibration()
         self._steps = 0
@@ -139,7 +147,7 @@ class HybridDrafter(Drafter):
     def observe(self, step: VerifiedStep) -> None:
         """Learn from what was accepted; parts that draft trees of their own observe the step when they draft."""
         self._step = step
-        new = committed(step)
+        new = committed_tokens(step)
         if self._merged is not None:
             self._steps += 1
             self._credit(self._merged.learn(new))
@@ -155,7 +163,7 @@ class HybridDrafter(Drafter):
             part.needed += sum(needs >> place & 1 for _, needs in accepted)
 
     def propose(self) -> DraftTree:
-        """The merged tree, and behind it the rows that parts want to ride along."""
+        """The merged tree, and after it the window rows of parts that read the target's choices there."""
         assert self._step is not None, "observe the prefill before proposing"
         for part in self.parts:
             part.draft(self._step)
@@ -163,9 +171,14 @@ class HybridDrafter(Drafter):
         merged = MergedTree(sources, self._calibration, self.budget, self._deepest_node, self._table)
         for place, part in enumerate(self.parts):
             if part.drafter.reads_choices and isinstance(part.source, TreeSource):
-                part.rows = merged.let_ride(place, part.source)
+                part.rows = merged.append_window_rows(place, part.source)
         self._merged = merged
         return merged.as_tree(self.target.device)
+
+    def settings(self) -> dict[str, Any]:
+        """See `Drafter.settings`; under `parts` those of each part."""
+        parts = {part.name: part.drafter.settings() for part in self.parts}
+        return {"max_nodes": self.budget, **super().settings(), "parts": parts}
 
     def findings(self) -> dict[str, Any]:
         """Target steps; for each part the `accepted` tokens it proposed first, and the `needed` ones it alone did."""

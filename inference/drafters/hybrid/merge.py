@@ -22,10 +22,10 @@ Proposal = tuple[Hashable, float | None, int | None]
 """Of one token: the source's entry in its evidence, the source's own probability, the node in the source's own tree."""
 
 Proposals = dict[int, Proposal]
-"""The tokens that a source proposes behind a node."""
+"""The tokens that a source proposes after a node."""
 
 Candidate = tuple[int, tuple[Hashable, ...], tuple[float | None, ...], tuple[int | None, ...]]
-"""A token behind a node: its evidence, and for each source its probability and its node (`Proposal`)."""
+"""A token after a node: its evidence, and for each source its probability and its node (`Proposal`)."""
 
 LEAST = -30.0  # log-probabilities below are all the same
 UNLIKELY = 0.01  # a level's tokens below this probability are not proposed
@@ -36,7 +36,7 @@ class Source(Protocol):
     """Proposes what may follow a node."""
 
     def proposals(self, place: int | None, depth: int, context: Context) -> tuple[Proposals, Hashable]:
-        """The tokens proposed behind a node, and the entry of all other tokens (None where nothing is proposed).
+        """The tokens proposed after a node, and the entry of all other tokens (None where nothing is proposed).
 
         place    the node in the source's own tree, −1 for the base token, None for a node that is not in it
         depth    of the node, 0 for the base token
@@ -47,7 +47,7 @@ class Source(Protocol):
 class TreeSource:
     """A tree that a drafter proposed; before `set` it proposes nothing.
 
-    tokens, parents, log_probs  of its nodes; riding: those that are no candidates
+    tokens, parents, log_probs  of its nodes; window_rows: those that are no candidates
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class TreeSource:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.log_probs: list[float] = []
-        self.riding: list[int] = []
+        self.window_rows: list[int] = []
 
     def set(self, tree: DraftTree) -> None:
         """This step's tree; rows that are no candidates are left out."""
         packed = torch.stack([x.double() for x in (tree.tokens, tree.parents, tree.log_probs, tree.candidate)])
         tokens, parents, log_probs, candidate = packed.tolist()  # one copy to the host
         self.tokens, self.parents, self.log_probs = list(map(int, tokens)), list(map(int, parents)), log_probs
-        self.riding = [node for node, may in enumerate(candidate) if not may]
+        self.window_rows = [node for node, may in enumerate(candidate) if not may]
         self._children = [{} for _ in range(len(tree) + 1)]  # by parent, the base token first
         for node, (token, parent, log_prob, may) in enumerate(zip(self.tokens, self.parents, log_probs, candidate)):
             if may:
@@ -100,7 +100,7 @@ class LevelSource:
 
 
 class PhraseSource:
-    """N-grams of the text: behind every node the most frequent followers of its contexts, the longest context first."""
+    """N-grams of the text: after every node the most frequent followers of its contexts, the longest context first."""
 
     WIDTH = 4  # no further context is looked up once so many followers are found
 
@@ -155,15 +155,15 @@ class MergedTree:
         self._places: list[Sequence[int | None]] = [(-1,) * len(sources)]  # its node in each source's own tree
         self._depths = [0]
         self._contexts = [table.code if table else None]
-        self._candidates: dict[int, list[Candidate]] = {}  # behind a row, once it was asked
-        self._rows: dict[tuple[int, int], int] = {}  # row and token behind it → the row of that token
+        self._candidates: dict[int, list[Candidate]] = {}  # after a row, once they were collected
+        self._rows: dict[tuple[int, int], int] = {}  # row and token after it → the row of that token
 
         best: list[float] = []  # heap of the highest log-probabilities of any candidate: those of the finished tree
         waiting: list[tuple[float, int, int, Candidate]] = []  # heap: −log-probability, order, row of the parent
         order, row, reached = 0, 0, 0.0
         while True:
             if self._depths[row] < max_depth and (len(best) < max_nodes or reached > best[0]):
-                for candidate in self._behind(row):
+                for candidate in self._candidates_after(row):
                     _, evidence, priors, _ = candidate
                     log_prob = reached + log(max(calibration.estimate(evidence, priors), 1e-6))
                     if len(best) < max_nodes:
@@ -191,8 +191,8 @@ class MergedTree:
             self._contexts.append(table.after(self._contexts[parent], token) if table else None)
         self._candidate_nodes = len(self.tokens)
 
-    def _behind(self, row: int) -> list[Candidate]:
-        """All tokens that sources propose behind a row."""
+    def _candidates_after(self, row: int) -> list[Candidate]:
+        """All tokens that sources propose after a row."""
         if row in self._candidates:
             return self._candidates[row]
         depth, context = self._depths[row], self._contexts[row]
@@ -207,8 +207,8 @@ class MergedTree:
             candidates.append((token, evidence, priors, places))
         return candidates
 
-    def let_ride(self, place: int, source: TreeSource) -> list[int]:
-        """Put a source's rows that are never accepted behind the tree, below the base token or each other.
+    def append_window_rows(self, place: int, source: TreeSource) -> list[int]:
+        """Append a source's rows that are no candidates to the tree, below the base token or each other.
 
         Returns [1 + nodes]: in which row of the target's forward each row of the source's own tree is, −1: in none.
         """
@@ -216,7 +216,7 @@ class MergedTree:
         for row, places in enumerate(self._places):
             if (node := places[place]) is not None:
                 rows[node + 1] = row
-        for node in source.riding:
+        for node in source.window_rows:
             self.tokens.append(source.tokens[node])
             self.parents.append(rows[source.parents[node] + 1] - 1)
             self.log_probs.append(source.log_probs[node])
@@ -225,7 +225,7 @@ class MergedTree:
         return rows
 
     def as_tree(self, device: torch.device) -> DraftTree:
-        """The nodes as tensors, those that ride along no candidates."""
+        """The nodes as tensors; window rows are no candidates."""
         tree = DraftTree.of_lists(self.tokens, self.parents, self.log_probs, self.source, device)
         tree.candidate[self._candidate_nodes :] = False
         return tree
@@ -236,7 +236,7 @@ class MergedTree:
         accepted = []
         row = 0
         for token in followed:
-            for proposed, evidence, priors, _ in self._behind(row):
+            for proposed, evidence, priors, _ in self._candidates_after(row):
                 self._calibration.count(evidence, priors, proposed == token)
             if (row, token) not in self._rows:
                 break

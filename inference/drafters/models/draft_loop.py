@@ -141,7 +141,7 @@ class DraftLoop:
         self._update_inner(text)
         base, drafted = fresh[-1:], list[int]()
         while True:
-            step = self._verified(base, self.inner.propose())
+            step = self._verify_and_commit(base, self.inner.propose())
             new = step.next_tokens.tolist()[: int(step.count)]
             drafted += new
             if len(drafted) >= count and not self.inner.reads_choices:
@@ -174,7 +174,7 @@ class DraftLoop:
                 self.inner.observe(step)
         self._observed, self._observed_drafts = len(text), []
 
-    def _verified(self, base: Tensor, tree: DraftTree) -> VerifiedStep:
+    def _verify_and_commit(self, base: Tensor, tree: DraftTree) -> VerifiedStep:
         """One forward over a tree after `base [1]`; the path of the model's own choices is committed."""
         assert self.inner is not None and self._hidden is not None
         cache = self.cache

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from draft_heads.configs.options import option
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import tokenizer_hash
-from draft_heads.inference.drafters.base import Builder, Drafter, refuse_path
+from draft_heads.inference.drafters.base import Builder, Drafter
 from draft_heads.inference.drafters.models.draft_loop import DraftLoop
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
+from draft_heads.inference.drafters.options import TreeOptions
+from draft_heads.inference.drafters.text.base import TextDrafter
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
-class DraftModelDrafter(TextDrafter):
-    """Drafts a chain of the draft model's next k greedy tokens after the base token."""
+class ModelDrafter(TextDrafter):
+    """What drafters with a draft model share: its decoding loop, and the text as the model reads it."""
 
-    sources = ("draft_model",)
-    text_only = False
-    kind = "draft_model"
-    options: ClassVar[dict[str, Any]] = {"k": 5, "via": ""}
+    text_only: ClassVar[bool] = False
+    loads = "MODEL"
 
-    def __init__(self, model: Target, inner: Drafter | None = None, max_nodes: int = 32, k: int = 5) -> None:
-        """model: on the target's device; inner: drafts for the model (a cascade); k: longest draft."""
-        check_positive(k=k, max_nodes=max_nodes)
-        super().__init__(model.device, min(k, max_nodes), min(k, max_nodes))
+    def __init__(self, model: Target, inner: Drafter | None, max_nodes: int, max_depth: int) -> None:
+        """model: on the target's device; inner: drafts for the model (a cascade)."""
+        super().__init__(model.device, max_nodes, max_depth)
         self.loop = DraftLoop(model, inner)
         self.vocabulary = model.vocab_size
         self._last_row = int(model.config.vocab_size) - 1
-        self.carries_over = inner is not None and inner.carries_over
         self._text: list[int] = []
-
-    @classmethod
-    def from_options(
-        cls, path: str, build: Builder, max_nodes: int = 32, via: str = "", **options: Any
-    ) -> DraftModelDrafter:
-        """See `Drafter.from_options`. via: `KIND[:PATH]` of a drafter for the draft model, "" for none."""
-        model = build.draft_model(cls.kind, path)
-        return cls(model, build.inner(via, model), max_nodes, **options)
 
     def members(self) -> Iterator[Drafter]:
         yield self
@@ -61,13 +52,53 @@ class DraftModelDrafter(TextDrafter):
     def read(self, tokens: list[int]) -> None:
         self._text += self.readable(tokens)
 
+    def findings(self) -> dict[str, Any]:
+        """Tokens per forward of the draft model."""
+        return {"tokens_per_draft_forward": self.loop.drafted / max(1, self.loop.forwards)}
+
+
+@dataclass(frozen=True)
+class ChainOptions(TreeOptions):
+    k: int = option(5, "most tokens of a draft", least=1)
+
+
+@dataclass(frozen=True)
+class DraftModelOptions(ChainOptions):
+    via: str = option("", "KIND[:PATH] of a drafter for the draft model (empty: none)")
+
+
+class DraftModelDrafter(ModelDrafter):
+    """Drafts a chain of the draft model's next k greedy tokens after the base token."""
+
+    sources = ("draft_model",)
+    kind = "draft_model"
+    title = "k tokens of a smaller model"
+    options_type: ClassVar[type[ChainOptions]] = DraftModelOptions
+    options: ChainOptions
+
+    def __init__(self, model: Target, inner: Drafter | None = None, **options: Any) -> None:
+        """model: on the target's device; inner: the drafter that `via` names, made for the model; options: those
+        of the class's `options_type`."""
+        self.options = self.options_type(**options)
+        depth = min(self.options.k, self.options.max_nodes)
+        super().__init__(model, inner, max_nodes=depth, max_depth=depth)
+        self.carries_over = inner is not None and inner.carries_over
+
+    @classmethod
+    def from_options(cls, path: str, build: Builder, **options: Any) -> DraftModelDrafter:
+        """See `Drafter.from_options`."""
+        model = build.draft_model(cls.kind, path)
+        return cls(model, build.inner(options["via"], model), **options)
+
     def propose(self) -> DraftTree:
         """See the class; fewer tokens, or none, at the end of the draft model's context."""
         return self.chain(self.loop.draft(self._text, self.max_depth)[: self.max_depth])
 
-    def findings(self) -> dict[str, Any]:
-        """Tokens per forward of the draft model."""
-        return {"tokens_a_draft_forward": self.loop.drafted / max(1, self.loop.forwards)}
+
+@dataclass(frozen=True)
+class CascadeOptions(DraftModelOptions):
+    k: int = option(8, "most tokens of a draft", least=1)
+    via: str = option("ngram", "KIND[:PATH] of a drafter for the draft model (empty: none)")
 
 
 class CascadeDrafter(DraftModelDrafter):
@@ -75,7 +106,14 @@ class CascadeDrafter(DraftModelDrafter):
 
     sources = ("cascade",)
     kind = "cascade"
-    options: ClassVar[dict[str, Any]] = {"k": 8, "via": "ngram"}
+    title = "k tokens of a smaller model that has a drafter of its own"
+    options_type = CascadeOptions
+
+
+@dataclass(frozen=True)
+class SelfSpeculativeOptions(ChainOptions):
+    k: int = option(3, "most tokens of a draft", least=1)
+    skip: str = option("", "layers left out, from 0, as in skip=1/3 (default: 1, 3, 5 …, never the last)")
 
 
 class SelfSpeculativeDrafter(DraftModelDrafter):
@@ -83,23 +121,20 @@ class SelfSpeculativeDrafter(DraftModelDrafter):
 
     sources = ("self_speculative",)
     kind = "self_speculative"
-    options: ClassVar[dict[str, Any]] = {"k": 3, "skip": ""}
+    title = "k tokens of the target without some layers"
+    loads = ""
+    options_type = SelfSpeculativeOptions
 
     @classmethod
-    def from_options(  # type: ignore[override]
-        cls, path: str, build: Builder, max_nodes: int = 32, skip: str = "", **options: Any
-    ) -> SelfSpeculativeDrafter:
-        """See `Drafter.from_options`. skip: layers from 0, as "1/3"; "": every second one, not the last."""
-        refuse_path("self_speculative", path)
+    def from_options(cls, path: str, build: Builder, **options: Any) -> SelfSpeculativeDrafter:
+        """See `Drafter.from_options`."""
         target = build.target
-        left = target.without_layers(skipped_layers(skip, len(target.layer_types)))
-        return cls(left, None, max_nodes, **options)
+        model = target.without_layers(skipped_layers(options["skip"], len(target.layer_types)))
+        return cls(model, **options)
 
 
 def load_draft_model(kind: str, path: str, target: Target) -> Target:
     """The causal language model at a folder or hub id, on the target's device and of its type."""
-    if not path:
-        raise ValueError(f"{kind} drafts with a smaller model; got no path; write {kind}=DIR")
     load_config(path, f"the model of {kind}")  # a sentence, should there be none
     model = Target.from_pretrained(path, target.dtype, target.device, drafts=True)
     check_same_tokens(kind, model, target)

@@ -16,98 +16,89 @@ Names: d the draft, v the target's choices (v_i in place of d_i, v_1 after the b
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Any, ClassVar
 
-from draft_heads.configs.options import check_whole
+from draft_heads.configs.options import option
 from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
-from draft_heads.inference.drafters.text.base import check_positive, target_choices
+from draft_heads.inference.drafters.models.draft_model import ModelDrafter
+from draft_heads.inference.drafters.options import DrafterOptions
+from draft_heads.inference.drafters.text.base import target_choices
 from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.phrase_pool import Phrase, PhrasePool
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree, TokenTrie
 
-SWITCHES = ("accelerate", "lengthen", "from_verification", "reuse_history", "from_text")
+
+@dataclass(frozen=True)
+class OuroborosOptions(DrafterOptions):
+    tuned: ClassVar[tuple[str, ...]] = ("gamma", "w", "p", "k")
+    tuned_by: ClassVar[str] = "scripts/tune_ouroboros.py"
+
+    gamma: int = option(7, "tokens of the draft at least", least=1)
+    w: int = option(15, "columns of the draft model's window, and most phrases of a first token", least=1)
+    p: int = option(6, "tokens of a phrase, the paper's β", least=2)
+    k: int = option(3, "phrases that lengthen the draft", least=1)
+    beside: int = option(3, "phrases below the base token (0: the paper)", least=0)
+    max_nodes: int = option(0, "cuts phrases first, then the draft (0: no limit)", least=0)
+    accelerate: int = option(1, "0: plain steps of the draft model", choices=(0, 1))
+    lengthen: int = option(1, "0: verify no phrases", choices=(0, 1))
+    from_verification: int = option(1, "0: learn no phrases from the target's choices", choices=(0, 1))
+    reuse_history: int = option(1, "0: forget the phrases with the prompt", choices=(0, 1))
+    from_text: int = option(1, "0: learn none from the text (the paper)", choices=(0, 1))
 
 
-class OuroborosDrafter(DraftModelDrafter):
+class OuroborosDrafter(ModelDrafter):
     """Drafts the draft model's continuation (the trunk) and, after its last token, branches from a pool of phrases."""
 
     sources = ("ouroboros",)
     reads_choices = True
     kind = "ouroboros"
-    options: ClassVar[dict[str, Any]] = {
-        **{"gamma": 7, "w": 15, "p": 6, "k": 3, "beside": 3, "max_nodes": 0},
-        **dict.fromkeys(SWITCHES, 1),
-    }
-    tuned_options: ClassVar[dict[str, type]] = dict.fromkeys(("gamma", "w", "p", "k"), int)
-    tuned_by = "scripts/tune_ouroboros.py"
+    title = "a draft model's tokens, drafted and lengthened by phrases"
+    options_type = OuroborosOptions
+    options: OuroborosOptions
 
-    def __init__(
-        self,
-        model: Target,
-        max_nodes: int = 0,
-        gamma: int = 7,
-        w: int = 15,
-        p: int = 6,
-        k: int = 3,
-        beside: int = 3,
-        from_text: int = 1,
-        accelerate: int = 1,
-        lengthen: int = 1,
-        from_verification: int = 1,
-        reuse_history: int = 1,
-    ) -> None:
-        """model: the draft model, on the target's device; gamma: tokens of the trunk at least; w: columns of the draft
-        model's window, and most phrases of a first token; p: tokens of a phrase (the paper's β); k: phrases that
-        lengthen; beside: phrases below the base token; max_nodes: cuts phrases first, then the trunk, 0: no limit.
-        The other options are 0 or 1, see above."""
-        switches = (accelerate, lengthen, from_verification, reuse_history, from_text)
-        check_positive(gamma=gamma, w=w, k=k)
-        for name, value in (("beside", beside), ("max_nodes", max_nodes)):
-            check_whole(f"drafter option {name}", value, remedy="leave it out for the default")
-        if not all(switch in (0, 1) for switch in switches) or min(beside, max_nodes) < 0:
-            raise ValueError(
-                f"Ouroboros' switches ({', '.join(SWITCHES)}) are 0 or 1, beside and max_nodes are not negative; "
-                f"got {', '.join(map(str, switches))}, {beside} and {max_nodes}"
-            )
-        self.pool = PhrasePool(p, w)
-        trunk = gamma + (p - 1) * accelerate  # the draft model's last forward may give a whole phrase
-        needed = trunk + (k + beside) * (p - 1) * lengthen
-        nodes = min(needed, max_nodes or needed)
-        inner = LookaheadDrafter(model.device, n=p, w=w, pool=self.pool) if accelerate else None
-        super().__init__(model, inner, max_nodes=nodes, k=trunk + (p - 1) * lengthen)
-        self.max_nodes = nodes
-        self.gamma, self.longest = min(gamma, nodes), min(trunk, nodes)
-        self.k, self.beside = (k, beside) if lengthen else (0, 0)
-        self.from_verification, self.reuse_history, self.from_text = map(bool, switches[2:])
-        self.carries_over = self.reuse_history
+    def __init__(self, model: Target, **options: Any) -> None:
+        """model: the draft model, on the target's device; options: see `OuroborosOptions`."""
+        self.options = chosen = OuroborosOptions(**options)
+        p, pool = chosen.p, PhrasePool(chosen.p, chosen.w)
+        trunk = chosen.gamma + (p - 1) * chosen.accelerate  # the draft model's last forward may give a whole phrase
+        phrases = (chosen.k + chosen.beside) * chosen.lengthen
+        needed = trunk + phrases * (p - 1)
+        nodes = min(needed, chosen.max_nodes or needed)
+        inner = LookaheadDrafter(model.device, pool, n=p, w=chosen.w) if chosen.accelerate else None
+        super().__init__(model, inner, nodes, max_depth=min(trunk + (p - 1) * chosen.lengthen, nodes))
+        self.pool = pool
+        self.gamma, self.longest = min(chosen.gamma, nodes), min(trunk, nodes)
+        self.k, self.beside = (chosen.k, chosen.beside) if chosen.lengthen else (0, 0)
+        self.carries_over = bool(chosen.reuse_history)
         self._trunk: list[int] = []
         self._branches: list[tuple[Phrase, list[int]]] = []  # each with the nodes of its tokens but the first
         self._proposed: DraftTree | None = None
 
     @classmethod
-    def from_options(cls, path: str, build: Builder, **options: Any) -> OuroborosDrafter:  # type: ignore[override]
+    def from_options(cls, path: str, build: Builder, **options: Any) -> OuroborosDrafter:
+        """See `Drafter.from_options`."""
         return cls(build.draft_model(cls.kind, path), **options)
 
     def start(self) -> None:
         super().start()
         self._proposed = None
-        if not self.reuse_history:
+        if not self.options.reuse_history:
             self.pool.clear()
 
     def read(self, tokens: list[int]) -> None:
         super().read(tokens)
-        if self.from_text and self.from_verification:
+        if self.options.from_text and self.options.from_verification:
             length, end = self.pool.length, len(self._text)
             for start in range(max(0, end - len(tokens) - length + 1), end - length + 1):
                 self.pool.add(self._text[start : start + length])
 
     def observe(self, step: VerifiedStep) -> None:
         super().observe(step)
-        choices = target_choices(step, self._proposed) if self.from_verification else None
+        choices = target_choices(step, self._proposed) if self.options.from_verification else None
         if choices is not None:
             self._learn(self.readable(choices))
 

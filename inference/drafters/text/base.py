@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draft_heads.configs.options import check_whole
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
@@ -37,7 +36,7 @@ class TextDrafter(Drafter):
         self.start()
 
     def observe(self, step: VerifiedStep) -> None:
-        self.read(committed(step))
+        self.read(committed_tokens(step))
 
     def chain(self, tokens: Sequence[int]) -> DraftTree:
         """A tree of one path, of at most `max_depth` tokens."""
@@ -48,7 +47,7 @@ class TextDrafter(Drafter):
         return DraftTree.of_lists(tokens, parents, log_probs, [0] * len(tokens), self.device)
 
 
-def committed(step: VerifiedStep) -> list[int]:
+def committed_tokens(step: VerifiedStep) -> list[int]:
     """The tokens that a step added to the text: its accepted drafts and the new base token; first the prompt."""
     if step.new_tokens is not None:
         return step.new_tokens
@@ -69,9 +68,3 @@ def target_choices(step: VerifiedStep, proposed: DraftTree | None) -> list[int] 
     ):
         return None
     return (step.choices.tolist() if step.read_choices is None else step.read_choices)[: 1 + size]
-
-
-def check_positive(**options: int) -> None:
-    """ValueError for an option that is no whole number above 0."""
-    for name, value in options.items():
-        check_whole(f"drafter option {name}", value, least=1, remedy="leave it out for the default")

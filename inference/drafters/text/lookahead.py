@@ -14,16 +14,39 @@ Worked example (N = 3, W = 2; rows of the target forward after base b, which is 
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_heads.configs.options import check_whole
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive, committed, target_choices
+from draft_heads.configs.options import option
+from draft_heads.inference.drafters.options import DrafterOptions
+from draft_heads.inference.drafters.text.base import TextDrafter, committed_tokens, target_choices
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree, TokenTrie
+
+
+@dataclass(frozen=True)
+class LookaheadOptions(DrafterOptions):
+    n: int = option(5, "tokens of an n-gram", least=2)
+    w: int = option(15, "columns of the window", least=1)
+    g: int = option(0, "n-grams verified per step (0: as many as columns)", least=0)
+    max_nodes: int = option(0, "shrinks window and n-grams in proportion (0: no limit)", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.fit_window()
+
+    @property
+    def verified_ngrams(self) -> int:
+        """n-grams verified per step, and most phrases of a first token."""
+        return self.g or self.w
+
+    def fit_window(self) -> tuple[int, int]:
+        """Columns and phrases that the node budget leaves; see `fit_window`."""
+        return fit_window(self.n, self.w, self.verified_ngrams, self.max_nodes)
 
 
 class LookaheadDrafter(TextDrafter):
@@ -33,30 +56,18 @@ class LookaheadDrafter(TextDrafter):
     text_only = False
     reads_choices = True
     kind = "lookahead"
-    options: ClassVar[dict[str, Any]] = {"n": 5, "w": 15, "g": 0, "max_nodes": 0}
+    title = "n-grams from a window in the target's own forward"
+    options_type = LookaheadOptions
+    options: LookaheadOptions
 
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        max_nodes: int = 0,
-        n: int = 5,
-        w: int = 15,
-        g: int = 0,
-        pool: PhrasePool | None = None,
-    ) -> None:
-        """n: tokens of an N-gram; w: columns of the window; g: N-grams verified a step, 0: as many as columns;
-        max_nodes: shrinks window and N-grams in proportion, 0: no limit; pool: a shared pool, which its owner clears;
-        None: its own pool, cleared for each prompt."""
-        check_whole("drafter option n", n, least=2, remedy="5 is usual")
-        check_positive(w=w)
-        for name, value in (("g", g), ("max_nodes", max_nodes)):
-            check_whole(f"drafter option {name}", value, remedy="leave it out for the default")
-        if g < 0 or max_nodes < 0:
-            raise ValueError(f"drafter options g and max_nodes must not be negative; got {g} and {max_nodes}")
-        self.width, self.phrases = fit_window(n, w, g or w, max_nodes)
+    def __init__(self, device: torch.device | str = "cpu", pool: PhrasePool | None = None, **options: Any) -> None:
+        """pool: a shared pool, which its owner clears; None: its own pool, cleared for each prompt; options: see
+        `LookaheadOptions`."""
+        self.options = chosen = LookaheadOptions(**options)
+        self.n = n = chosen.n
+        self.width, self.phrases = chosen.fit_window()
         super().__init__(device, (n - 1) * (self.width + self.phrases), self.width + n - 2)
-        self.n = n
-        self.pool = PhrasePool(n, g or w) if pool is None else pool
+        self.pool = PhrasePool(n, chosen.verified_ngrams) if pool is None else pool
         self._owns_pool = pool is None
         self._rows: list[list[int]] = []  # of the window, each of `width` tokens
         self._base = 0
@@ -86,7 +97,7 @@ class LookaheadDrafter(TextDrafter):
                     self.pool.add(phrase)
                 del self._rows[0]
             self._rows.append(row)
-        self._base = committed(step)[-1]
+        self._base = committed_tokens(step)[-1]
 
     def propose(self) -> DraftTree:
         """The window's cells, row by row, and after them the phrases merged into a tree."""

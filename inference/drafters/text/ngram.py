@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from draft_heads.configs.options import check_whole
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
+from draft_heads.configs.options import option
+from draft_heads.inference.drafters.options import TreeOptions
+from draft_heads.inference.drafters.text.base import TextDrafter
 from draft_heads.inference.tree import DraftTree
 
 LANE = 21  # vocabularies of up to two million tokens
@@ -27,14 +29,11 @@ class NgramTable:
     """Levels 2 … n of counts over one growing text, or over several when the counts are kept (section 3.2).
 
     A context of c tokens is one integer, the token ids + 1 in lanes of `LANE` bits, the newest lowest. For tokens 4, 7,
-    7: level 3 (two tokens of context) has seen token 7 once behind `5 << LANE | 8`.
+    7: level 3 (two tokens of context) has seen token 7 once after `5 << LANE | 8`.
     """
 
     def __init__(self, n: int) -> None:
-        """Raises ValueError for n below 2: a context of no tokens predicts nothing."""
-        check_whole("drafter option n", n, remedy="leave it out for the default")
-        if not 2 <= n <= MOST_TOKENS:
-            raise ValueError(f"n-grams have at least 2 and at most {MOST_TOKENS} tokens; got n={n}; 5 is usual")
+        """n: at least 2, because a context of no tokens predicts nothing."""
         self.n = n
         self.code: Context = 0  # of the text's last n − 1 tokens
         self._mask = (1 << LANE * (n - 1)) - 1
@@ -78,7 +77,7 @@ class NgramTable:
         self.code = code
 
     def after(self, code: Context, token: int) -> Context:
-        """The context `code` with one more token behind it."""
+        """The context `code` with one more token after it."""
         longer: int = (code << LANE | token + 1) & self._mask
         return longer
 
@@ -115,6 +114,24 @@ class NgramTable:
         return found
 
 
+def check_length(n: int) -> None:
+    """ValueError for more tokens than an n-gram may have."""
+    if n > MOST_TOKENS:
+        raise ValueError(f"an n-gram has at most {MOST_TOKENS} tokens; got n={n}; lower it")
+
+
+@dataclass(frozen=True)
+class NgramOptions(TreeOptions):
+    n: int = option(5, "tokens of the longest n-gram", least=2)
+    k: int = option(7, "most tokens of a path", least=1)
+    branches: int = option(1, "most continuations of a node (1: a path, more: a tree)", least=1)
+    keep: int = option(0, "1: keep the counts for the next prompt", choices=(0, 1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.n)
+
+
 class NgramDrafter(TextDrafter):
     """Step by step the most frequent continuation; stops where no level matches.
 
@@ -123,36 +140,27 @@ class NgramDrafter(TextDrafter):
 
     sources = ("ngram",)
     kind = "ngram"
+    title = "ANPD: the most frequent continuation of the longest context seen before"
     extends_paths = True
-    options: ClassVar[dict[str, Any]] = {"n": 5, "k": 7, "branches": 1, "keep": 0}
+    options_type = NgramOptions
+    options: NgramOptions
 
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        max_nodes: int = 32,
-        n: int = 5,
-        k: int = 7,
-        branches: int = 1,
-        keep: int = 0,
-    ) -> None:
-        """n: tokens of the longest n-gram; k: most steps; branches: 1, a chain, or the most continuations of a node
-        in a tree of up to `max_nodes`; keep: 1 keeps the counts from prompt to prompt."""
-        check_positive(k=k, branches=branches, max_nodes=max_nodes)
-        if keep not in (0, 1):
-            raise ValueError(f"drafter option keep must be 0 or 1; got {keep}; leave it out for the default")
-        super().__init__(device, min(k, max_nodes) if branches == 1 else max_nodes, min(k, max_nodes))
-        self.branches, self.keep = branches, bool(keep)
-        self.carries_over = self.keep
-        self.table = NgramTable(n)
+    def __init__(self, device: torch.device | str = "cpu", **options: Any) -> None:
+        """options: see `NgramOptions`."""
+        self.options = chosen = NgramOptions(**options)
+        depth = min(chosen.k, chosen.max_nodes)
+        super().__init__(device, depth if chosen.branches == 1 else chosen.max_nodes, depth)
+        self.carries_over = bool(chosen.keep)
+        self.table = NgramTable(chosen.n)
 
     def start(self) -> None:
-        self.table.start(self.keep)
+        self.table.start(keep=self.carries_over)
 
     def read(self, tokens: list[int]) -> None:
         self.table.extend(tokens)
 
     def propose(self) -> DraftTree:
-        if self.branches > 1:
+        if self.options.branches > 1:
             return self._branching()
         return self.chain(self.table.chain(self.max_depth))
 
@@ -163,11 +171,11 @@ class NgramDrafter(TextDrafter):
         parents: list[int] = []
         scores: list[float] = []
         waiting: list[tuple[float, int, int, int, int]] = []  # −share, order, token, parent, depth
-        contexts = [table.code]  # behind the text, and behind every node
+        contexts = [table.code]  # after the text, and after every node
 
         def follow(parent: int, reached: float, depth: int) -> None:
             shares = sorted(table.shares(contexts[parent + 1]).items(), key=lambda item: -item[1])
-            for token, share in shares[: self.branches]:
+            for token, share in shares[: self.options.branches]:
                 order = len(tokens) + len(waiting)
                 heappush(waiting, (-reached * share, order, token, parent, depth + 1))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draft_heads.configs.options import check_whole
-from draft_heads.inference.drafters.text.base import check_positive
 
 Phrase = tuple[int, ...]
 
@@ -17,10 +16,8 @@ class PhrasePool:
     """
 
     def __init__(self, length: int, most: int) -> None:
-        check_positive(most=most)
-        check_whole("the tokens of a phrase", length)
-        if length < 2:
-            raise ValueError(f"a phrase has at least 2 tokens; got {length}; 5 to 7 are usual")
+        check_whole("the phrases of a first token", most, least=1, remedy="15 are usual")
+        check_whole("the tokens of a phrase", length, least=2, remedy="5 to 7 are usual")
         self.length, self.most = length, most
         self._phrases: dict[int, dict[Phrase, None]] = {}
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
-from draft_heads.inference.drafters.text.ngram import LANE, MOST_TOKENS
+from draft_heads.configs.options import option
+from draft_heads.inference.drafters.options import TreeOptions
+from draft_heads.inference.drafters.text.base import TextDrafter
+from draft_heads.inference.drafters.text.ngram import LANE, check_length
 from draft_heads.inference.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class PromptLookupOptions(TreeOptions):
+    n: int = option(3, "tokens of the longest suffix that is looked up", least=1)
+    k: int = option(10, "most tokens copied", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_length(self.n)
 
 
 class PromptLookupDrafter(TextDrafter):
@@ -16,18 +29,19 @@ class PromptLookupDrafter(TextDrafter):
 
     sources = ("prompt_lookup",)
     kind = "prompt_lookup"
-    options: ClassVar[dict[str, Any]] = {"n": 3, "k": 10}
+    title = "what followed the last occurrence of the newest tokens"
+    options_type = PromptLookupOptions
+    options: PromptLookupOptions
 
-    def __init__(self, device: torch.device | str = "cpu", max_nodes: int = 32, n: int = 3, k: int = 10) -> None:
-        """n: tokens of the longest suffix that is looked up; k: tokens copied at most."""
-        check_positive(n=n, k=k, max_nodes=max_nodes)
-        if n > MOST_TOKENS:
-            raise ValueError(f"a suffix that is looked up has at most {MOST_TOKENS} tokens; got n={n}; 3 is usual")
-        super().__init__(device, min(k, max_nodes), min(k, max_nodes))
+    def __init__(self, device: torch.device | str = "cpu", **options: Any) -> None:
+        """options: see `PromptLookupOptions`."""
+        self.options = PromptLookupOptions(**options)
+        depth = min(self.options.k, self.options.max_nodes)
+        super().__init__(device, max_nodes=depth, max_depth=depth)
         self._text: list[int] = []
         self._code = 0  # of the last n tokens, packed as in `NgramTable`
         self._sizes: list[tuple[int, int, dict[int, int]]] = [
-            (1 << LANE * (size - 1), (1 << LANE * size) - 1, {}) for size in range(1, n + 1)
+            (1 << LANE * (size - 1), (1 << LANE * size) - 1, {}) for size in range(1, self.options.n + 1)
         ]  # smallest code of so many tokens, mask, suffix → position after its latest occurrence
 
     def start(self) -> None:

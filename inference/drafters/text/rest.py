@@ -5,22 +5,42 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draft_heads.configs.options import option
 from draft_heads.data.datastore import Datastore
 from draft_heads.inference.drafters.base import Builder
-from draft_heads.inference.drafters.text.base import TextDrafter, check_positive
+from draft_heads.inference.drafters.options import TreeOptions
+from draft_heads.inference.drafters.text.base import TextDrafter
 from draft_heads.inference.tree import DraftTree
 
 ENOUGH_PLACES = 100  # a suffix with so many matches needs no shorter ones
 
 Prefixes = tuple[list[int], list[int], list[float]]
 """Tokens, parents and relative frequencies of nodes, parents first."""
+
+
+@dataclass(frozen=True)
+class RESTOptions(TreeOptions):
+    n: int = option(16, "tokens of the longest suffix that is looked up", least=1)
+    k: int = option(10, "most tokens of a path", least=1)
+    least: int = option(1, "tokens of the shortest suffix", least=1)
+    levels: int = option(3, "suffixes combined (1: as published)", least=1)
+    places: int = option(300, "matches, sampled evenly, whose continuations are counted", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least > self.n:
+            raise ValueError(
+                f"a rest drafter's shortest suffix is no longer than its longest; got least={self.least} and "
+                f"n={self.n}; lower least"
+            )
 
 
 class RESTDrafter(TextDrafter):
@@ -32,46 +52,35 @@ class RESTDrafter(TextDrafter):
 
     sources = ("rest",)
     kind = "rest"
-    options: ClassVar[dict[str, Any]] = {"n": 16, "k": 10, "least": 1, "levels": 3, "places": 300}
+    title = "what followed the newest tokens in a datastore"
+    loads = "DATASTORE"
+    options_type = RESTOptions
+    options: RESTOptions
 
     def __init__(
         self,
         datastore: Datastore,
         device: torch.device | str = "cpu",
-        max_nodes: int = 32,
-        n: int = 16,
-        k: int = 10,
-        least: int = 1,
-        levels: int = 3,
-        places: int = 300,
         vocabulary: int | None = None,
+        **options: Any,
     ) -> None:
-        """n, least: tokens of the longest and the shortest suffix to look up; k: longest draft; levels: number of
-        suffixes to combine; places: matches, sampled evenly, whose continuations are counted; vocabulary: continuations
-        end before tokens beyond it, None: all of the datastore's."""
-        check_positive(n=n, k=k, least=least, levels=levels, places=places, max_nodes=max_nodes)
-        if least > n:
+        """vocabulary: continuations end before tokens beyond it, None: all of the datastore's; options: see
+        `RESTOptions`."""
+        self.options = chosen = RESTOptions(**options)
+        if chosen.n + chosen.k > datastore.depth:
             raise ValueError(
-                f"a rest drafter's shortest suffix is no longer than its longest; got least={least} and n={n}; "
-                "lower least"
+                f"a datastore sorted to {datastore.depth} tokens serves n + k up to that; got n={chosen.n} and "
+                f"k={chosen.k}; lower one of them"
             )
-        if n + k > datastore.depth:
-            raise ValueError(
-                f"a datastore sorted to {datastore.depth} tokens serves n + k up to that; got n={n} and k={k}; "
-                "lower one of them"
-            )
-        super().__init__(device, max_nodes, min(k, max_nodes))
+        super().__init__(device, chosen.max_nodes, min(chosen.k, chosen.max_nodes))
         self.datastore = datastore
-        self.n, self.least, self.levels, self.places = n, least, levels, places
         self._tokens, self._suffixes = datastore.tokens.data, datastore.suffixes.data
         self._newest: list[int] = []
         self.vocabulary = min(datastore.separator, vocabulary or datastore.separator)
 
     @classmethod
-    def from_options(cls, path: str, build: Builder, **options: int) -> RESTDrafter:
+    def from_options(cls, path: str, build: Builder, **options: Any) -> RESTDrafter:
         """See `Drafter.from_options`; ValueError for a datastore that cannot be used with the target."""
-        if not path:
-            raise ValueError("a rest drafter needs a datastore: write rest=FOLDER; got no path")
         datastore = Datastore.open(Path(path))
         target = build.target
         datastore.check_tokenizer(target.tokenizer, target.vocab_size, path)
@@ -81,16 +90,16 @@ class RESTDrafter(TextDrafter):
         self._newest = []
 
     def read(self, tokens: list[int]) -> None:
-        self._newest = [*self._newest, *tokens][-self.n :]
+        self._newest = [*self._newest, *tokens][-self.options.n :]
 
     def propose(self) -> DraftTree:
         known = [
-            (last - first, frequent(self._rows(size, first, last), self.vocabulary, self.max_nodes))
+            (last - first, frequent_prefixes(self._rows(size, first, last), self.vocabulary, self.max_nodes))
             for size, first, last in self._matches()
         ]
         if not known:
             return self.chain([])
-        tokens, parents, shares = known[0][1] if len(known) == 1 else blended(known, self.max_nodes)
+        tokens, parents, shares = known[0][1] if len(known) == 1 else blend_prefixes(known, self.max_nodes)
         return self.tree(tokens, parents, [math.log(share) for share in shares])
 
     # ---- suffix array search ------------------------------------------------------------------------------
@@ -99,7 +108,7 @@ class RESTDrafter(TextDrafter):
         """(tokens, first, last) of the suffixes to combine, longest first; first and last bound the suffix array."""
         size = self.longest_match()
         places = used = 0
-        while size >= self.least and used < self.levels and places < ENOUGH_PLACES:
+        while size >= self.options.least and used < self.options.levels and places < ENOUGH_PLACES:
             first, last = self.matches(self._newest[-size:])
             if last - first > places:
                 yield size, first, last
@@ -132,12 +141,12 @@ class RESTDrafter(TextDrafter):
     def _rows(self, size: int, first: int, last: int) -> NDArray[np.int64]:
         """[P, k] the tokens after P sorted matches of a suffix; past the end the last separator repeats."""
         store, count = self.datastore, last - first
-        chosen = first + np.arange(min(count, self.places)) * count // min(count, self.places)
+        chosen = first + np.arange(min(count, self.options.places)) * count // min(count, self.options.places)
         places = store.suffixes[chosen].astype(np.int64)[:, None] + np.arange(size, size + self.max_depth)
         return store.tokens[np.minimum(places, len(store.tokens) - 1)].astype(np.int64)
 
 
-def frequent(rows: NDArray[np.int64], separator: int, most: int) -> Prefixes:
+def frequent_prefixes(rows: NDArray[np.int64], separator: int, most: int) -> Prefixes:
     """The `most` most frequent prefixes of ordered `rows [P, k]`, most frequent first.
 
     Rows end at a token from the separator on. Ties: shorter prefixes first, then in order of rows. Example with
@@ -162,7 +171,7 @@ def frequent(rows: NDArray[np.int64], separator: int, most: int) -> Prefixes:
     return rows[row, depth].tolist(), parents, (count / P).tolist()
 
 
-def blended(known: Sequence[tuple[int, Prefixes]], most: int) -> Prefixes:
+def blend_prefixes(known: Sequence[tuple[int, Prefixes]], most: int) -> Prefixes:
     """The `most` likeliest prefixes of several suffixes combined: (matches, prefixes) of each, longest suffix first.
 
     Example: 1 match followed by 5, 3 matches followed by 5, 5, 6: 5 gets ½ + ½·¾·⅔ = ¾, 6 gets ½·¾·⅓ = ⅛.

@@ -1,5 +1,7 @@
 """Folders and hub ids of models: what is neither is refused in a sentence."""
 
+import json
+
 import pytest
 
 from draft_heads.data.common.pretrained import AutoConfig, load_config
@@ -24,4 +26,10 @@ def test_what_the_hub_does_not_have_is_one_sentence(monkeypatch, tmp_path):
     ):
         load_config("some/model")
     with pytest.raises(ValueError, match=r"is no model's folder: We couldn.t connect; give one with config.json"):
+        load_config(str(tmp_path))
+
+
+def test_a_value_of_another_type_than_transformers_declares_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "sliding_window": [4096, None]}))
+    with pytest.raises(ValueError, match=r"is no model's folder: .*'sliding_window'.*; give one with config.json"):
         load_config(str(tmp_path))

@@ -21,10 +21,10 @@ def lines_of(work, seconds_each, start=0):
 def test_ten_seconds_tell_how_long_it_takes_then_a_line_every_half_minute_then_the_end():
     lines = lines_of(work=1000, seconds_each=0.125)  # 125 s
     assert lines == [
-        "answers: 80 of 1,000, 8.0 a second, about 1 min 55 s left",
-        "answers: 320 of 1,000, 8.0 a second, about 1 min 25 s left",
-        "answers: 560 of 1,000, 8.0 a second, about 55 s left",
-        "answers: 800 of 1,000, 8.0 a second, about 25 s left",
+        "answers: 80 of 1,000, 8.0 per second, about 1 min 55 s left",
+        "answers: 320 of 1,000, 8.0 per second, about 1 min 25 s left",
+        "answers: 560 of 1,000, 8.0 per second, about 55 s left",
+        "answers: 800 of 1,000, 8.0 per second, about 25 s left",
         "answers: 1,000 of 1,000 in 2 min 5 s",
     ]
 
@@ -43,7 +43,7 @@ def test_no_time_is_told_from_the_first_few_of_many_parts():
 def test_resumed_work_is_timed_from_where_it_resumed():
     assert (
         lines_of(work=1000, seconds_each=1, start=900)[0]
-        == "answers: 910 of 1,000, 1.0 a second, about 1 min 30 s left"
+        == "answers: 910 of 1,000, 1.0 per second, about 1 min 30 s left"
     )
 
 

@@ -235,7 +235,7 @@ def test_a_server_that_answers_no_json_is_named(monkeypatch):
 
 def test_server_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(answer_server, "_PAUSES", (0.0, 0.0))
-    with pytest.raises(ValueError, match=r"--base_url http://127.0.0.1:9/v1/models cannot be used"):
+    with pytest.raises(ValueError, match=r"^base_url http://127.0.0.1:9/v1/models cannot be used"):
         AnswerServer("http://127.0.0.1:9/v1/", [2], 300, None, 2, cut_loops=False)
     with pytest.raises(ValueError, match="is no http"):
         AnswerServer("127.0.0.1:8000", [2], 300, None, 2, cut_loops=False)
@@ -277,7 +277,7 @@ def test_a_server_is_asked_for_the_checkpoints_own_penalty(folder, tmp_path, own
         distill(target, source, str(tmp_path / "o"), options, show_progress=False)
         assert set(seen) == {asked}
         target.model.generation_config.no_repeat_ngram_size = 3  # of which no server can be told
-        with pytest.raises(ValueError, match=r"has no_repeat_ngram_size=3 in its gen.*; use --engine local"):
+        with pytest.raises(ValueError, match=r"has no_repeat_ngram_size=3 in its gen.*; use engine local"):
             distill(target, source, str(tmp_path / "p"), options, show_progress=False)
 
 

@@ -70,7 +70,7 @@ BAD = [
 @pytest.mark.parametrize(("row", "reason"), BAD)
 def test_bad_row_stops_the_run_with_file_row_reason_and_remedy(tmp_path, row, reason):
     file = write_lines(tmp_path / "rows.jsonl", [GOOD, "", row, GOOD])
-    with pytest.raises(ConversationError, match=rf"rows\.jsonl, line 3: .*{reason}.*--skip_bad_rows"):
+    with pytest.raises(ConversationError, match=rf"rows\.jsonl, line 3: .*{reason}.*set skip_bad_rows"):
         load_conversations(file)
 
 

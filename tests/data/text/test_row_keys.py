@@ -228,7 +228,7 @@ def test_a_key_that_the_chat_template_does_not_read_is_refused_for_that_target(m
     assert ChatRenderer(byte_tokenizer(READS)).conversation(messages, extra)[0]
     plain = ChatRenderer(byte_tokenizer(template("chatml")))
     for render in (plain.conversation, plain.prompt):
-        with pytest.raises(ConversationError, match=f"does not read '{name}', .*pass --chat_template"):
+        with pytest.raises(ConversationError, match=f"does not read '{name}', .*pass a chat_template"):
             render(messages, extra)
 
 

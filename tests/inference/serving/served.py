@@ -9,7 +9,7 @@ import openai
 
 from draft_heads.inference.serving.app import create_app
 from draft_heads.inference.serving.connections import Server
-from draft_heads.inference.serving.metrics import ServerMetrics
+from draft_heads.inference.serving.prometheus import ServerMetrics
 from draft_heads.inference.serving.requests import ServerLimits
 from draft_heads.inference.serving.worker import Worker
 

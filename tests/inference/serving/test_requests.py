@@ -297,7 +297,7 @@ def test_the_programs_options_are_checked(monkeypatch):
     for wrong, told in [
         ("--port 70000", "--port must lie in 0…65535; got 70000"),
         ("--max_waiting 0", "--max_waiting must be at least 1"),
-        ("--temperature -1", "--temperature must be 0"),
+        ("--temperature -1", "temperature must be 0"),
         ("", "--target"),
     ]:
         arguments = ["--target", "tests/tiny_target", *wrong.split()] if wrong else []

@@ -54,7 +54,7 @@ def test_system_text_and_tools_are_in_the_rows(with_tools, tmp_path, labels):
 @pytest.mark.parametrize("labels", ["argmax", "generate"])
 def test_a_target_that_does_not_read_a_key_refuses_its_rows(target, tmp_path, labels):
     file = write(tmp_path / "a.jsonl", [talk("Hi", said("x")), {"tools": TOOLS, **talk("Who?", said("x"))}])
-    with pytest.raises(ConversationError, match=r"line 2 \(id row-2\): .* does not read 'tools'.*--skip_bad_rows"):
+    with pytest.raises(ConversationError, match=r"line 2 \(id row-2\): .* does not read 'tools'.*set skip_bad_rows"):
         run_distill(target, file, str(tmp_path / "o"), labels=labels)
     manifest = run_distill(target, file, str(tmp_path / "p"), labels=labels, skip_bad_rows=True)
     assert manifest["counts"]["rows"] == 1 == manifest["counts"]["skipped"]

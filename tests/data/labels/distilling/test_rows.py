@@ -196,7 +196,7 @@ def test_row_the_template_cannot_render_stops_or_is_listed(tmp_path, target):
     source = tmp_path / "chat.json"
     source.write_text(json.dumps(rows))
     options = {"chat_template": str(tmp_path / "t.jinja")}
-    with pytest.raises(ConversationError, match=r"row 2 \(id 1\).*refused.*--skip_bad_rows"):
+    with pytest.raises(ConversationError, match=r"row 2 \(id 1\).*refused.*set skip_bad_rows"):
         run_distill(target, str(source), str(tmp_path / "out"), **options)
     manifest = run_distill(target, str(source), str(tmp_path / "out"), skip_bad_rows=True, **options)
     assert [row["id"] for row in manifest["shards"][0]["skipped"]] == ["1"]
@@ -205,7 +205,7 @@ def test_row_the_template_cannot_render_stops_or_is_listed(tmp_path, target):
 
 def test_hidden_states_are_what_the_lm_head_reads(target, source, tmp_path, capsys):
     run_distill(target, source, str(tmp_path / "out"), hidden_states="target")
-    assert capsys.readouterr().out.startswith("H=32 float32: 0.125 KiB a token, ")
+    assert capsys.readouterr().out.startswith("H=32 float32: 0.125 KiB per token, ")
     loaded = load_distilled(str(tmp_path / "out"))
     model = AutoModelForCausalLM.from_pretrained(target)
     assert loaded.hidden_dtype == "float32"
@@ -218,10 +218,10 @@ def test_hidden_states_are_what_the_lm_head_reads(target, source, tmp_path, caps
 def test_finished_output_and_other_settings_name_overwrite(target, source, tmp_path):
     out = str(tmp_path / "out")
     run_distill(target, source, out, limit=4)
-    with pytest.raises(ValueError, match="already complete; pass --overwrite"):
+    with pytest.raises(ValueError, match="already complete; set overwrite"):
         run_distill(target, source, out, limit=4)
     with pytest.raises(
-        ValueError, match=r"data.rows is 4 there, 3 here; .*settings.limit is 4 there, 3 here; .*--overwrite"
+        ValueError, match=r"data.rows is 4 there, 3 here; .*settings.limit is 4 there, 3 here; set overwrite"
     ):
         run_distill(target, source, out, limit=3)
     with pytest.raises(ValueError, match=r"target\.fingerprint\.chat_template_hash is '\w+' there"):
@@ -239,7 +239,7 @@ def test_folder_with_other_files_is_left_alone(target, source, tmp_path):
 
 
 def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tmp_path):
-    with pytest.raises(ValueError, match=r"has no manifest.json; pass the --output folder"):
+    with pytest.raises(ValueError, match=r"has no manifest.json; pass the output folder"):
         load_distilled(str(tmp_path))
     out = tmp_path / "out"
     run_distill(target, source, str(out))
@@ -262,13 +262,13 @@ def test_unfinished_missing_or_truncated_output_does_not_load(target, source, tm
 
 @pytest.mark.parametrize("labels", ["argmax", "generate"])
 def test_an_output_without_a_row_is_an_error_that_says_why(target, source, tmp_path, labels):
-    reason = r"all 10 are left out, .* begins beyond max_length 4; choose a --max_length above 4"
+    reason = r"all 10 are left out, .* begins beyond max_length 4; choose a max_length above 4"
     with pytest.raises(ValueError, match=reason):
         run_distill(target, source, str(tmp_path / "out"), labels=labels, max_length=4)
 
 
 def test_max_length_beyond_the_targets_positions_is_refused(target, source, tmp_path):
-    with pytest.raises(ValueError, match="--max_length 300 exceeds the target's 256 positions; lower it"):
+    with pytest.raises(ValueError, match=r"^max_length 300 exceeds the target's 256 positions; lower it"):
         run_distill(target, source, str(tmp_path / "out"), max_length=300)
 
 

@@ -40,7 +40,7 @@ def test_running_out_of_memory_names_the_options_and_what_is_done(target, source
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
     monkeypatch.setattr(Distiller, "rows", full)
-    rule = r"distillation ran out of memory; lower --batch_size.*; no shard was finished: the same command"
+    rule = r"distillation ran out of memory; lower batch_size.*; no shard was finished: the same command"
     with pytest.raises(ValueError, match=rule):
         run_distill(target, source, str(tmp_path / "out"))
 
@@ -168,7 +168,7 @@ def test_nodes_that_do_not_share_the_output_folder_are_told_so(target, source, t
         node.mkdir()
     command = [str(ROOT / "scripts" / "distill.py"), "--target", target, "--dataset", source, "--labels", "argmax"]
     for status, told in on_two_nodes([*command, "--output", "out"], *nodes):
-        assert status == 2 and "--output must be a folder that all nodes share" in told, told
+        assert status == 2 and "output must be a folder that all nodes share" in told, told
 
 
 def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path):
@@ -176,7 +176,7 @@ def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path)
     manifest = run_distill(target, source, str(out))
     shard, entry = (out / "shard-00000.arrow"), out / "shard-00000.json"
     before = shard.read_bytes()
-    straggler = ShardFolder.joined(str(out))
+    straggler = ShardFolder.join(str(out))
     row = {"id": "late", "conversation": "c", "input_ids": [1], "assistant_mask": [True], "greedy_ids": [1]}
     straggler.write([row], {"first_row": 0, "source_rows": 4}, {})
     assert shard.read_bytes() == before and not entry.exists() and not list(out.glob("*.tmp"))
@@ -184,7 +184,7 @@ def test_a_shard_that_another_process_finished_is_kept(target, source, tmp_path)
 
     def rows():
         (temporary,) = out.glob("*.tmp")  # a second one at work has a name of its own
-        ShardFolder.joined(str(out)).write([row], {"first_row": 0, "source_rows": 4}, {"rows": 1})
+        ShardFolder.join(str(out)).write([row], {"first_row": 0, "source_rows": 4}, {"rows": 1})
         assert temporary.exists()
         yield row
 

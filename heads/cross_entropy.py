@@ -1,0 +1,198 @@
+"""Cross entropies of states and a vocabulary matrix, whose logits never exist for all rows at once.
+
+Shapes: N rows, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draft_heads.heads.target_view import TargetView
+
+
+def total(losses: Tensor) -> Tensor:
+    """[] their sum, of half precision in float32."""
+    return losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+
+
+def logits_bytes(states: Tensor) -> int:
+    """Bytes of logits that may exist at once: on a GPU enough to keep it busy, on a CPU what its caches like."""
+    return 2**30 if states.is_cuda else 32 * 2**20
+
+
+def linear_cross_entropy(
+    states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, chunk_bytes: int | None = None
+) -> Tensor:
+    """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
+
+    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. On GPU through liger-kernel where it is
+    installed, or torch's own `linear_cross_entropy` with chunking; else in chunks of rows.
+    """
+    if states.is_cuda and len(states):
+        fused = _fused_linear_cross_entropy()
+        if fused is not None:
+            return fused(states, weight, labels, bias)
+    return _chunked_cross_entropy(states, weight, bias, labels, None, None, chunk_bytes)[0]
+
+
+def soft_cross_entropy(
+    states: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
+    target: TargetView,
+    bias: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(hidden)) of the target, q from states and weight.
+
+    states [N, H], weight [V, H], hidden [N, H] of the target. In chunks, as `linear_cross_entropy`.
+    """
+    return soft_cross_entropies(states, weight, hidden, target, None, bias, chunk_bytes)[0]
+
+
+def soft_cross_entropies(
+    states: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
+    target: TargetView,
+    row_weights: Tensor | None,
+    bias: Tensor | None = None,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same with `row_weights [N]` of the rows in the sum, and the unweighted loss of each row [N], detached."""
+    hidden = hidden.to(target.lm_head_weight.dtype)
+
+    def wanted(rows: slice) -> Tensor:
+        return target.logits(hidden[rows]).float().softmax(-1)
+
+    return _chunked_cross_entropy(states, weight, bias, None, wanted, row_weights, chunk_bytes)
+
+
+def _chunked_cross_entropy(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor | None,
+    wanted: Callable[[slice], Tensor] | None,
+    row_weights: Tensor | None,
+    chunk_bytes: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(sum, each row's loss); products in the type of autocast where it is on, else in that of the weight."""
+    dtype, device = weight.dtype, states.device.type
+    off: AbstractContextManager[Any] = nullcontext()
+    if device != "meta":  # which has no autocast
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+        off = torch.autocast(device, enabled=False)
+    chunk = max(1, (chunk_bytes or logits_bytes(states)) // (4 * weight.shape[0]))
+    with off:
+        return _ChunkedCrossEntropy.apply(
+            states, weight, bias, labels, wanted, row_weights, chunk, dtype, torch.is_grad_enabled()
+        )
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Chunks of rows: logits → loss and gradient `softmax − wanted`, written over the logits and multiplied at once.
+
+    Labels [N] int64, or `wanted(rows)`, distributions [n, V]. The gradient of the weight is made here, in one buffer:
+    what reads one weight several times should do it in one call.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor | None,
+        wanted: Callable[[slice], Tensor] | None,
+        row_weights_N: Tensor | None,
+        chunk: int,
+        dtype: torch.dtype,
+        need_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        given = states_NH, weight_VH, bias_V
+        summed = torch.promote_types(dtype, torch.float32)
+        weight, bias = weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        half = weight_VH.dtype == torch.float16  # its sums could pass 65,504 before the backward scales them
+        several = summed if half or len(states_NH) > chunk else None  # chunks are not added up in half precision
+        grad_states, grad_weight, grad_bias = (
+            None if x is None or not (need_grad and x.requires_grad) else torch.zeros_like(x, dtype=kept)
+            for x, kept in zip(given, (None, several, several))
+        )
+        grads = grad_states, grad_weight, grad_bias
+        losses = states_NH.new_zeros(len(states_NH), dtype=summed)
+        for start in range(0, len(states_NH), chunk):
+            rows = slice(start, start + chunk)
+            x = states_NH[rows].to(dtype)
+            logits = F.linear(x, weight, bias).to(summed)  # [n, V], overwritten below
+            if wanted is None:
+                assert labels_N is not None
+                labels = labels_N[rows, None]
+                hit = logits.gather(1, labels)[:, 0]
+            else:
+                probs = wanted(rows).to(summed)
+                hit = (probs[:, None] @ logits[:, :, None])[:, 0, 0]
+            peak = logits.amax(-1)
+            exped = logits.sub_(peak[:, None]).exp_()
+            total = exped.sum(-1)
+            losses[rows] = peak + total.log() - hit
+            if all(grad is None for grad in grads):
+                continue
+            grad_logits = exped.div_(total[:, None])
+            if wanted is None:
+                grad_logits.scatter_add_(1, labels, grad_logits.new_full(labels.shape, -1.0))
+            else:
+                grad_logits.sub_(probs)
+            if row_weights_N is not None:
+                grad_logits.mul_(row_weights_N[rows, None])
+            grad = grad_logits.to(dtype)
+            if grad_states is not None:
+                grad_states[rows] = (grad @ weight).to(grad_states.dtype)
+            if grad_weight is not None and grad_weight.dtype == dtype:
+                grad_weight.addmm_(grad.T, x)
+            elif grad_weight is not None:
+                grad_weight += grad.T.float() @ x.float() if half else grad.T @ x
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+        ctx.types = [None if x is None else x.dtype for x in given]
+        ctx.grads = [None if x is None else x if half else x.to(dtype) for x, dtype in zip(grads, ctx.types)]
+        ctx.mark_non_differentiable(losses)
+        return (losses if row_weights_N is None else losses * row_weights_N).sum(), losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, ctx.grads = ctx.grads, None  # handed on, not copied: the weight's is large
+        assert found is not None, "the gradient of a loss is computed once"
+        scaled = (None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in zip(found, ctx.types))
+        return (*scaled, *([None] * 6))
+
+
+@functools.cache
+def _fused_linear_cross_entropy() -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:
+    """A library's fused kernel for sums of cross entropies, or None where none is installed."""
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
+    except ImportError:
+        if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            return None  # before torch 2.13
+        options = torch.nn.LinearCrossEntropyOptions()
+
+        def of_rows(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
+            if torch.is_autocast_enabled(x.device.type):  # which does not reach this operation
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+                bias = None if bias is None else bias.to(x.dtype)
+            # a row's loss each: torch would add them up in bfloat16, which is off by percents
+            losses = F.linear_cross_entropy(
+                x, weight.to(x.dtype), labels, linear_bias=bias, reduction="none", options=options
+            )
+            return total(losses)
+
+        return of_rows
+    return lambda x, weight, labels, bias: liger(x, weight.to(x.dtype), labels, bias, reduction="sum")

@@ -1,0 +1,169 @@
+"""Answer files in FastChat's JSONL form: what `scripts/evaluate.py` writes and other projects record.
+
+A turn's steps are counted in one of two ways. Our own files say `decoding_steps`: target forwards, the
+prefill included. Files recorded by the CTC-drafter authors say `idxs`, which counts from 0: `idxs` 74 is 75
+steps. Here a turn always carries target steps; `idxs` is `steps - 1`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draft_heads.data.common.files import write_text
+from draft_heads.data.text.json_rows import MalformedJson, read_rows
+from draft_heads.inference.evaluation.decoded import TurnRecord
+from draft_heads.inference.evaluation.names import shown_name
+
+QuestionId = int | str
+QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
+
+
+@dataclass(frozen=True)
+class AnsweredTurn:
+    """One answer: its text, target steps (prefill included), new tokens (EOS included) and seconds."""
+
+    text: str
+    steps: int
+    new_tokens: int
+    wall_time: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All answered turns of one question; our files name its benchmark, because ids may repeat across benchmarks."""
+
+    question_id: QuestionId
+    turns: tuple[AnsweredTurn, ...]
+    benchmark: str | None = None
+
+    @property
+    def key(self) -> QuestionKey:
+        return self.benchmark, self.question_id
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file, line and row; object) of every row; ValueError names file, line and reason."""
+    if not path.is_file():
+        raise ValueError(f"{path}: cannot be read (no such file); give a JSONL file")
+    for place, row in read_rows(str(path)):
+        where = f"{path}, {place}"
+        if isinstance(row, MalformedJson):
+            raise ValueError(f"{where}: {row}")
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+        yield where, row
+
+
+def read_answers(path: Path) -> dict[QuestionKey, Answer]:
+    """Answers by question, `choices[0]` of each row; ValueError names file, line and reason."""
+    answers: dict[QuestionKey, Answer] = {}
+    for where, row in read_jsonl(path):
+        try:
+            answer = _parse_answer(row)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        if answer.key in answers:
+            raise ValueError(f"{where}: question_id {answer.question_id!r} appears a second time")
+        answers[answer.key] = answer
+    return answers
+
+
+def _parse_answer(row: dict[str, Any]) -> Answer:
+    question_id = row.get("question_id")
+    if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
+        raise ValueError(f"question_id must be a number or a string, got {question_id!r}")
+    choices = row.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ValueError("choices must be a list that starts with an object")
+    choice = choices[0]
+    if "decoding_steps" not in choice and "idxs" not in choice:
+        raise ValueError("choices[0] must have decoding_steps or idxs (steps per turn), has neither")
+    texts = _column(choice, "turns", str)
+    counted, first = ("decoding_steps", 0) if "decoding_steps" in choice else ("idxs", 1)
+    steps = [first + count for count in _column(choice, counted, int, len(texts))]
+    new_tokens = _column(choice, "new_tokens", int, len(texts))
+    wall_time = _column(choice, "wall_time", int | float, len(texts))
+    benchmark = row.get("benchmark")
+    turns = tuple(AnsweredTurn(*turn) for turn in zip(texts, steps, new_tokens, wall_time))
+    return Answer(question_id, turns, benchmark if isinstance(benchmark, str) else None)
+
+
+def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = None) -> list[Any]:
+    """The list `choice[name]`, one entry per turn, each of `kind` and not negative."""
+    values, where = choice.get(name), f"choices[0].{name}"
+    if not isinstance(values, list):
+        raise ValueError(f"{where} must be a list with one entry per turn, got {type(values).__name__}")
+    if turns is not None and len(values) != turns:
+        raise ValueError(f"{where} must have one entry per turn: {turns} turns, {len(values)} entries")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, kind):
+            named = " or ".join(one.__name__ for one in getattr(kind, "__args__", (kind,)))
+            raise ValueError(f"{where} must hold {named}, got {value!r}")
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise ValueError(f"{where} must not be negative, got {value!r}")
+    return values
+
+
+def write_answers(
+    output: Path, drafters: Sequence[str], records: Sequence[TurnRecord], lossy: Collection[str] = ()
+) -> None:
+    """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run.
+
+    A question without an answered turn gets no line; lossy: drafters whose `model_id` says so.
+    """
+    folder = output / "answers"
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("*.jsonl"):
+        stale.unlink()
+    turns: dict[str, dict[tuple[str, int], list[TurnRecord]]] = {name: {} for name in drafters}
+    for record in records:
+        turns[record.drafter].setdefault((record.benchmark, record.question), []).append(record)
+    for name, questions in turns.items():
+        rows = [
+            json.dumps(answer_row(answered, name in lossy), ensure_ascii=False) + "\n"
+            for answered in questions.values()
+        ]
+        write_text(folder / f"{name}.jsonl", "".join(rows))
+
+
+def answer_row(turns: Sequence[TurnRecord], lossy: bool = False) -> dict[str, Any]:
+    """One question in FastChat form, with the counts that Spec-Bench's `speed.py` reads."""
+    first, generations = turns[0], [turn.generation for turn in turns]
+    choice = {
+        "index": 0,
+        "turns": [turn.text for turn in turns],
+        "decoding_steps": [generation.target_steps for generation in generations],
+        "new_tokens": [len(generation.tokens) for generation in generations],
+        "wall_time": [generation.seconds["total"] for generation in generations],
+        "accept_lengths": [length for generation in generations for length in generation.accept_lengths],
+        "accept_lengths_per_turn": [list(generation.accept_lengths) for generation in generations],
+    }
+    return {
+        "question_id": first.question_id,
+        "category": first.category or first.benchmark,
+        "benchmark": first.benchmark,
+        "answer_id": f"{first.drafter}-{first.benchmark}-{first.question_id}",
+        "model_id": shown_name({"drafter": first.drafter, "lossy": lossy}),
+        "choices": [choice],
+        "tstamp": time.time(),
+    }
+
+
+def check_one_benchmark(answers: Iterable[QuestionKey]) -> None:
+    """ValueError for answers of several benchmarks, whose questions may have the same ids."""
+    if len(names := {str(benchmark) for benchmark, _ in answers}) > 1:
+        raise ValueError(
+            f"the questions are those of one benchmark; the answers are of {', '.join(sorted(names))}; put "
+            "the lines of one of them into a file of their own"
+        )
+
+
+def some(keys: Sequence[QuestionId]) -> str:
+    """The first five of `keys` and how many more there are."""
+    listed = ", ".join(repr(key) for key in keys[:5])
+    return f"{listed} and {len(keys) - 5} more" if len(keys) > 5 else listed

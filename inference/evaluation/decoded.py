@@ -1,0 +1,208 @@
+"""What an evaluation has decoded so far, question by question; in a folder, an interrupted run can go on there.
+
+    OUT/parts/run.json                 what the run measures; another one is refused
+    OUT/parts/BENCHMARK-00012.json     the turns of the group of questions that starts with question 12
+
+Several processes may decode the groups of one run, each its share.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+from urllib.parse import quote
+
+from draft_heads.data.common.files import LOCK, lock_folder, write_text
+from draft_heads.inference.generation import Generation
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first position where an answer differs from the oracle's; a token is None where that answer has ended.
+
+    position counts new tokens from 0; gap and noise are None when the length or float64 already decides.
+    """
+
+    position: int
+    expected: int | None
+    received: int | None
+    near_tie: bool
+    gap: float | None = None
+    noise: float | None = None
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One answered turn; `difference` is None before judging and when the answer equals the oracle's."""
+
+    benchmark: str
+    question: int  # index in its benchmark
+    question_id: int | str
+    category: str | None
+    turn: int
+    drafter: str
+    prompt: Prompt
+    text: str
+    generation: Generation
+    correct: bool | None = None
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Questions of a benchmark that every drafter answers before the next group: `start`, `start + 1`, …"""
+
+    benchmark: str
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.benchmark}-{self.start:05d}"
+
+
+@dataclass
+class DecodedGroup:
+    """What is known of one group.
+
+    run        which run of the program decoded it, and when that was
+    records    its turns, of all drafters
+    findings   the drafters' own statistics of that run when the group was decoded
+    expected   the oracle's answer to every prompt of `records`, when it has given them
+    """
+
+    run: str
+    records: list[TurnRecord]
+    findings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    expected: dict[Prompt, list[int]] | None = None
+    time: float = field(default_factory=time.time)
+
+
+class DecodedGroups:
+    """The decoded groups of a run, in memory."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Group, DecodedGroup] = {}
+
+    def get(self, group: Group) -> DecodedGroup | None:
+        """What is known of a group, if it has been decoded."""
+        return self._groups.get(group)
+
+    def put(self, group: Group, decoded: DecodedGroup) -> None:
+        """Store what is known of a group."""
+        self._groups[group] = decoded
+
+
+class DecodedFolder(DecodedGroups):
+    """The same in a folder, each group in a file that appears whole or not at all."""
+
+    def __init__(self, output: Path) -> None:
+        super().__init__()
+        self.folder = output / "parts"
+        self._lock: TextIO | None = None  # held from `begin` on
+
+    def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
+        """Start a run, or resume one of the same settings; ValueError naming what differs for another run's groups, and
+        while another process writes to the folder.
+        """
+        known = self.folder / "run.json"
+        wanted = json.loads(json.dumps(settings))
+        self._lock = lock_folder(self.folder, "--output")
+        if overwrite:
+            for path in self.folder.iterdir():
+                if path.name != LOCK:
+                    path.unlink()
+        elif known.is_file():
+            before = json.loads(known.read_text(encoding="utf-8"))
+            changed = sorted(key for key in wanted.keys() | before.keys() if wanted.get(key) != before.get(key))
+            if changed:
+                differences = "; ".join(f"{key} was {before.get(key)!r}, now {wanted.get(key)!r}" for key in changed)
+                raise ValueError(
+                    f"--output {self.folder.parent} holds an unfinished run with other settings ({differences}); "
+                    "repeat those, choose another folder or add --overwrite"
+                )
+        write_text(known, json.dumps(wanted, indent=2))
+
+    def clear(self) -> None:
+        """Remove all groups."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def get(self, group: Group) -> DecodedGroup | None:
+        """What is known of a group; ValueError for a file that was damaged."""
+        path = self._file(group)
+        if super().get(group) is None and path.is_file():
+            try:
+                super().put(group, _from_json(path.read_text(encoding="utf-8")))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path} is damaged ({error}); delete it, and the same command makes it again"
+                ) from None
+        return super().get(group)
+
+    def put(self, group: Group, decoded: DecodedGroup) -> None:
+        """Store what is known of a group and write its file."""
+        super().put(group, decoded)
+        write_text(self._file(group), _to_json(decoded))
+
+    def _file(self, group: Group) -> Path:
+        return self.folder / f"{quote(str(group), safe=' ')}.json"
+
+    def resume_hint(self, groups: int) -> str:
+        """What an interrupted run has finished, of so many groups, and how to resume it."""
+        done = len(list(self.folder.glob("*-*.json")))
+        finished = f"{done} of {groups} groups of questions are kept in {self.folder}"
+        return f"{finished}: the same command, without --overwrite, goes on there"
+
+
+def _to_json(decoded: DecodedGroup) -> str:
+    answers = decoded.expected
+    expected = None if answers is None else [[list(prompt), tokens] for prompt, tokens in answers.items()]
+    return json.dumps({**asdict(decoded), "expected": expected}, ensure_ascii=False)
+
+
+def _from_json(text: str) -> DecodedGroup:
+    values = json.loads(text)
+    records = [
+        TurnRecord(**{**turn, "prompt": tuple(turn["prompt"]), "generation": Generation(**turn["generation"])})
+        for turn in values["records"]
+    ]
+    expected = values["expected"]
+    if expected is not None:
+        expected = {tuple(prompt): tokens for prompt, tokens in expected}
+    return DecodedGroup(values["run"], records, values["findings"], expected, values["time"])
+
+
+def total_findings(groups: Sequence[DecodedGroup]) -> dict[str, dict[str, Any]]:
+    """The drafters' statistics over all runs of the program, of each its last group's: see `add_findings`."""
+    last: dict[str, DecodedGroup] = {}
+    for group in sorted(groups, key=lambda group: group.time):
+        last[group.run] = group
+    return add_findings([group.findings for group in last.values()])
+
+
+def subtract_counts(found: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Statistics without the counts that were there `before`; ratios stay."""
+    values = {}
+    for key, value in found.items():
+        if isinstance(value, dict):
+            values[key] = subtract_counts(value, before.get(key, {}))
+        else:
+            values[key] = value - before.get(key, 0) if isinstance(value, int) else value
+    return values
+
+
+def add_findings(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Statistics of several drafters or runs together: counts added, ratios averaged."""
+    together: dict[str, Any] = {}
+    for key in dict.fromkeys(key for one in found for key in one):
+        values = [one[key] for one in found if key in one]
+        if isinstance(values[0], dict):
+            together[key] = add_findings(values)
+        else:
+            together[key] = sum(values) if isinstance(values[0], int) else sum(values) / len(values)
+    return together

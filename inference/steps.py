@@ -1,0 +1,306 @@
+"""How one decoding step runs: eagerly, as compiled programs or as CUDA graphs, at once or ahead of the host.
+
+`StepRunner` is the interface of all of them: `begin` a text, `prefill` its prompt, then `run` step after step.
+
+    eager     `draft` and `verify` call the drafter and `verify_step` as they are
+    compiled  both call one program each (`Target.compile`)
+    captured  steps are replayed as CUDA graphs: whole steps if they run ahead, else their verification
+    ahead     a step starts before the host has read the tokens of the one before, so nothing in it reads the host
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.generation import Clock, GenerationSettings
+from draft_heads.inference.processors import TextProcessors
+from draft_heads.inference.sampling import Sampling
+from draft_heads.inference.step import VerifiedStep, choices, verify_step
+from draft_heads.inference.target.compiled import no_host_sync, program
+from draft_heads.inference.target.cuda_graphs import CapturedSteps, Drafted, current
+from draft_heads.inference.target.kv_cache import KVCache
+from draft_heads.inference.target.target import Target
+from draft_heads.inference.tree import DraftTree, padded_nodes
+from draft_heads.inference.verify import Accept, TypicalAcceptance, accept_exact
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TextState:
+    """What all steps of one text share.
+
+    cache       the target's keys and values of the committed text
+    reserved    tokens that drafters allocate memory for
+    end         [] int64, the length at which the text must end
+    settings    how the target chooses tokens
+    processors  what changes its logits by the text, on the host; None for nothing
+    clock       counts the time of the answer's parts
+    """
+
+    cache: KVCache
+    reserved: int
+    end: Tensor
+    settings: GenerationSettings
+    processors: TextProcessors | None = None
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether tokens follow from the model's logits alone, as compiled programs and CUDA graphs need it."""
+        return self.settings.sampling is None and self.processors is None
+
+
+class StepRunner:
+    """Runs the steps of one text at a time on a target with a drafter; keeps its cache's memory between texts.
+
+    ahead     a step starts before the tokens of the one before are read; every tree is padded to one size
+    captured  the CUDA graphs; None: steps are not captured
+    cache     the newest text's; None: the next text allocates one
+    reserved  positions of a cache whose address compiled programs or CUDA graphs hold; a longer text doubles it
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        ahead: bool | None = None,
+        captured: CapturedSteps | Literal[False] | None = None,
+        accept: Accept = accept_exact,
+    ) -> None:
+        """See `DecodingEngine`."""
+        on_gpu = target.device.type == "cuda"
+        if captured is None and on_gpu and target.fused is not None:
+            captured = CapturedSteps()
+        self.target, self.drafter = target, drafter
+        self.ahead = on_gpu and drafter.on_device if ahead is None else ahead
+        self.captured = None if captured is False else captured
+        self.cache: KVCache | None = None
+        self.reserved = 8192
+        self._accept = accept
+        self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
+        self._end = torch.zeros((), dtype=torch.long, device=target.device)
+        self._warmed_up = False
+        # compiled programs, or None: bound methods of its own would keep a runner alive
+        self._compiled_draft = self._compiled_verify = None
+        if target.compiled:
+            self._compiled_verify = program(self._verify_tree, target.device)
+            if drafter.on_device and drafter.max_nodes:
+                self._compiled_draft = program(self._draft_tree, target.device)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def begin(self, tokens: int, settings: GenerationSettings, processors: TextProcessors | None = None) -> TextState:
+        """Make room for a text of at most `tokens`, prompt and answer, and compile or capture what is missing.
+
+        The memory is that of the text before, whose steps must not run any more.
+        """
+        reserved = self.reserved_length(tokens)
+        cache = self._cleared_cache(reserved)
+        self._warm_up_shapes(cache)
+        if self.captured is not None and self.target.fused is not None:
+            self._capture_lengths(self.captured, TextState(cache, reserved, self._end, settings))
+        return TextState(cache, reserved, self._end.fill_(tokens), settings, processors)
+
+    @torch.inference_mode()
+    def prefill(self, ids: list[int], text: TextState) -> tuple[VerifiedStep, Tensor]:
+        """Read the prompt: what it committed and the base token, and the tensor for `PendingReadback` (one row)."""
+        step = self._prefill(ids, text)
+        if self.captured is not None and self.target.fused is not None:
+            assert self.captured.valid_for(self._graph_key(text)), "memory of graphs has moved"
+        return step, torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
+
+    def _prefill(self, ids: list[int], text: TextState) -> VerifiedStep:
+        prompt = torch.tensor(ids, dtype=torch.long, device=self.target.device)
+        with current(self.target.device):
+            self.drafter.begin(prompt, text.reserved)
+            text.clock.lap(self._drafting)
+            hidden, logits, aux_hidden = self.target.prefill(prompt, text.cache, self.drafter.target_layers)
+            following = logits[None] if text.processors is None else text.processors.after_prompt(logits[None])
+            base = choices(following, prompt.new_tensor([prompt.numel()]), text.settings.sampling)[0]
+            text.clock.lap("verify")
+        return VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden)
+
+    @torch.inference_mode()
+    def run(self, step: VerifiedStep, text: TextState) -> tuple[VerifiedStep, Tensor]:
+        """Draft → verify → accept → commit: what it committed, and the tensor for `PendingReadback`, on the device."""
+        captured = self.captured if text.greedy and step.tree is not None and self.target.fused is not None else None
+        # the accepted path must lie within the visible length; a graph is captured for one visible length
+        rows = self.drafter.max_depth if captured is None else self._captured_rows
+        visible = text.cache.set_visible_length(1 + rows)
+        self.drafter.set_visible_length(visible)
+
+        def whole(step: VerifiedStep) -> tuple[VerifiedStep, Tensor]:
+            return self.verify(self.draft(step, text), text)
+
+        with no_host_sync() if self.ahead else nullcontext(), current(self.target.device):
+            if captured is None:
+                result = whole(step)
+            elif self.ahead:
+                result = captured(visible, step, whole, chained=True)
+            else:
+                result = self._replay_verification(captured, visible, self.draft(step, text), text)
+            text.clock.lap("verify")
+        return result
+
+    def draft(self, step: VerifiedStep, text: TextState) -> Drafted:
+        """The drafter observes the step and proposes a tree."""
+        after_prompt = step.tree is None  # prompts differ in length: their step is not compiled
+        draft = self._draft_tree if after_prompt or self._compiled_draft is None else self._compiled_draft
+        tree = draft(step)
+        text.clock.lap(self._drafting)
+        return Drafted(step.base, tree)
+
+    def verify(self, drafted: Drafted, text: TextState) -> tuple[VerifiedStep, Tensor]:
+        """The target verifies the tree, accepts a path and commits it."""
+        text.cache.set_visible_length(1 + len(drafted.tree))
+        # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
+        verify = self._compiled_verify if self._compiled_verify is not None and text.greedy else self._verify_tree
+        settings = text.settings
+        return verify(
+            drafted.base, drafted.tree, text.cache, text.end, settings.sampling, settings.typical, text.processors
+        )
+
+    # --- what is compiled -------------------------------------------------------------------------------------------
+
+    def _draft_tree(self, step: VerifiedStep) -> DraftTree:
+        """The drafter's tree after it observed the step, padded to one size if steps run ahead."""
+        self.drafter.observe(step)
+        tree = self.drafter.propose()
+        assert len(tree) <= self.drafter.max_nodes, "a proposal has more nodes than its drafter's max_nodes"
+        if self.target.compiled and len(tree) == 1:
+            return tree.padded(2)  # a program compiled for one node specialises to that size
+        return tree.padded(padded_nodes(self.drafter.max_nodes)) if self.ahead else tree
+
+    def _verify_tree(
+        self,
+        base: Tensor,
+        tree: DraftTree,
+        cache: KVCache,
+        end: Tensor,
+        sampling: Sampling | None,
+        typical: TypicalAcceptance | None,
+        processors: TextProcessors | None = None,
+    ) -> tuple[VerifiedStep, Tensor]:
+        """`verify_step` for one sequence, and the tensor for `PendingReadback`."""
+        batch = verify_step(
+            self.target,
+            cache,
+            base[None],
+            tree.map(lambda x: x[None]),
+            self.drafter.max_depth,
+            end=end[None],
+            sampling=sampling,
+            accept=self._accept if typical is None else typical,
+            target_layers=self.drafter.target_layers,
+            processors=processors,
+        )
+        step = batch.map(lambda x: x[0])
+        assert step.source is not None
+        read = [step.count[None], step.next_tokens, step.source]
+        if self.drafter.reads_choices and step.choices is not None:
+            read.append(step.choices)
+        return step, torch.cat(read)
+
+    # --- memory, programs and graphs --------------------------------------------------------------------------------
+
+    def reserved_length(self, text: int) -> int:
+        """Tokens to allocate memory for; where programs or CUDA graphs hold its address, it must not grow later."""
+        if not self.target.compiled and self.captured is None:
+            return text
+        self.reserved *= 1 << (-(-text // self.reserved) - 1).bit_length()
+        return max(text, min(self.target.max_positions, self.reserved))
+
+    def _cleared_cache(self, text: int) -> KVCache:
+        """An empty cache for a text and the rows that steps write after it; reused while it is large enough."""
+        extra = 3 * (self.drafter.max_depth + 1) + padded_nodes(self.drafter.max_nodes) + 1
+        if self.cache is None or self.cache.capacity < text + extra:
+            limit = self.target.max_positions
+            self.cache = None  # free its memory before asking for more
+            self.cache = self.target.new_cache(max(text, min(limit, -(-text // 256) * 256)) + extra)
+        self.cache.clear()
+        return self.cache
+
+    def _warm_up_shapes(self, cache: KVCache) -> None:
+        """Compile for an empty tree and for trees of any size before the first answer, where tree sizes vary."""
+        if self._compiled_verify is None or self.drafter.on_device or self._warmed_up:
+            return
+        self._warmed_up = True
+        base = torch.zeros((), dtype=torch.long, device=self.target.device)
+        chain = torch.zeros(3, dtype=torch.long, device=self.target.device)
+        for tree in (DraftTree.empty(base.device), DraftTree.build(chain, torch.full_like(chain, -1))):
+            self.target.prefill(base[None], cache)
+            for tensor in tree.tensors() if len(tree) > 1 else ():
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            cache.set_visible_length(4 + self.drafter.max_depth)
+            self._compiled_verify(base, tree, cache, self._end, None, None)
+            cache.clear()
+
+    def _capture_lengths(self, captured: CapturedSteps, text: TextState) -> None:
+        """Capture the step of every visible length and tree size before the first answer, or when memory has moved."""
+        cache, device, start = text.cache, self.target.device, time.perf_counter()
+        assert self.target.fused is not None
+        cache.allocate(self.target.fused.like)
+        if captured.valid_for(self._graph_key(text)):
+            return
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        with current(device):
+            self._run_every_length(captured, replace(text, settings=GenerationSettings(typical=text.settings.typical)))
+        cache.clear()
+        used = free - torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        logger.info(
+            f"captured {len(captured)} CUDA graphs for texts of up to {cache.capacity} tokens: {used / 2**20:.0f} MiB, "
+            f"{time.perf_counter() - start:.1f} s"
+        )
+
+    def _run_every_length(self, captured: CapturedSteps, text: TextState) -> None:
+        """Steps of a dummy text that has ended, so that nothing is accepted."""
+        cache = text.cache
+        base = text.end.zero_().clone()
+        if self.ahead:
+            step = self._prefill([0], text)  # reserves the drafter's memory too
+            step, _ = self.run(step, text)
+        captured.begin_anew(self._graph_key(text))
+        sizes = sorted({padded_nodes(nodes) for nodes in range(self.drafter.max_nodes + 1)})
+        rows = 1 + self._captured_rows
+        for end in range(cache.step, cache.capacity + 1, cache.step):
+            cache.lengths.fill_(1)
+            cache.set_bound(max(1, end - rows))
+            if self.ahead:
+                self.run(step, text)
+                continue
+            visible = cache.set_visible_length(rows)
+            for size in sizes:  # skip the drafter, or it would count this dummy text
+                drafted = Drafted(base, DraftTree.empty(base.device).padded(size))
+                self._replay_verification(captured, visible, drafted, text)
+
+    def _replay_verification(
+        self, captured: CapturedSteps, visible: int, drafted: Drafted, text: TextState
+    ) -> tuple[VerifiedStep, Tensor]:
+        """A captured verification of a tree that the host drafted, padded to one of few sizes."""
+        tree = drafted.tree
+        padded = Drafted(drafted.base, tree.padded(padded_nodes(len(tree))))
+        key = visible, len(padded.tree)
+        step, packed = captured(key, padded, lambda drafted: self.verify(drafted, text), chained=False)
+        assert step.choices is not None
+        return replace(step, choices=step.choices[: 1 + len(tree)], tree=tree), packed
+
+    @property
+    def _captured_rows(self) -> int:
+        """Rows after the base token that a captured step may write; a hybrid may be deeper than its trees are large."""
+        return max(self.drafter.max_depth, padded_nodes(self.drafter.max_nodes))
+
+    def _graph_key(self, text: TextState) -> tuple[Any, ...]:
+        """Captured graphs stay valid while this is unchanged: the acceptance rule, sizes, weights and addresses."""
+        drafting = self.drafter.memory() if self.ahead else ()  # else the verification alone is captured
+        addresses = (x.data_ptr() for x in (*text.cache.memory(), *drafting))
+        return text.settings.typical, self.reserved, self.target.changes, *addresses

@@ -1,0 +1,60 @@
+"""Which checkpoints are kept, and which are damaged."""
+
+import os
+from types import SimpleNamespace
+
+from draft_heads.train.checkpoints import MarkComplete, complete_checkpoints, damage, newest_complete_checkpoint
+
+
+def saved(run, step, limit=2, best=None):
+    """A checkpoint of a step, saved as the trainer does."""
+    (run / f"checkpoint-{step}").mkdir()
+    args = SimpleNamespace(output_dir=str(run), world_size=1, save_total_limit=limit)
+    best = best and str(run / f"checkpoint-{best}")
+    state = SimpleNamespace(global_step=step, is_world_process_zero=True, best_model_checkpoint=best)
+    MarkComplete(lambda: {"minutes": 1.0}).on_save(args, state, None)
+    return [int(path.name.split("-")[1]) for path in complete_checkpoints(run)]
+
+
+def test_the_last_checkpoints_by_step_are_kept_wherever_the_clock_stood(tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()  # never finished: neither counted nor deleted
+    assert saved(tmp_path, 9) == [9]
+    assert saved(tmp_path, 10) == [9, 10]
+    for step in (9, 10):
+        os.utime(tmp_path / f"checkpoint-{step}", (2**32, 2**32))
+    assert saved(tmp_path, 11) == [10, 11]
+    assert saved(tmp_path, 12, limit=None) == [10, 11, 12]
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_the_best_checkpoint_is_kept(tmp_path):
+    assert [saved(tmp_path, step, best=best) for step, best in ((2, 2), (4, 2), (6, 2), (8, 2), (10, 10))] == [
+        [2],
+        [2, 4],
+        [2, 6],
+        [2, 8],
+        [8, 10],
+    ]
+
+
+def test_damage_is_found_by_size_or_checksum(tmp_path):
+    saved(tmp_path, 1)
+    checkpoint = tmp_path / "checkpoint-2"
+    (checkpoint / "global_step2").mkdir(parents=True)
+    file = checkpoint / "global_step2" / "rank_0.pt"
+    file.write_bytes(b"weights")
+    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1, save_total_limit=None)
+    state = SimpleNamespace(global_step=2, is_world_process_zero=True, best_model_checkpoint=None)
+    MarkComplete(lambda: {"minutes": 1.0}).on_save(args, state, None)
+    assert damage(checkpoint) is None and newest_complete_checkpoint(tmp_path) == checkpoint
+    file.write_bytes(b"WEIGHTS")
+    assert "rank_0.pt has other content than was written" in damage(checkpoint)
+    file.write_bytes(b"w")
+    assert "global_step2/rank_0.pt has 1 bytes instead of 7" in damage(checkpoint)
+    file.unlink()
+    assert "rank_0.pt" in damage(checkpoint)
+    assert newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    (checkpoint / "complete.json").write_text("{")
+    assert damage(checkpoint) and newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    (checkpoint / "complete.json").write_text('{"minutes": 1.0}')  # as older versions wrote it
+    assert damage(checkpoint) is None

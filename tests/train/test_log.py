@@ -1,0 +1,38 @@
+"""Progress of a training run in a log file; the last step is logged."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from draft_heads.data.common.progress import ProgressLines
+from draft_heads.train.log import LogLastStep, TrainingLines
+from draft_heads.train.stopping import WallClock
+
+
+@pytest.mark.parametrize(
+    ("minutes", "first", "count"),
+    [
+        (0, "steps of training: 2 of 40, 6.0 s each, about 3 min 48 s left", 4),
+        (2, "minutes of training: 0.2 of 2, 0.2 steps a second, about 1 min 48 s left", 5),
+    ],
+)
+def test_a_log_file_gets_a_line_every_half_minute(minutes, first, count, monkeypatch):
+    written, now = [], 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    clock = WallClock(minutes)
+    lines = TrainingLines(clock, ProgressLines(written.append, clock=lambda: now))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=40)
+    lines.on_train_begin(None, state, None)
+    for step in range(1, 21):
+        now += 6
+        state.global_step, clock.elapsed = step, now / 60
+        lines.on_step_end(None, state, None)
+    assert (written[0], len(written)) == (first, count)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+@pytest.mark.parametrize("stops", [True, False])
+def test_the_step_that_ends_training_is_logged_whatever_logging_steps_says(strategy, stops):
+    control = SimpleNamespace(should_training_stop=stops, should_log=False)
+    LogLastStep().on_step_end(SimpleNamespace(logging_strategy=strategy), None, control)
+    assert control.should_log == (stops and strategy == "steps")

@@ -1,0 +1,48 @@
+"""Learning rates of a run that ends at a wall time."""
+
+import pytest
+import torch
+
+from draft_heads.train.schedule import wall_time_scheduler
+from draft_heads.train.stopping import WallClock
+
+
+def rates(warmup, name="cosine", **options):
+    """Learning rates at 0, 1 … 10 steps of a schedule of ten minutes, a minute each."""
+    optimizer, clock = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), WallClock(10)
+    schedule, found = wall_time_scheduler(name, optimizer, warmup, clock, options or None), []
+    for _ in range(11):
+        found.append(optimizer.param_groups[0]["lr"])
+        clock.elapsed += 1
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_a_warm_up_is_a_share_of_the_time_or_a_number_of_steps():
+    by_steps, by_share, none = rates(4, "linear"), rates(0.4, "linear"), rates(0, "linear")
+    assert none == pytest.approx([1 - i / 10 for i in range(11)], abs=2e-4)
+    assert by_share == pytest.approx([0.00025, 0.25, 0.5, 0.75, *(1 - i / 6 for i in range(7))], abs=2e-4)
+    # the fourth step is the last of the warm-up, after three minutes; the line falls from there to the end
+    assert by_steps == pytest.approx([0.25, 0.5, 0.75, 1, *(1 - i / 7 for i in range(1, 8))], abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "cosine_with_restarts", "constant"])
+@pytest.mark.parametrize("warmup", [0.1, 0.9, 1, 7])
+def test_the_rate_reaches_its_peak_at_the_end_of_the_warm_up(name, warmup):
+    assert max(rates(warmup, name)) == pytest.approx(1, abs=2e-3)
+
+
+def test_a_resumed_schedule_by_time_goes_on_where_its_warm_up_ended():
+    whole = rates(4, "linear")
+    clock, optimizer = WallClock(10), torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    clock.resume({"minutes": 6, "warm_until": 0.3})
+    schedule = wall_time_scheduler("linear", optimizer, 4, clock)
+    schedule.last_epoch = 5
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(whole[6], abs=2e-4)
+
+
+def test_a_schedule_by_time_takes_its_options():
+    assert rates(0, "cosine_with_min_lr", min_lr_rate=0.1)[-1] == pytest.approx(0.1)

@@ -1,0 +1,129 @@
+"""The checkpoints of a run: when one is complete, what damages it, which are deleted, where a run resumes.
+
+A checkpoint is complete once `complete.json` is in it. That marker also holds what transformers does not save: the
+minutes used, the sum of all losses and where the warm-up ended.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from draft_heads.data.common.files import checksum, write_text
+
+MARKER = "complete.json"
+
+
+class MarkComplete(TrainerCallback):
+    """Marks a checkpoint once all processes have written their files, then deletes old ones.
+
+    progress: what the marker shall hold beside the step; called on every process
+    """
+
+    def __init__(self, progress: Callable[[], dict[str, float]]) -> None:
+        self.progress = progress
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called when this process has written its files of the checkpoint."""
+        progress = self.progress()
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if args.world_size > 1:
+            torch.distributed.barrier()
+        if state.is_world_process_zero and folder.is_dir():
+            mark_complete(folder, step=state.global_step, **progress)
+            best = state.best_model_checkpoint
+            delete_old_checkpoints(folder, args.save_total_limit, Path(best).name if best else None)
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint; copies with names of their own are the user's."""
+    return re.fullmatch(r"checkpoint-\d+", name) is not None
+
+
+def incomplete_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints whose writing never finished."""
+    return sorted(path for path in run.iterdir() if is_checkpoint(path.name) and not (path / MARKER).is_file())
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """Checkpoints whose writing finished, in the order of their steps (time stamps may be wrong)."""
+    found = [path for path in run.glob("checkpoint-*") if is_checkpoint(path.name) and (path / MARKER).is_file()]
+    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def newest_complete_checkpoint(run: Path) -> Path | None:
+    """The last complete checkpoint whose files have the sizes that they were written with."""
+    return next((path for path in reversed(complete_checkpoints(run)) if not damage(path, contents=False)), None)
+
+
+def read_marker(checkpoint: Path) -> dict[str, Any]:
+    """What `mark_complete` wrote; older versions wrote `minutes` only."""
+    marker: dict[str, Any] = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+    return marker
+
+
+def mark_complete(checkpoint: Path, **facts: Any) -> None:
+    """Write the marker of a checkpoint whose files are all there: `facts`, and size and checksum of every file."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != MARKER)
+    found = {str(path.relative_to(checkpoint)): [path.stat().st_size, checksum(path)] for path in files}
+    write_text(checkpoint / MARKER, json.dumps({**facts, "files": found}))
+
+
+def damage(checkpoint: Path, contents: bool = True) -> str | None:
+    """What is wrong with the files of a complete checkpoint, None for nothing; older markers list no files.
+
+    contents: compare checksums too, not sizes only
+    """
+    try:
+        for name, (size, xxh3) in read_marker(checkpoint).get("files", {}).items():
+            path = checkpoint / name
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            if contents and checksum(path) != xxh3:
+                return f"{name} has other content than was written (its checksum differs)"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def delete_old_checkpoints(newest: Path, limit: int | None, best: str | None) -> None:
+    """Keep `limit` complete checkpoints (None or 0: all): the newest and the best, then those of the last steps."""
+    complete = complete_checkpoints(newest.parent)
+    others = [path for path in complete if path.name not in (newest.name, best)]
+    surplus = len(complete) - limit if limit else 0
+    for path in others[: max(surplus, 0)]:
+        (path / MARKER).unlink()  # first: if the deletion is cut short, an incomplete checkpoint is left
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def delete_incomplete(run: Path) -> None:
+    """Delete checkpoints whose writing a kill cut short; a line names each."""
+    for path in incomplete_checkpoints(run):
+        print(f"{path} was cut short by a kill; deleting it", flush=True)
+        shutil.rmtree(path)
+
+
+def set_damaged_aside(run: Path) -> None:
+    """Rename the newest checkpoints, up to the first whose files are as they were written."""
+    for checkpoint in reversed(complete_checkpoints(run)):
+        if (wrong := damage(checkpoint)) is None:
+            return
+        aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        print(f"{checkpoint} is damaged: {wrong}; not resumed there, kept as {aside.name}", flush=True)
+
+
+def how_to_resume(run: Path) -> str:
+    """A sentence: the newest checkpoint of an interrupted run, and how to go on from it."""
+    newest = newest_complete_checkpoint(run)
+    if newest is None:
+        return "no checkpoint was written yet: the same command starts again (--save_steps N writes them more often)"
+    return f"the newest checkpoint is {newest}: the same command, without --overwrite, resumes there"

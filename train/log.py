@@ -1,0 +1,170 @@
+"""The log of a run: the metrics of a line, the last line of a short run, and the progress bar or progress lines.
+
+Sums of metrics stay on the device until a line is due, so no step waits for the host.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from functools import partial
+from resource import RUSAGE_SELF, getrusage
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from draft_heads.data.common.progress import ProgressLines, Update
+from draft_heads.heads.base import HeadLoss
+from draft_heads.train.options import peak_flops
+from draft_heads.train.stopping import WallClock
+
+# --- metrics of a log line ------------------------------------------------------------------------------------------
+
+
+class LogMetrics:
+    """Sums over the batches since the last log line: parts of the loss, tokens, padding.
+
+    batches  mean loss, tokens and segments of the last ones
+    """
+
+    def __init__(self) -> None:
+        self.batches: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=1024)
+        self.reset()
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
+        self.batches.clear()
+        self._parts: dict[str, Tensor] = {}
+        self._windows, self._tokens, self._slots = torch.zeros(()), torch.zeros((), dtype=torch.long), 0
+        self._began = time.monotonic()
+
+    def start(self) -> None:
+        """Start the timer; later calls do nothing."""
+        if not self.batches:
+            self._began = time.monotonic()
+
+    def exclude(self, seconds: float) -> None:
+        """Exclude these seconds (an evaluation) from the measured time."""
+        self._began += seconds
+
+    def add(self, loss: HeadLoss, mean: Tensor, input_ids: Tensor, segment_ids: Tensor) -> None:
+        """Count a batch of tokens and segments `[B, L]`; mean is its loss as the optimizer sees it."""
+        device = segment_ids.device
+        for name, value in loss.parts.items():
+            self._parts[name] = self._parts.get(name, 0) + value
+        self._windows = self._windows.to(device) + loss.windows
+        self._tokens = self._tokens.to(device) + (segment_ids > 0).sum()
+        self._slots += segment_ids.numel()
+        self.batches.append((mean.detach(), input_ids, segment_ids))
+
+    def since_last_log(self, flops_per_token: float, device: torch.device) -> dict[str, float]:
+        """Return this line's metrics and reset the counters. Call on every process.
+
+        Parts of the loss; tokens per second; `fill`, the share of batches that is not padding; `mfu` on a GPU whose
+        peak is known; this process's peak memory. All but the memory are equal on all processes.
+        """
+        seconds = time.monotonic() - self._began
+        every: list[dict[str, float]] = gather_object([self._sums()])
+        sums = {name: sum(process[name] for process in every) for name in every[0]}
+        windows, tokens, slots = (sums.pop(name) for name in ("windows", "tokens", "slots"))
+        metrics = loss_parts(sums, windows) | {"tokens_per_second": round(tokens / seconds)}
+        metrics |= {"fill": round(tokens / max(slots, 1), 3)}
+        if (peak := peak_flops(device)) is not None:
+            metrics["mfu"] = round(tokens / seconds / len(every) * flops_per_token / peak, 3)
+        self.reset()
+        return metrics | peak_memory(device)
+
+    def _sums(self) -> dict[str, float]:
+        """This process's sums, on the host."""
+        names = list(self._parts)
+        values = torch.stack([self._parts[name].double() for name in names]).tolist() if names else []
+        counts = {"windows": float(self._windows), "tokens": int(self._tokens), "slots": self._slots}
+        return dict(zip(names, values)) | counts
+
+
+def loss_parts(sums: dict[str, float], windows: float) -> dict[str, float]:
+    """Unweighted means per window, and counts that are not 0."""
+    parts: dict[str, float] = {}
+    for name, value in sums.items():
+        if not name.endswith("_count"):
+            parts[f"loss_{name}"] = round(value / max(windows, 1), 5)
+        elif value:
+            parts[name] = int(value)
+    return parts
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """This process's peak: of the GPU where it has one, else of the process."""
+    if device.type == "cuda":
+        return {"memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+    kib = getrusage(RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
+    return {"memory_mib": round(kib / 1024)}
+
+
+# --- when to log, and progress --------------------------------------------------------------------------------------
+
+
+class LogLastStep(TrainerCallback):
+    """Logs the step that ends training; of a run shorter than --logging_steps nothing else would be known.
+
+    Comes after the callbacks that end training.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_training_stop and args.logging_strategy != "no":
+            control.should_log = True
+
+
+def progress_callback(args: Any, clock: WallClock) -> TrainerCallback | None:
+    """What shows progress in place of transformers' bar; None where that bar does."""
+    if args.disable_tqdm:
+        return None
+    if not sys.stderr.isatty():
+        return TrainingLines(clock, ProgressLines(partial(print, file=sys.stderr, flush=True)))
+    return MinutesBar(clock) if args.max_minutes else None
+
+
+class MinutesBar(ProgressCallback):
+    """The progress bar of a run that ends at a wall time: minutes, since the number of steps is not known."""
+
+    def __init__(self, clock: WallClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            shape = "training {percentage:3.0f}% |{bar}| {n:.1f} of {total:g} minutes{postfix}"
+            self.training_bar = tqdm(total=self.clock.max_minutes, bar_format=shape, dynamic_ncols=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.set_postfix(steps=state.global_step, refresh=False)
+            self.training_bar.update(min(self.clock.elapsed, self.clock.max_minutes) - self.training_bar.n)
+
+
+class TrainingLines(PrinterCallback):
+    """Progress in a log file: lines with steps or minutes, and the metrics as transformers prints them."""
+
+    def __init__(self, clock: WallClock, show: Update) -> None:
+        super().__init__()
+        self.clock, self.show = clock, show
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.monotonic(), state.global_step
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        if not self.clock.max_minutes:
+            self.show("steps of training", state.global_step, state.max_steps)
+            return
+        seconds, steps = time.monotonic() - self._began[0], state.global_step - self._began[1]
+        minutes = min(self.clock.elapsed, self.clock.max_minutes)
+        rate = f"{steps / max(seconds, 1e-9):,.1f} steps a second"
+        self.show("minutes of training", minutes, self.clock.max_minutes, rate)

@@ -1,0 +1,92 @@
+"""What training a head takes in memory, from sizes alone: nothing is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModel
+
+from draft_heads.configs.options import option_names
+from draft_heads.configs.recipes import SIZE_CLASSES
+from draft_heads.heads.base import DraftHead
+from draft_heads.heads.block import DecoderBlock
+from draft_heads.heads.checkpoint import head_classes
+from draft_heads.heads.config import target_sizes
+
+ASSUMED_LENGTH = 512
+"""Tokens of a row where a recipe leaves them to the dataset."""
+
+
+def count_parameters(config: Any) -> int:
+    """Parameters of the decoder that a config describes, every expert counted; made without memory."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"--target must be a decoder-only causal LM; got an encoder-decoder model ({config.model_type}); pick "
+            "another target"
+        )
+    text = config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            decoder = AutoModel.from_config(text)
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"the size of --target ({config.model_type}) cannot be read from its config ({reason}); name a recipe with "
+            f"--config, one of {', '.join(name for _, name in SIZE_CLASSES)}"
+        ) from error
+    tied = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
+    return sum(p.numel() for p in decoder.parameters()) + (0 if tied else text.vocab_size * text.hidden_size)
+
+
+def make_head(config: Any, kind: str, settings: dict[str, Any]) -> DraftHead:
+    """A head without memory for a decoder configuration."""
+    head_type, config_type = head_classes(kind)
+    settings = {"target_layers": config_type.usual_layers(config.num_hidden_layers), **settings}
+    with torch.device("meta"):
+        return head_type(config_type(**target_sizes(config), **settings))
+
+
+def training_memory(config: Any, kind: str, recipe: dict[str, Any]) -> dict[str, float]:
+    """GiB on each GPU by part, and in all by ZeRO stage on 8 GPUs: target, head, activations, zero0 … zero3.
+
+    An estimate: the target in 16 bits, whole on every GPU; 16 bytes for each parameter of the head (weight and gradient
+    in 16 bits, a float32 weight and two Adam moments), of which ZeRO 1 shards 12, ZeRO 2 also the gradients, whose sums
+    it has in float32, ZeRO 3 all; at most the activations of one micro-batch, of short conversations with every token
+    an anchor; 2 GiB for CUDA.
+    """
+    settings = {key: recipe[key] for key in option_names(head_classes(kind)[1]) if recipe.get(key) is not None}
+    if settings.get("draft_vocab_size", 0) >= config.vocab_size:  # left out in training, too
+        del settings["draft_vocab_size"]
+    if not settings.get("target_layers"):
+        settings.pop("target_layers", None)
+    head = make_head(config, kind, settings)
+    parameters, sizes = sum(p.numel() for p in head.parameters()), head.config
+    rows, longest = recipe.get("per_device_train_batch_size", 8), recipe.get("max_length") or ASSUMED_LENGTH
+    tokens, anchors = rows * longest, rows * (sizes.anchors or longest)
+    if by_tokens := recipe.get("tokens_per_batch"):
+        tokens = anchors = by_tokens  # a batch of rows that have no more than `anchors` tokens each
+    drafted = anchors * getattr(sizes, "frames", sizes.offsets)
+    read = tokens if any(isinstance(module, DecoderBlock) for module in head.modules()) else 0
+    forward = tokens * (8 * sizes.hidden_size + 3 * sizes.intermediate_size)  # of one layer of the target at a time
+    saved = (read + drafted) * (12 * sizes.hidden_size + 4 * sizes.intermediate_size)  # a block's, for the backward
+    parts = {
+        "target": 2 * count_parameters(config) / 2**30,
+        "head": 16 * parameters / 2**30,
+        "activations": 2 * (forward + saved) / 2**30 + 2,
+    }
+    fixed = parts["target"] + parts["activations"]
+    for stage, (whole, sharded) in enumerate(((16, 0), (4, 12), (2, 16), (0, 18))):
+        parts[f"zero{stage}"] = fixed + (whole + sharded / 8) * parameters / 2**30
+    return parts
+
+
+def memory_line(config: Any, kind: str, recipe: dict[str, Any]) -> str:
+    """The memory of a recipe in a line."""
+    memory = training_memory(config, kind, recipe)
+    stages = " / ".join(f"{memory[f'zero{stage}']:.0f}" for stage in range(4))
+    length = "" if recipe.get("max_length") else f", rows of {ASSUMED_LENGTH} tokens"
+    return (
+        f"{memory['zero0']:.0f} GiB on 1 GPU; {stages} GiB on each of 8 at ZeRO 0 / 1 / 2 / 3 (the target in bfloat16, "
+        f"{memory['target']:.0f} GiB, is whole on every GPU{length})"
+    )

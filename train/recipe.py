@@ -1,0 +1,142 @@
+"""The recipe of a run: chosen by --config or by the target's size, fitted to the target, printed and kept."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from draft_heads.configs.command_line import config_values, read_config
+
+from transformers import AutoConfig
+
+from draft_heads.configs.recipes import (
+    SHAPES,
+    Source,
+    format_sources,
+    merge_sources,
+    recipe_names,
+    recipe_shape,
+    recipe_sources,
+    size_class,
+)
+from draft_heads.data.common.pretrained import load_config
+from draft_heads.data.text.chat_template import load_tokenizer
+from draft_heads.train.memory import count_parameters, memory_line
+
+CONFIG_HELP = "recipe of defaults: a YAML file or a bundled name; without it that of the target's size class"
+PRINT_HELP = "print the recipe, where each setting is from and the memory that it takes, and exit"
+_NOT_OF_A_RECIPE = ("config", "print_recipe", "overwrite", "local_rank")
+
+
+def add_recipe_flags(group: Any) -> None:
+    """--config and --print_recipe."""
+    group.add_argument("--config", help=CONFIG_HELP)
+    group.add_argument("--print_recipe", action="store_true", default=False, help=PRINT_HELP)
+
+
+@dataclass
+class Recipe:
+    """Defaults of a run. `line` says which recipe it is and why; `target_config` is the target's, or a stand-in."""
+
+    kind: str
+    line: str
+    sources: list[Source]  # as they are written
+    settings: dict[str, Any]  # converted as flags are
+    bundled: bool  # none of a user's own file
+    target: str = ""
+    target_config: Any = None
+
+    def leave_out(self, name: str) -> None:
+        """Without one of the settings."""
+        self.settings = {key: value for key, value in self.settings.items() if key != name}
+
+    def text(self, used: Collection[str], given: Mapping[str, Any]) -> str:
+        """YAML of the settings among `used`, and of the flags `given` over them, with where each is from."""
+        flags = {name: _plain(value) for name, value in given.items() if name not in _NOT_OF_A_RECIPE}
+        sources = [(where, {k: v for k, v in found.items() if k in used}) for where, found in self.sources]
+        return f"# {self.line}\n\n{format_sources([*sources, ('command line', flags)])}"
+
+    def memory(self, used: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+        """A comment about what training by those settings takes."""
+        needed = memory_line(self.target_config.get_text_config(decoder=True), self.kind, {**used, **given})
+        of = self.target or "a Llama of about this size"
+        return fill(f"Memory for {of}: {needed}", 120, initial_indent="# ", subsequent_indent="# ")
+
+
+def _plain(value: Any) -> Any:
+    """A flag's value as YAML and --config have it."""
+    if isinstance(value, Enum):
+        return value.value
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+def choose_recipe(kind: str, given: Mapping[str, Any], parser: argparse.ArgumentParser) -> Recipe:
+    """The recipe that the flags `given` name, or that of their target's size class.
+
+    The chat template of a bundled recipe is for tokenizers that have none, its draft vocabulary for larger ones. Only
+    --print_recipe of a bundled recipe needs no target, and has it as it is written; else ValueError without one.
+    """
+    recipe = named_recipe(kind, given["config"], parser) if "config" in given else None
+    target = given.get("target") or (recipe.settings.get("target") if recipe else None)
+    if not target:
+        if recipe is None or not recipe.bundled or "print_recipe" not in given:
+            raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
+        return recipe
+    config = load_config(target)  # a sentence, should there be none
+    recipe = recipe or sized_recipe(kind, config, parser)
+    recipe.target, recipe.target_config = target, config
+    if recipe.bundled:
+        fit_to_target(recipe, given.get("chat_template"))
+    return recipe
+
+
+def named_recipe(kind: str, name_or_path: str, parser: argparse.ArgumentParser) -> Recipe:
+    """The recipe that --config names: a file, or a bundled one of this head."""
+    path = Path(name_or_path)
+    if path.is_file():
+        settings = read_config(path, parser)
+        written = {key: _plain(value) for key, value in settings.items()}
+        return Recipe(kind, str(path), [(str(path), written)], settings, bundled=False)
+    if name_or_path not in (names := recipe_names(kind)):
+        raise ValueError(
+            f"--config {name_or_path} is neither a file nor a bundled recipe; pass a YAML file or one of "
+            f"{', '.join(names)}"
+        )
+    shape = AutoConfig.for_model("llama", **SHAPES[recipe_shape(name_or_path)])
+    return _bundled(kind, name_or_path, f"{kind}/{name_or_path}", shape, parser)
+
+
+def sized_recipe(kind: str, config: Any, parser: argparse.ArgumentParser) -> Recipe:
+    """The recipe of a head for a target's size class, from its config alone."""
+    parameters = count_parameters(config)
+    size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.1f} M"
+    name = size_class(parameters)
+    return _bundled(kind, name, f"{kind}/{name}, by the {size} parameters of the target's config", config, parser)
+
+
+def _bundled(kind: str, name: str, line: str, config: Any, parser: argparse.ArgumentParser) -> Recipe:
+    sources = recipe_sources(kind, name)
+    settings = config_values(merge_sources(sources), name, parser)
+    return Recipe(kind, line, sources, settings, bundled=True, target_config=config)
+
+
+def fit_to_target(recipe: Recipe, chat_template: str | None) -> None:
+    """Leave out a draft vocabulary that the target's does not exceed and a chat template that its tokenizer has.
+
+    chat_template: the one asked for, which counts whatever the tokenizer has
+    """
+    settings = recipe.settings
+    if settings.get("draft_vocab_size", 0) >= recipe.target_config.get_text_config(decoder=True).vocab_size:
+        recipe.leave_out("draft_vocab_size")
+    if (template := settings.get("chat_template")) and not chat_template:
+        if load_tokenizer(recipe.target).chat_template:
+            recipe.leave_out("chat_template")
+            recipe.line += f"; its chat template {template} is left out, the tokenizer has its own"
+        else:
+            recipe.line += f"; chat template {template}, as the tokenizer has none"

@@ -1,0 +1,63 @@
+"""Learning rates of a run that ends at a wall time, and a check of the schedule's options before data loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from draft_heads.train.stopping import WallClock
+
+_RESOLUTION = 10_000  # pseudo-steps of a schedule that runs by wall time
+
+
+def wall_time_scheduler(name: Any, optimizer: Any, warmup: float, clock: WallClock, options: Any = None) -> LambdaLR:
+    """transformers' schedule `name` with its own `options`, driven by the clock's progress.
+
+    warmup: below 1 a share of the time, else a number of steps. The schedule's shape begins when the warm-up ends, so
+    the rate reaches its peak. Example: 10 minutes, warmup 0.2, linear: at 1, 2, 6 and 10 minutes 0.5, 1, 0.5 and 0.
+    """
+    shape = get_scheduler(
+        name, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION, scheduler_specific_kwargs=options
+    )
+    if not isinstance(shape, LambdaLR):
+        raise ValueError(
+            f"--max_minutes needs a schedule given by a factor of time, such as cosine or linear; got {name}; drop "
+            "--max_minutes or pick another --lr_scheduler_type"
+        )
+    factor = shape.lr_lambdas[0]
+
+    def at(step: int) -> float:
+        if warmup >= 1 and step < warmup:
+            if step:  # at 0 a resumed run makes the schedule, whose warm-up may be over
+                clock.warm_until = clock.progress
+            return (step + 1) / warmup
+        warm_until = clock.warm_until if warmup >= 1 else warmup
+        if clock.progress < warm_until:
+            return max(clock.progress, 1 / _RESOLUTION) / warm_until
+        share = (clock.progress - warm_until) / max(1 - warm_until, 1 / _RESOLUTION)
+        return float(factor(int(share * _RESOLUTION)))
+
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"]
+    return LambdaLR(optimizer, at)
+
+
+def check_schedule(args: Any) -> None:
+    """ValueError if --lr_scheduler_type, with its --lr_scheduler_kwargs, makes no schedule."""
+    kind, options = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type), args.lr_scheduler_kwargs
+    if options is not None and not isinstance(options, dict):
+        raise ValueError(f"--lr_scheduler_kwargs must be a JSON object; got {options}")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    try:
+        if args.max_minutes:
+            wall_time_scheduler(kind, optimizer, args.warmup_steps, WallClock(args.max_minutes), options)
+        else:
+            get_scheduler(
+                kind, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION, scheduler_specific_kwargs=options
+            )
+    except (TypeError, ValueError) as error:
+        given = f" and --lr_scheduler_kwargs {options}" if options else ""
+        raise ValueError(f"--lr_scheduler_type {kind}{given} make no schedule: {error}") from error
