@@ -45,10 +45,10 @@ class CTCDrafter(HeadDrafter):
         tree = chosen.tree
         if tree in ("raw", "plain") and head.config.label_context:
             raise ValueError(
-                f"tree={tree} takes frames for independent, which those of a head with label_context are not; drop it"
+                f"tree={tree} takes frames for independent; got a head with label_context {head.config.label_context}, "
+                "whose frames depend on the label before; leave it out"
             )
-        caches = [BlockCache(head) for _ in head.blocks]
-        super().__init__(head, view, chosen, head.config.frames, caches, behind=2 * head.config.frames + 1)
+        super().__init__(head, view, chosen, head.config.frames, [BlockCache(head)], behind=2 * head.config.frames + 1)
         if tree == "prefix" and self.view.device.type == "cpu":
             library.load_library()  # compile now, not during the first answer
         self.tree = tree
@@ -76,7 +76,7 @@ class CTCDrafter(HeadDrafter):
             sees = (cache.index() < self.length - 1)[None, None]
             attend_chain = chain_attention((cache.keys, cache.values), sees)
             return head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
-        # frames see the whole context and each other; they lie behind the context, overwritten each step
+        # frames see the whole context and each other; they lie after the context, overwritten each step
         slots = self.length + torch.arange(head.config.frames, device=self.length.device)
         attend = self._caches[0].entering(slots, causal=False)
         return head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
