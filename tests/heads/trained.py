@@ -6,11 +6,10 @@ import torch
 
 from draft_heads.heads.base import Rows
 from draft_heads.heads.checkpoint import head_classes, head_variants
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.scripts.checks.lossless_matrix import trained_head
-from draft_heads.train.simulate import simulate_row
+from draft_heads.train.held_out import replay_answers, replay_drafter
 from tests.inference.models import load_target, make_prompts
 
 RULES = GenerationSettings(40)
@@ -41,6 +40,4 @@ def simulated(head, target, prompt, answer, nodes):
     batch = {"input_ids": row, "greedy_ids": row, "mask": torch.arange(row.shape[1])[None] >= len(prompt)}
     batch |= {"segment_ids": rows.segment_ids, "position_ids": rows.position_ids, "hidden": hidden}
     batch |= {} if aux_hidden is None else {"aux_hidden": aux_hidden}
-    propose_from = HEAD_DRAFTERS[head.config.kind].propose_from
-    with torch.inference_mode():
-        return simulate_row(head, batch, target.view(), lambda *row: propose_from(*row, nodes))
+    return replay_answers(replay_drafter(head, target, target.view(), nodes), batch)
