@@ -151,6 +151,7 @@ def decode_with_partial_acceptances(target, drafter):
 
     class Both(Drafter):
         max_nodes, max_depth, on_device = 6, 3, False
+        target_layers = drafter.target_layers
 
         def begin(self, *arguments):
             begin(*arguments)
