@@ -140,11 +140,11 @@ def test_a_resumed_run_is_counted(tmp_path):
     engines = {"vanilla": StubEngine(), "learns": Drafting("ngram", carries_over=True)}
     parts = DecodedFolder(tmp_path)
     parts.begin({}, False)
-    whole = evaluate(engines, StubOracle(), [benchmark()], render, parts=parts)
+    whole = evaluate(engines, StubOracle(), [benchmark()], render, store=parts)
     (tmp_path / "parts" / "bench-00002.json").unlink()
     parts._lock.close()
     again = DecodedFolder(tmp_path)
     again.begin({}, False)
-    resumed = evaluate(engines, StubOracle(), [benchmark()], render, parts=again)
+    resumed = evaluate(engines, StubOracle(), [benchmark()], render, store=again)
     runs = [one.carried_over["learns"]["runs"] for one in (whole, resumed)]
     assert runs == [1, 2] and not replace(resumed, carried_over={}).carried_over
