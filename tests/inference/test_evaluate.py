@@ -254,7 +254,7 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
     parts.begin(settings, False)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(DecodedFolder, "put", stop_at_the_second)
-        run(engines, parts=parts)
+        run(engines, store=parts)
     told = f"1 of 3 groups of questions are kept in {tmp_path}/parts: the same command, without --overwrite, goes on"
     assert parts.resume_hint(3) == f"{told} there"
     again, asked = DecodedFolder(tmp_path), [StubEngine(), StubEngine(2)]
@@ -263,7 +263,7 @@ def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
             again.begin(settings, overwrite)
     parts._lock.close()  # as the end of its process does
     again.begin(settings, False)
-    resumed = run(dict(zip(("vanilla", "fast"), asked)), parts=again)
+    resumed = run(dict(zip(("vanilla", "fast"), asked)), store=again)
     assert figures(resumed) == figures(whole)
     assert [text for text, most in asked[0].prompts if most == 64] == ["abcd", "hi", "jk"]  # the warm-up first
     again._lock.close()
