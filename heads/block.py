@@ -23,8 +23,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 context and who may see what."""
 
 
-Product = Callable[[Tensor], Tensor]
-
 Rotation = tuple[Tensor, Tensor]
 """cos and sin `[B, 1, L, D]` of rotary position embedding, the first half of sin negated; see `rotary`."""
 
@@ -103,18 +101,6 @@ class DecoderBlock(nn.Module):
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
             nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
         self.start_as_identity()
-        self.qkv: Product | None = None  # one product for three projections while drafting, and one for two
-        self.gate_up: Product | None = None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DecoderBlock:
-        """Moving or converting gives the projections weights of their own, which merged products would not follow."""
-        self.qkv = self.gate_up = None
-        super()._apply(fn, recurse)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy is made of: not the merged products, for the same reason."""
-        return {**self.__dict__, "qkv": None, "gate_up": None}
 
     def start_as_identity(self) -> None:
         """Make the block return its input, by output projections of zeros."""
@@ -151,6 +137,14 @@ class DecoderBlock(nn.Module):
         normed = self.attention_norm(states)
         return normed if tokens is None else torch.cat([self.token_norm(tokens), normed], dim=-1)
 
+    def _project(self, read: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys side by side `[B, Q, (N+G)·D]`, and values `[B, Q, G·D]`."""
+        return torch.cat([self.q_proj(read), self.k_proj(read)], dim=-1), self.v_proj(read)
+
+    def _gate_and_up(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """The two factors of SwiGLU, `[B, Q, I]` each."""
+        return self.gate_proj(normed), self.up_proj(normed)
+
     def context_keys_values(
         self, states: Tensor, rotation: Rotation, tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -161,21 +155,12 @@ class DecoderBlock(nn.Module):
 
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend, tokens: Tensor | None = None) -> Tensor:
         """States `[B, Q, H]` at positions with this `rotation`, with `tokens [B, Q, H]` beside them → `[B, Q, H]`."""
-        read = self._read(states, tokens)
-        if self.qkv is None or torch.is_grad_enabled():  # merged weights have no gradients
-            merged, values = torch.cat([self.q_proj(read), self.k_proj(read)], dim=-1), self.v_proj(read)
-        else:
-            rows = self.kv_heads * self.head_dim
-            merged, values = self.qkv(read).tensor_split([-rows], dim=-1)
-        rotated = rotate(self._split(merged, self.heads + self.kv_heads), rotation)
+        queries_keys, values = self._project(self._read(states, tokens))
+        rotated = rotate(self._split(queries_keys, self.heads + self.kv_heads), rotation)
         queries, keys = rotated.split([self.heads, self.kv_heads], dim=1)
         attended = attend(queries, keys, self._split(values, self.kv_heads))
         states = states + self.o_proj(attended.transpose(1, 2).flatten(2))
-        normed = self.mlp_norm(states)
-        if self.gate_up is None or torch.is_grad_enabled():
-            gate, up = self.gate_proj(normed), self.up_proj(normed)
-        else:
-            gate, up = self.gate_up(normed).chunk(2, dim=-1)
+        gate, up = self._gate_and_up(self.mlp_norm(states))
         return states + self.down_proj(F.silu(gate) * up)
 
 

@@ -21,7 +21,20 @@ from draft_heads.data.fingerprint import check_fingerprint
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.config import CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
 
-MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [lambda values: values]
+
+def without_deleted_options(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings of version 1 without two that CTC heads had; ValueError if one was used."""
+    deleted = {"blocks": 1, "open_windows": False} if values["kind"] == "ctc" else {}
+    for name, default in deleted.items():
+        if (value := values.get(name, default)) != default:
+            raise ValueError(
+                f"{name} of a CTC head must be {json.dumps(default)}, as the option was deleted; got "
+                f"{json.dumps(value)}; train the head again, or decode with the version that trained it"
+            )
+    return {name: value for name, value in values.items() if name not in deleted}
+
+
+MIGRATIONS: list[Callable[[dict[str, Any]], dict[str, Any]]] = [lambda values: values, without_deleted_options]
 """Item v makes the settings of version v those of version v + 1. Version 0 differs by the missing number only."""
 
 
@@ -114,8 +127,9 @@ def read_config(source: str | Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} must have a format_version of at most {FORMAT_VERSION}; it has {version!r}; update draft-heads"
         )
-    for migrate in MIGRATIONS[version:]:
-        config = migrate(config)
+    with malformed(path):
+        for migrate in MIGRATIONS[version:]:
+            config = migrate(config)
     return config
 
 

@@ -13,7 +13,7 @@ from draft_heads.data.common.pretrained import layer_sizes
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 """The files of a head's folder."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of `config.json`; files without one are version 0."""
 
 

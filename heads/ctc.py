@@ -48,14 +48,13 @@ class CTCConfig(HeadConfig):
     variants: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"context": "hidden", "labels_cut": "none", "decay": 1.0},
         "chain": {"frames_from": "chain", "soft_weight": 0.1},
-        "blocks": {"blocks": 2, "decay": 0.8},
+        "decay": {"decay": 0.8},
         "context": {"label_context": 8},
     }
     budget: ClassVar[Budget] = Budget(training=1.6, whole_vocabulary=3.7)
 
     frames: int = option(8, "T, CTC output slots an anchor")
     labels: int = option(4, "U, labels of a training window; frames >= 2*labels-1", least=1)
-    blocks: int = option(1, "decoder blocks (1: the paper)", least=1)
     context: str = option(
         "hidden+token", "what a context state reads; hidden: the paper's eq 9", choices=("hidden+token", "hidden")
     )
@@ -68,7 +67,6 @@ class CTCConfig(HeadConfig):
         least=0,
     )
     decay: float = option(1.0, "weight of a label over that of the label before it; 1: the paper's loss")
-    open_windows: bool = option(False, "score full windows too by the probability that the collapse starts with them")
     frames_from: str = option(
         "queries",
         "queries: all frames in one pass; chain: one after another (the published code)",
@@ -93,10 +91,10 @@ class CTCConfig(HeadConfig):
                 f"{', '.join(f'{weight:g}' for weight in weights)}"
             )
         if self.chained:
-            if self.blocks != 1 or self.context != "hidden+token":
+            if self.context != "hidden+token":
                 raise ValueError(
-                    "--frames_from chain needs --blocks 1 and --context hidden+token: a frame is fed as the next "
-                    f"state; got --blocks {self.blocks} --context {self.context}"
+                    "--frames_from chain needs --context hidden+token: a frame is fed as the next state; got "
+                    f"--context {self.context}"
                 )
             if self.label_context:
                 raise ValueError(
@@ -139,7 +137,7 @@ class CTCHead(DraftHead):
                 self.context_proj.weight[:, hidden:].fill_diagonal_(1.0)
         if not config.chained:
             self.frame_queries = nn.Parameter(torch.randn(config.frames, hidden))
-        self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.blocks))
+        self.blocks = nn.ModuleList([DecoderBlock(config)])  # a list, as checkpoints name its weights blocks.0.…
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.blank_weight = nn.Parameter(torch.zeros(hidden))
         self.blank_bias = nn.Parameter(torch.zeros(1))  # DeepSpeed broadcasts no 0-dimensional parameters
@@ -149,9 +147,9 @@ class CTCHead(DraftHead):
             self.class_context = nn.Parameter(torch.randn(config.classes + 1, rank) * rank**-0.5)
 
     @property
-    def decoder_blocks(self) -> list[DecoderBlock]:
-        """The blocks, in order."""
-        return cast("list[DecoderBlock]", list(self.blocks))
+    def block(self) -> DecoderBlock:
+        """The decoder block."""
+        return cast("DecoderBlock", self.blocks[0])
 
     def weights_read(self) -> int:
         """Every weight and the LM head once; chained frames read them once a frame."""
@@ -162,7 +160,7 @@ class CTCHead(DraftHead):
     def start_from(self, hidden: Tensor, target: TargetView, aux_hidden: Tensor | None = None) -> None:
         """Start the output norm at the scale the LM head expects, and the blank at probability about one half.
 
-        The first block starts as the target's last layer where that is a Llama's and adds no more than twice the
+        The block starts as the target's last layer where that is a Llama's and adds no more than twice the
         size of h; a layer adds what fits its residual stream, which can be fifty times larger than h. The queries start
         as large as a hidden state, so that frames differ from the first step on. The blank's bias is the mean
         log-normaliser of the target's logits at frames that see each other only.
@@ -170,7 +168,7 @@ class CTCHead(DraftHead):
         super().start_from(hidden, target, aux_hidden)
         target = self.draft_view(target)
         sample = hidden.reshape(-1, hidden.shape[-1])[:512].to(self.norm.weight.dtype)
-        block = self.decoder_blocks[0]
+        block = self.block
         if target.layers is not None and not block.differs_from(target.layers[-1]):
             block.copy_from(target.layers[-1])
             start = block.rotation(torch.zeros_like(sample[:, :1], dtype=torch.long))
@@ -187,7 +185,7 @@ class CTCHead(DraftHead):
         else:
             self.frame_queries.mul_(root_mean_square(sample) / root_mean_square(self.frame_queries))
             alone, nowhere = sample[:64, None], torch.zeros(len(sample[:64]), 1, dtype=torch.long, device=hidden.device)
-            frames = self.draft_frames(alone, nowhere, [grouped_attention] * len(self.blocks))
+            frames = self.draft_frames(alone, nowhere, grouped_attention)
         logits = target.head_logits(frames.to(target.lm_head_weight.dtype))
         self.blank_bias.copy_(logits.float().logsumexp(-1).mean())
 
@@ -197,20 +195,17 @@ class CTCHead(DraftHead):
             return hidden
         return self.context_proj(torch.cat([self.token_states(next_ids, target), hidden], dim=-1))
 
-    def draft_frames(self, anchor_states: Tensor, positions: Tensor, attend: list[Attend]) -> Tensor:
+    def draft_frames(self, anchor_states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the LM head reads for every frame.
 
-        anchor_states [B, A, H] are c_n; positions [B, A] the position of the base token (n+1); `attend` holds one
-        attention per block. Returns [B, A, T, H].
+        anchor_states [B, A, H] are c_n; positions [B, A] the position of the base token (n+1). Returns [B, A, T, H].
         """
         batch, count, hidden = anchor_states.shape
         frames = self.config.frames
         states = (anchor_states[:, :, None] + self.frame_queries).reshape(batch, count * frames, hidden)
         offsets = torch.arange(1, frames + 1, device=positions.device)
         at = (positions[:, :, None] + offsets).reshape(batch, count * frames)
-        rotation = self.decoder_blocks[0].rotation(at)
-        for block, block_attend in zip(self.decoder_blocks, attend):
-            states = block(states, rotation, block_attend)
+        states = self.block(states, self.block.rotation(at), attend)
         return self.norm(states).view(batch, count, frames, hidden)
 
     def chain_frames(self, anchor_states: Tensor, positions: Tensor, attend: Attend, target: TargetView) -> Tensor:
@@ -218,7 +213,7 @@ class CTCHead(DraftHead):
 
         anchor_states [B, A, H] are c_n; positions [B, A] that of the base token; `attend` is a `chain_attention`.
         """
-        block = self.decoder_blocks[0]
+        block = self.block
         frames, state = [], anchor_states
         for step in range(self.config.frames):
             frames.append(self.norm(block(state, block.rotation(positions + step), attend)))
@@ -262,26 +257,24 @@ class CTCHead(DraftHead):
     def train_frames(self, rows: Rows, anchors: Tensor, target: TargetView) -> Tensor:
         """Frames of the given anchors `[B, A]` (ascending) of a whole batch in one pass: [B, A, T, H]."""
         context = self.row_context(rows, target)
-        rotation = self.decoder_blocks[0].rotation(rows.position_ids + 1)
+        rotation = self.block.rotation(rows.position_ids + 1)
         if self.config.chained:
             attend = causal_attention(rows.segment_ids)
-            every = self.norm(self.decoder_blocks[0](context, rotation, attend))  # f_i at every index
+            every = self.norm(self.block(context, rotation, attend))  # f_i at every index
             offsets = torch.arange(self.config.frames, device=anchors.device)
             index = (anchors[:, :, None] + offsets).clamp(max=every.shape[1] - 1)
             return at(every, index.flatten(1)).unflatten(1, index.shape[1:])
         visible = frame_mask(anchors, rows.segment_ids, self.config.frames)
-        attends = []
-        for block in self.decoder_blocks:
-            keys_values = block.context_keys_values(context, rotation)
-            attends.append(anchor_attention(visible, anchors, self.config.frames, keys_values))
-        return self.draft_frames(at(context, anchors), rows.position_ids.gather(1, anchors) + 1, attends)
+        keys_values = self.block.context_keys_values(context, rotation)
+        attend = anchor_attention(visible, anchors, self.config.frames, keys_values)
+        return self.draft_frames(at(context, anchors), rows.position_ids.gather(1, anchors) + 1, attend)
 
     def drafted_frames(self, rows: Rows, anchors: Tensor, target: TargetView, anchors_at_once: int = 64) -> Tensor:
         """`train_frames` as the decoder would have them: a chain is fed its own labels, not the text's."""
         if not self.config.chained:
             return self.train_frames(rows, anchors, target)
         context = self.row_context(rows, target)
-        block = self.decoder_blocks[0]
+        block = self.block
         keys_values = block.context_keys_values(context, block.rotation(rows.position_ids + 1))
         pieces = []
         for some in anchors.split(anchors_at_once, dim=1):
@@ -314,9 +307,6 @@ class CTCHead(DraftHead):
         frames = self.train_frames(rows, windows.anchors, target)
         kept = frames[windows.valid]  # [N, T, H]
         labels, lengths, closed = (x[windows.valid] for x in (windows.labels, windows.lengths, windows.closed))
-        if config.open_windows:
-            last = labels.gather(1, lengths[:, None] - 1)[:, 0]
-            closed = closed & sum((last == end for end in config.end_token_ids), torch.zeros_like(closed))
         before = torch.cat([windows.gather(rows.input_ids[..., None], ahead=1), labels], dim=1)  # tokens, base first
         counted = lengths
         if self.draft_vocab is not None:

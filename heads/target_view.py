@@ -5,6 +5,7 @@ Shapes: H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,16 @@ class TargetView:
     lm_head_bias: Tensor | None = None  # [V]
     layers: nn.ModuleList | None = None  # where the target has a list of decoder layers
     rule: LogitsRule = LogitsRule()
+    renew: Callable[[], TargetView | None] | None = None  # gives a view of the target's new weights, if they changed
+
+    def current(self) -> TargetView:
+        """This view, or a new one where the target has found other weights in its model since (`Target.refresh`)."""
+        return (self.renew and self.renew()) or self
+
+    @property
+    def device(self) -> torch.device:
+        """Where heads draft."""
+        return self.lm_head_weight.device
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[...] int64 → [..., H], the target's input embeddings."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,15 @@ from draft_heads.data.labels.shards import load_distilled
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
 from draft_heads.inference.drafters.base import VanillaDrafter
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
+from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
+from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import time_engines
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, load_target, target_parser, write_tuned
+from draft_heads.train.held_out import replay_answers
 from draft_heads.train.options import RunOptions
-from draft_heads.train.simulate import simulate_row
 from draft_heads.train.training_data import load_data
 
 NODES = (2, 4, 8, 16, 32, 64)
@@ -53,14 +53,14 @@ def simulated_betas(
     head: DraftHead, target: Target, rows: Any, collator: DraftCollator, max_nodes: int, grid: list[float]
 ) -> dict[float, float]:
     """Temperature → β over all greedy answers of the rows; NaN where they hold none."""
-    view, propose_from = target.view(), partial(HEAD_DRAFTERS[head.config.kind].propose_from, max_nodes=max_nodes)
+    drafter = drafter_for(head, target, max_nodes)
     totals = {temperature: torch.zeros(2) for temperature in grid}
     for row in track(rows, "walking held-out rows"):
         batch = {name: value.to(target.device) for name, value in collator([row]).items()}
         batch |= target.states_of(batch, head.config.target_layers)
         for temperature in grid:
             head.config.tree_temperature = temperature
-            for run in simulate_row(head, batch, view, propose_from):
+            for run in replay_answers(drafter, batch):
                 totals[temperature] += torch.tensor(run)
     return {temperature: float(tokens / steps) for temperature, (tokens, steps) in totals.items()}
 
@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> None:
     for folder in args.dataset:
         load_distilled(folder)
     target = load_target(args)
-    head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype).eval()
+    head = load_head(args.head, target.fingerprint()).to(target.device, target.dtype)
+    head = prepare_for_drafting(head)  # shared by all drafters
     rows = RunOptions(args.target, args.dataset, target_adapter=args.target_adapter, held_out=args.rows)
     _, held_out, _, collator = load_data(rows, target, head.config.target_layers, "--rows")
     betas = simulated_betas(head, target, held_out, collator, args.max_nodes, args.temperatures)

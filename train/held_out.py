@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draft_heads.heads.accuracy import TOP
-from draft_heads.heads.base import DraftHead
-from draft_heads.train.simulate import simulate_row
+from draft_heads.heads.base import DraftHead, TargetView
+from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.heads.base import HeadDrafter
+from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
+from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
+from draft_heads.inference.evaluation.replay import replay
+from draft_heads.inference.target.target import Target
 
 Trainer = Any  # a `trainer.DraftHeadTrainer`, whose module imports this one
 
@@ -57,15 +64,50 @@ def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, f
 
 @torch.no_grad()
 def simulation_metrics(trainer: Trainer, head: DraftHead) -> dict[str, float]:
-    """Simulated β; nothing where no answer is the target's own text."""
-    if trainer.propose_from is None or not trainer.simulate_dataset:
+    """Simulated β: the drafter of a copy of the head is replayed along answers that are the target's own text; nothing
+    where none is."""
+    if not trainer.simulate_dataset:
         return {}
+    drafter = replay_drafter(head, trainer.target, trainer.view, trainer.simulate_nodes)
     runs = []
     for batch, counts in shared_batches(trainer, trainer.simulate_dataset, 1):
-        with trainer.compute_loss_context_manager():
-            states = trainer.target.states_of(batch, head.config.target_layers)
-            if counts:
-                runs += simulate_row(head, {**batch, **states}, trainer.view, trainer.propose_from)
+        states = trainer.target.states_of(batch, head.config.target_layers)
+        if counts:
+            runs += replay_answers(drafter, {**batch, **states})
     totals = torch.tensor(runs, dtype=torch.float64, device=trainer.args.device).reshape(-1, 2).sum(0)
     tokens, steps = trainer.accelerator.reduce(totals).tolist()
     return {"simulated_beta": tokens / steps} if steps else {}
+
+
+def replay_drafter(head: DraftHead, target: Target, view: TargetView, max_nodes: int) -> HeadDrafter:
+    """The drafter that decodes with the head in the target's type, made without the target's fused decoder."""
+    make: Any = HEAD_DRAFTERS[head.config.kind]
+    drafter: HeadDrafter = make(prepare_for_drafting(head, target.dtype), view, max_nodes)
+    return drafter
+
+
+@torch.inference_mode()
+def replay_answers(drafter: Drafter, batch: dict[str, Tensor]) -> list[tuple[int, int]]:
+    """(new tokens, target steps) of every greedy answer in a batch of one row, its states `[1, L, …]` in it."""
+    row = {name: values[0] for name, values in batch.items()}
+    ids, aux_hidden = row["input_ids"].tolist(), row.get("aux_hidden")
+    runs = []
+    for begin, start, end in greedy_answers(row):
+        aux = None if aux_hidden is None else aux_hidden[begin:end]
+        done = replay(drafter, ids[begin:start], ids[start:end], row["hidden"][begin:end], aux)
+        runs.append((len(done.tokens), done.target_steps))
+    return runs
+
+
+def greedy_answers(row: dict[str, Tensor]) -> Iterator[tuple[int, int, int]]:
+    """(begin, start, end) of every assistant turn of a row `[L]` that is the target's own greedy text throughout.
+
+    Its conversation begins at `begin`, what is before `start` is its prompt, other turns included.
+    """
+    turns = F.pad(row["mask"] * row["segment_ids"], (1, 1))
+    borders = turns.diff().nonzero()[:, 0].tolist()
+    for start, end in pairwise(borders):
+        begin = start - int(row["position_ids"][start])
+        own = row["input_ids"][start:end] == row["greedy_ids"][start:end]
+        if turns[start + 1] and begin < start and bool(own.all()):
+            yield begin, start, end

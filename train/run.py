@@ -22,7 +22,6 @@ from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import HeadConfig, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
 from draft_heads.inference.target.target import Target
 from draft_heads.train.checkpoints import how_to_resume
 from draft_heads.train.entry_points import trainer_script
@@ -52,7 +51,6 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     head = head_type(head_config(config_type, settings, run, target, data))
     if head.config.draft_vocab_size:
         print_once(args, choose_draft_vocab(head, training, collator.max_length))
-    propose_from = HEAD_DRAFTERS[kind].propose_from
     resume, lock = begin(args, every_setting)
     with explain_errors(lambda: how_to_resume(folder), folder):
         trainer = DraftHeadTrainer(
@@ -63,7 +61,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             training,
             held_out,
             simulate_dataset=held_out.select(range(min(run.simulate_rows, len(held_out)))),
-            propose_from=lambda head, rows, view: propose_from(head, rows, view, run.simulate_nodes),
+            simulate_nodes=run.simulate_nodes,
         )
 
     def outlook() -> str:

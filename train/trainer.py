@@ -44,8 +44,7 @@ from draft_heads.train.training_arguments import HeadTrainingArguments
 class DraftHeadTrainer(Trainer):
     """Trains a `DraftHead`; metrics are per window and per label offset, and simulated β.
 
-    propose_from(head, rows, view) → propose_at(anchor): how drafts are made along one held-out row (see
-    `train.simulate`); None leaves simulated β out.
+    simulate_dataset: rows along which simulated β is measured, with trees of `simulate_nodes`; None: not at all.
     """
 
     model: DraftHead
@@ -60,13 +59,13 @@ class DraftHeadTrainer(Trainer):
         train_dataset: Any,
         eval_dataset: Any,
         simulate_dataset: Any = None,
-        propose_from: Any = None,
+        simulate_nodes: int = 32,
     ) -> None:
         self.target = target
         self.view = target.view()
         self.clock = WallClock(args.max_minutes)
         self.simulate_dataset = simulate_dataset
-        self.propose_from = propose_from
+        self.simulate_nodes = simulate_nodes
         self.sigterm = StopOnSigterm()
         self.final_metrics: dict[str, float] = {}
         self._metrics = LogMetrics()

@@ -17,6 +17,7 @@ from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.drafters.heads.base import HeadDrafter
+from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter, HybridOptions
 from draft_heads.inference.drafters.models.draft_model import load_draft_model
 from draft_heads.inference.drafters.options import TUNED_REMEDY, DrafterOptions, TreeOptions, read_options
@@ -51,7 +52,7 @@ def _head_drafter(kind: str) -> type[Any]:
 
 
 HEAD_DRAFTERS: dict[str, type[Any]] = {kind: _head_drafter(kind) for kind in HEADS}
-"""Head kind → the class that drafts with heads of that kind, made from (head, target, max_nodes, **options)."""
+"""Head kind → the class that drafts with heads of that kind, made by `drafter_for`."""
 DRAFTERS: dict[str, type[Drafter]] = HEAD_DRAFTERS | {
     drafter.kind: drafter for drafter in map(_drafter_class, WITHOUT_TRAINING)
 }
@@ -120,7 +121,7 @@ class DrafterSpec:
 
 def drafter_for(head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> Drafter:
     """The drafter of a head that is in memory."""
-    drafter: Drafter = HEAD_DRAFTERS[head.config.kind](head, target, max_nodes, **options)
+    drafter: Drafter = HEAD_DRAFTERS[head.config.kind].for_target(head, target, max_nodes, **options)
     return drafter
 
 
@@ -164,7 +165,7 @@ class DrafterBuilder:
                     "kind out to use the checkpoint's"
                 )
             self.target.check_layers(head.config.target_layers)
-            self._heads[path] = head
+            self._heads[path] = prepare_for_drafting(head)  # shared by all drafters with this head
         return self._heads[path]
 
     def draft_model(self, kind: str, path: str) -> Target:

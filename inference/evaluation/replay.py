@@ -1,7 +1,8 @@
-"""Replay recorded answers through text-only drafters: the target steps they would have taken, without the target.
+"""Replay answers through drafters: the target steps that they would have taken, without the target.
 
 Greedy decoding writes the target's answer whatever is drafted, so the number of target steps follows from the answer
-alone: each step commits the drafts that agree with the answer, and one token more.
+alone: each step commits the drafts that agree with the answer, and one token more. Recorded answers are replayed
+through text-only drafters; training replays held-out answers, whose hidden states it has, through its head's drafter.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from draft_heads.data.text.benchmarks import Question
 from draft_heads.inference.drafters.base import Drafter
@@ -21,6 +23,7 @@ from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Messages, Render, described
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.target.kv_cache import STEPS
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
@@ -32,32 +35,53 @@ class TokenizerTarget:
         self.tokenizer, self.vocab_size, self.device = tokenizer, len(tokenizer), torch.device("cpu")
 
 
-def replay(drafter: Drafter, prompt: Sequence[int], answer: Sequence[int]) -> Generation:
+def replay(
+    drafter: Drafter,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    hidden: Tensor | None = None,
+    aux_hidden: Tensor | None = None,
+) -> Generation:
     """The answer as greedy decoding with `drafter` would have written it; `seconds` stays empty.
 
     Takes the same steps as `DecodingEngine` with a target that writes `answer` after `prompt` and stops: the prefill
-    gives the first token, and the last step keeps no more tokens than are left.
+    gives the first token, and the last step keeps no more tokens than are left. A drafter that reads more than the text
+    needs the target's states of prompt and answer, `hidden [n, H]` and, of its `target_layers`, `aux_hidden [n, k·H]`.
+
+    Worked example: the answer `a b c d E`. The prefill gives a; `b c` is accepted after a, so the step gives b c d; `E`
+    is accepted after d and ends the answer: three steps for five tokens, β = 1.67.
     """
     tokens = list(answer)
     done = Generation(tokens[:1], [1] if tokens else [], [-1] * len(tokens[:1]), {}, "stop")
     if not tokens:
         return done
-    text = torch.tensor(list(prompt))
-    drafter.begin(text, len(prompt) + len(tokens))
-    no_hidden = torch.empty(len(tokens) + len(prompt), 0)  # text drafters read no hidden states
-    step = VerifiedStep.of_prompt(text, no_hidden[: len(prompt)], torch.tensor(tokens[0]))
+    count = len(prompt)  # of the tokens that the newest step commits
+    text = torch.tensor([*prompt, *tokens], device=None if hidden is None else hidden.device)
+    rounded = STEPS[text.device.type]
+    states = text.new_empty(len(text), 0, dtype=torch.float32) if hidden is None else hidden
+    drafter.begin(text[:count], len(text))
+    step = VerifiedStep.of_prompt(text[:count], states[:count], text[count], _rows(aux_hidden, 0, count))
     while len(done.tokens) < len(tokens):
+        start = len(done.tokens)
+        drafter.set_visible_length(-(-(len(prompt) + start + drafter.max_depth) // rounded) * rounded)
         drafter.observe(step)
-        tree, start = drafter.propose(), len(done.tokens)
+        tree = drafter.propose()
         sources = accepted_sources(tree, tokens[start:])
         count = len(sources) + 1
         new = tokens[start : start + count]
         done.tokens.extend(new)
         done.sources.extend([*sources, -1][: len(new)])
         done.accept_lengths.append(len(new))
-        text = torch.tensor(tokens[start - 1 : start + count])  # the old base token first, the new one last
-        step = VerifiedStep(text[:count], text[1:], no_hidden[:count], torch.tensor(count), tree=tree)
+        base = len(prompt) + start - 1  # the old base token comes first, the new one last
+        following = text[base + 1 : base + 1 + count]
+        own, aux = states[base : base + count], _rows(aux_hidden, base, base + count)
+        accepted = text.new_tensor(count)
+        step = VerifiedStep(text[base : base + count], following, own, accepted, tree=tree, aux_hidden=aux)
     return done
+
+
+def _rows(states: Tensor | None, start: int, end: int) -> Tensor | None:
+    return None if states is None else states[start:end]
 
 
 def accepted_sources(tree: DraftTree, answer: Sequence[int]) -> list[int]:
@@ -67,8 +91,8 @@ def accepted_sources(tree: DraftTree, answer: Sequence[int]) -> list[int]:
     """
     end = -1
     sources: list[int] = []
-    rows = zip(*(x.tolist() for x in (tree.tokens, tree.parents, tree.source, tree.candidate)))
-    for node, (token, parent, source, candidate) in enumerate(rows):
+    columns = torch.stack([tree.tokens, tree.parents, tree.source, tree.candidate.to(tree.tokens.dtype)])
+    for node, (token, parent, source, candidate) in enumerate(zip(*columns.tolist())):  # one copy to the host
         if parent == end and candidate and len(sources) < len(answer) and token == answer[len(sources)]:
             sources.append(source)
             end = node

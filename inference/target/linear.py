@@ -8,19 +8,15 @@ Shapes: R rows, K inputs, N outputs of all layers together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_heads.heads.base import DraftHead, TargetView
-from draft_heads.heads.block import DecoderBlock
+from draft_heads.heads.base import TargetView
 from draft_heads.inference.native import library
-
-Head = TypeVar("Head", bound=DraftHead)
 
 MAX_SKINNY_ROWS = 64  # above, `F.linear` is faster than `skinny_matmul`
 MAX_COPIED_BYTES = 4 * 2**30  # weights of larger modules are not held a second time
@@ -79,26 +75,6 @@ def copy_pays(weights: Collection[Tensor]) -> bool:
     )
 
 
-class SkinnyLinear(nn.Linear):
-    """A head's Linear while it drafts; shares its weight and bias, which must not change any more."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self._merged: MergedLinear | None = MergedLinear.of([linear], copy=True)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SkinnyLinear:
-        """Moving or converting makes another weight, which the copy in column blocks would not follow."""
-        self._merged = None
-        super()._apply(fn, recurse)
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., K] → [..., N]; the plain product where gradients are wanted."""
-        return super().forward(x) if self._merged is None or torch.is_grad_enabled() else self._merged(x)
-
-
 @dataclass(frozen=True)
 class DraftingView(TargetView):
     """A target's view whose LM head is fast for few rows."""
@@ -111,26 +87,8 @@ class DraftingView(TargetView):
         weight, bias = view.lm_head_weight.detach(), view.lm_head_bias
         blocks = library.column_blocks(weight) if lm_head is None and copy_pays([weight]) else None
         lm_head = lm_head or MergedLinear([weight], bias, blocks)
-        return cls(view.embedding, view.lm_head_weight, bias, view.layers, view.rule, lm_head=lm_head)
+        return cls(view.embedding, view.lm_head_weight, bias, view.layers, view.rule, view.renew, lm_head=lm_head)
 
     def product(self, hidden: Tensor) -> Tensor:
         """[..., H] → [..., V]"""
         return self.lm_head(hidden)
-
-
-def prepare_for_drafting(head: Head) -> Head:
-    """The head in evaluation mode; names of weights stay.
-
-    Its Linears become `SkinnyLinear` where that pays; elsewhere those of a block that read the same states are merged.
-    """
-    if copy_pays(list(head.parameters())):
-        for module in list(head.modules()):
-            for name, child in list(module.named_children()):
-                if type(child) is nn.Linear:
-                    setattr(module, name, SkinnyLinear(child))
-    else:
-        for block in head.modules():
-            if isinstance(block, DecoderBlock) and block.qkv is None:
-                block.qkv = MergedLinear.of([block.q_proj, block.k_proj, block.v_proj], copy=False)
-                block.gate_up = MergedLinear.of([block.gate_proj, block.up_proj], copy=False)
-    return head.eval()

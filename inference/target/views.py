@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from draft_heads.heads.base import DraftHead, TargetView
@@ -17,15 +19,22 @@ def view(target: Target) -> TargetView:
     layers = getattr(target.decoder, "layers", None)
     weight, bias = target.lm_head.weight.to(target.device), getattr(target.lm_head, "bias", None)
     bias = None if bias is None else bias.to(target.device)
-    return TargetView(target.embedding, weight, bias, layers, target.rule)
+    return TargetView(target.embedding, weight, bias, layers, target.rule, if_changed(target, target.view))
 
 
 def drafting_view(target: Target, head: DraftHead) -> TargetView:
     """The same with the rows of the head's draft vocabulary, its logits fast for a few rows."""
-    view = head.draft_view(target.view())
+    renew = if_changed(target, lambda: target.drafting_view(head))
+    view = head.draft_view(replace(target.view(), renew=renew))
     if view.lm_head_weight is not target.lm_head.weight:
         return DraftingView.of(view)
     return view if target.fused is None else DraftingView.of(view, target.fused.logits)
+
+
+def if_changed(target: Target, lend: Callable[[], TargetView]) -> Callable[[], TargetView | None]:
+    """What lends the target's weights again: calls `lend` once they are other ones than now, until then gives None."""
+    changes = target.changes
+    return lambda: None if target.changes == changes else lend()
 
 
 def whole_layers(target: Target) -> AbstractContextManager[Any]:

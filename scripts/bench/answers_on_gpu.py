@@ -31,21 +31,23 @@ CHECKED = (
 )
 
 
+def recipe_head(target: Target, kind: str) -> DraftHead:
+    """An untrained head of the 8B recipe's settings, scaled to the target."""
+    if target.vocab_size < 1000:
+        return untrained_head(target, kind).to(target.device).eval()
+    head_type, config_type = head_classes(kind)
+    recipe = load_recipe(kind, "8b")
+    settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
+    with torch.device(target.device):
+        return head_type(config_type(**target_sizes(target.config), **settings)).to(target.dtype).eval()
+
+
 def build(target: Target, words: str, nodes: int) -> Drafter:
-    """A drafter from the words of a command line: untrained heads of the 8B recipes' settings, scaled to the target,
-    and as a draft model the target itself, which always agrees."""
+    """A drafter from the words of a command line, with untrained heads of the 8B recipes (`recipe_head`), and as a
+    draft model the target itself, which always agrees."""
     made = DrafterBuilder(target, nodes)
-
-    def head(kind: str, path: str = "") -> DraftHead:
-        if target.vocab_size < 1000:
-            return untrained_head(target, kind).to(target.device).eval()
-        head_type, config_type = head_classes(kind)
-        recipe = load_recipe(kind, "8b")
-        settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
-        with torch.device(target.device):
-            return head_type(config_type(**target_sizes(target.config), **settings)).to(target.dtype).eval()
-
-    made.head, made.draft_model = head, lambda kind, path: target  # type: ignore[method-assign]
+    made.head = lambda kind, path: recipe_head(target, kind)  # type: ignore[method-assign]
+    made.draft_model = lambda kind, path: target  # type: ignore[method-assign]
     return made.build(DrafterSpec.parse("drafter=" + words.format(nodes=nodes, columns=min(nodes, 8))))
 
 

@@ -44,7 +44,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, correctness
+from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, correctness, recipe_head
 from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, prompts, random_target, ratio, table
 from draft_heads.scripts.bench.scripted import scripted_engine
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
@@ -229,7 +229,7 @@ def training(target: Target, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second, MFU and peak memory of a CTC head's training step over one row of `--train_tokens`."""
     device, on_gpu = target.device, target.device.type == "cuda"
     recipe = load_recipe("ctc", "8b")
-    head: Any = build(target, "ctc:head", 32).head.float().train()  # type: ignore[attr-defined]
+    head: Any = recipe_head(target, "ctc").float().train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-5, fused=on_gpu)
     ids = torch.randint(0, target.vocab_size, (args.train_rows, args.train_tokens), device=device)
     ones, view = torch.ones_like(ids), target.view()

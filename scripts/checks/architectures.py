@@ -25,7 +25,7 @@ from draft_heads.data.common.pretrained import model_class
 from draft_heads.heads.checkpoint import HEADS, head_classes, head_variants
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import Drafter
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
+from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.step import VerifiedStep
@@ -215,7 +215,7 @@ def trains(target: Target, kind: str, prompts: list[list[int]], answers: list[li
         optimizer.zero_grad()
     learned = any(not torch.equal(old, new) for old, new in zip(before, head.parameters()))
     settings = GenerationSettings(max_new_tokens=len(answers[0]), eos_token_ids=())
-    found = DecodingEngine(target, HEAD_DRAFTERS[kind](head.eval(), target, 8)).generate(prompts[0], settings).tokens
+    found = DecodingEngine(target, drafter_for(head.eval(), target, 8)).generate(prompts[0], settings).tokens
     agree = labelled[0].greedy_ids[len(prompts[0]) :] == answers[0]
     return learned and agree and losses[1] < losses[0] and found == answers[0]
 

@@ -25,7 +25,6 @@ CELLS = {
     ("ctc", "8b"): {
         "frames": 8,
         "labels": 4,
-        "blocks": 1,
         "context": "hidden+token",
         "labels_cut": "agree",
         "decay": 0.7,

@@ -109,18 +109,31 @@ def test_files_of_every_version_are_read_and_of_a_newer_one_refused(tmp_path, mo
         (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": newer}))
         with pytest.raises(ValueError, match=rf"of at most {FORMAT_VERSION}; it has '?{newer}'?; update draft-heads"):
             load_head(tmp_path)
-    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 3)
     config["slots"] = config.pop("frames")
     migrations = [*checkpoint.MIGRATIONS, lambda values: {"frames": values.pop("slots"), **values}]
     monkeypatch.setattr(checkpoint, "MIGRATIONS", migrations)
-    (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": 1}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "format_version": 2}))
     assert load_head(tmp_path).config == head.config
+
+
+def test_a_head_with_deleted_options_loads_where_they_had_their_defaults(tmp_path):
+    head = make_head()
+    head.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"format_version": 1}
+    deleted = {"blocks": 1, "open_windows": False}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **deleted}))
+    assert same(head, load_head(tmp_path))
+    for name, value in (("blocks", 2), ("open_windows", True)):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **deleted, name: value}))
+        with pytest.raises(ValueError, match=f"{name} of a CTC head must be .* got {json.dumps(value)}; "):
+            load_head(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"format_version": 1.0}, "format_version of at most 1; it has 1.0"),
+        ({"format_version": 1.0}, "format_version of at most 2; it has 1.0"),
         ({"kind": ["ctc"]}, r"name the head's kind; got \['ctc'\]"),
         ({"kind": "new"}, "unknown head kind 'new'"),
         ({"hidden_size": "x"}, "hidden_size must be of type int; got 'x'"),

@@ -54,9 +54,8 @@ def test_the_mask_of_the_worked_example():
     ]
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_all_anchors_in_one_pass_equal_each_anchor_alone(view, blocks):
-    head, values = make_head(blocks=blocks), batch()
+def test_all_anchors_in_one_pass_equal_each_anchor_alone(view):
+    head, values = make_head(), batch()
     anchors = torch.arange(20).expand(2, -1)
     together = frames_of(head, values, anchors, view)
     for anchor in (0, 7, 18):
@@ -65,9 +64,8 @@ def test_all_anchors_in_one_pass_equal_each_anchor_alone(view, blocks):
         assert torch.allclose(together[:, anchor], alone[:, 0], atol=1e-5)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_nothing_leaks_from_the_future_or_from_other_anchors(view, blocks):
-    head, values = make_head(blocks=blocks), batch(rows=1)
+def test_nothing_leaks_from_the_future_or_from_other_anchors(view):
+    head, values = make_head(), batch(rows=1)
     hidden = values["hidden"].clone().requires_grad_()
     frames = frames_of(head, {**values, "hidden": hidden}, torch.tensor([[3, 9, 15]]), view)
     frames[0, 1].sum().backward()
@@ -154,12 +152,11 @@ def test_evaluation_counts_the_hits_of_every_offset(view):
     [
         ({"frames": 6, "labels": 4}, "--frames must be at least 2\\*labels-1 = 7"),
         ({"labels": 0}, "--labels"),
-        ({"blocks": 0}, "--blocks"),
         ({"context": "words"}, "hidden\\+token, hidden"),
         ({"labels_cut": "maybe"}, "agree, none"),
         ({"anchors": -1}, "--anchors"),
         ({"frames_from": "air"}, "queries, chain"),
-        ({"frames_from": "chain", "blocks": 2}, "--frames_from chain needs --blocks 1"),
+        ({"frames_from": "chain", "context": "hidden"}, "--frames_from chain needs --context hidden\\+token"),
         ({"soft_weight": 0.1}, "need --frames_from chain"),
         ({"ctc_weight": 0.0}, "not all 0"),
     ],
@@ -188,8 +185,8 @@ def test_broken_checkpoints_say_what_is_wrong(tmp_path):
         load_head(tmp_path)
     weights.write_bytes(whole)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "blocks": 2}))
-    with pytest.raises(ValueError, match=r"missing blocks\.1"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, "label_context": 2}))
+    with pytest.raises(ValueError, match=r"missing class_context"):
         load_head(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config, "kind": "other"}))
     with pytest.raises(ValueError, match="known kinds are chimera, ctc"):

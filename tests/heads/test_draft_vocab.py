@@ -154,10 +154,8 @@ def test_the_soft_loss_aims_at_the_targets_distribution_over_the_draft_vocabular
     assert loss.parts["soft_0"] == pytest.approx(expected.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("open_windows", [False, True])
-def test_the_ctc_loss_is_the_reference_on_windows_cut_at_what_cannot_be_drafted(open_windows):
+def test_the_ctc_loss_is_the_reference_on_windows_cut_at_what_cannot_be_drafted():
     view, rows, head = lent_target(), text(rows=2), cut("ctc", labels=3, frames=5)
-    head.config.open_windows = open_windows
     mask = torch.ones_like(rows.input_ids, dtype=torch.bool)
     windows = head.windows(rows.input_ids, rows.input_ids, mask, rows.segment_ids)
     frames = head.train_frames(rows, windows.anchors, view)[windows.valid]
@@ -167,7 +165,7 @@ def test_the_ctc_loss_is_the_reference_on_windows_cut_at_what_cannot_be_drafted(
         stop = next((u for u in range(length) if window[u] not in ODD.tolist()), length)
         labels.append([ODD.tolist().index(y) for y in window[:stop]] + [0] * (3 - stop))
         lengths.append(stop)
-        closed.append(stop == length == 3 and not open_windows)
+        closed.append(stop == length == 3)
     assert 0 in lengths and 3 in lengths
     expected, _ = ctc_loss_reference(log_probs, torch.tensor(labels), torch.tensor(lengths), torch.tensor(closed))
     assert loss_of(head, rows, view).parts["ctc"] == pytest.approx(expected.item(), rel=1e-4)

@@ -10,7 +10,8 @@ from draft_heads.heads.base import Rows
 from draft_heads.heads.ctc import CTCConfig, CTCHead
 from draft_heads.heads.ctc_loss import ctc_loss_fused, lattice_log_prob
 from draft_heads.heads.label_context import ctc_loss_with_context
-from draft_heads.inference.drafters.heads.ctc import draft_tree
+from draft_heads.inference.drafters.heads.ctc import CTCDrafter
+from draft_heads.inference.step import VerifiedStep
 from tests.heads.small import disturbed, lent_target
 from tests.heads.test_losses import problem
 
@@ -177,7 +178,12 @@ def test_the_heads_loss_and_its_trees_are_those_of_a_table_of_biases_by_token():
 
     head.config.tree_temperature = 0.5
     for anchor in (0, 4):  # base tokens 7 and 30
-        tree = draft_tree(head, lent, frames[anchor], ids[0, anchor + 1], 12)
+        drafter = CTCDrafter(head, lent, 12)
+        drafter.begin(ids[0, : anchor + 1], 16)
+        hidden = rows.hidden[0, : anchor + 1]
+        with torch.no_grad():
+            drafter.observe(VerifiedStep.of_prompt(ids[0, : anchor + 1], hidden, ids[0, anchor + 1]))
+            tree = drafter.propose()
         behind, paths = bias[[*known, text[anchor + 1]]], []
         for token, parent, score in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.exp().tolist()):
             paths.append([*(paths[parent] if parent >= 0 else ()), known.index(token)])

@@ -9,7 +9,6 @@ import torch
 from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.base import Rows
 from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
-from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
@@ -117,7 +116,7 @@ def test_decoding_goes_to_the_last_position_of_the_context_and_no_further(target
     for drafter in (
         VanillaDrafter(),
         ScriptedDrafter(expected + [7] * 20, 6),
-        CTCDrafter(make_head(target), target, 16),
+        drafter_for(make_head(target), target, 16),
     ):
         result = DecodingEngine(target, drafter).generate(prompt, settings)
         assert result.tokens == expected and len(result.tokens) == 26
@@ -131,7 +130,7 @@ def test_prompts_without_room_are_refused_before_any_work(target, length):
 
 
 def test_one_engine_answers_prompt_after_prompt_in_the_same_memory(target):
-    engine = DecodingEngine(target, CTCDrafter(make_head(target), target, 8))
+    engine = DecodingEngine(target, drafter_for(make_head(target), target, 8))
     oracle = Oracle(target, GenerationSettings(40))
     caches = set()
     for prompt in make_prompts(target, 6):
@@ -152,6 +151,7 @@ def decode_with_partial_acceptances(target, drafter):
 
     class Both(Drafter):
         max_nodes, max_depth, on_device = 6, 3, False
+        target_layers = drafter.target_layers
 
         def begin(self, *arguments):
             begin(*arguments)
@@ -183,10 +183,8 @@ def decode_with_partial_acceptances(target, drafter):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"blocks": 1, "context": "hidden+token"},
-        {"blocks": 2, "context": "hidden+token"},
-        {"blocks": 1, "context": "hidden"},
-        {"blocks": 2, "context": "hidden"},
+        {"context": "hidden+token"},
+        {"context": "hidden"},
         {"frames_from": "chain"},
     ],
 )
@@ -195,7 +193,7 @@ def test_the_drafters_tensors_in_the_engine_equal_the_training_forward(name, set
     """After 20 steps with partial acceptances: context keys and values, and the frames drafted from them."""
     target = load_target(name, torch.float32)
     head = make_head(target, **settings).eval()
-    drafter = CTCDrafter(head, target, 16)
+    drafter = drafter_for(head, target, 16)
     text = decode_with_partial_acceptances(target, drafter)
     committed = int(drafter.length)
     positions = torch.arange(text.shape[1])[None]

@@ -12,15 +12,12 @@ from draft_heads.inference.target.fused_decoder import FusedDecoder
 from draft_heads.inference.target.linear import (
     MAX_SKINNY_ROWS,
     MergedLinear,
-    SkinnyLinear,
     copy_pays,
-    prepare_for_drafting,
 )
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.tree import ancestor_rows, depths
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
-from tests.inference.models import make_head
 
 TREE = torch.tensor([-1, -1, 0, 0, 2, 1])
 
@@ -83,28 +80,6 @@ def test_weights_are_copied_in_float32_on_a_cpu_where_there_is_a_compiler(monkey
     assert copy_pays([weight])
     monkeypatch.setattr(linear.library, "load_library", lambda: False)
     assert not copy_pays([weight])
-
-
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("kind", ["ctc", "medusa", "hydra", "chimera"])
-def test_a_head_that_drafts_says_what_it_said_and_is_saved_as_it_was(kind, cut):
-    target = Target(RANDOM_TARGETS["llama"]())
-    vocabulary = {"draft_vocab_size": 32} if cut else {}
-    head = make_head(target, kind, **vocabulary)
-    names, bytes_before = list(head.state_dict()), sum(map(torch.numel, head.parameters()))
-    hidden = torch.randn(3, target.config.hidden_size)
-    linears = {name: m for name, m in head.named_modules() if type(m) is torch.nn.Linear}
-    assert linears
-    head = prepare_for_drafting(prepare_for_drafting(head))
-    assert list(head.state_dict()) == names and sum(map(torch.numel, head.parameters())) == bytes_before
-    for name, before in linears.items():
-        after, x = head.get_submodule(name), torch.randn(3, before.in_features)
-        assert type(after) is SkinnyLinear and after(x).grad_fn is not None
-        with torch.no_grad():
-            assert torch.allclose(after(x), before(x), atol=1e-5)
-    view, plain = target.drafting_view(head), head.draft_view(target.view())
-    assert view.lm_head.blocks is not None and (view.lm_head is target.fused.logits) == (not cut)
-    assert torch.allclose(view.logits(hidden), plain.logits(hidden), atol=1e-5)
 
 
 def test_a_rows_states_do_not_depend_on_how_many_are_verified_with_it():

@@ -207,7 +207,7 @@ def test_images_and_padding_behind_a_text_are_refused(target):
         generate_fn(VanillaDrafter())(**run, generation_config=target.model.generation_config)
     with pytest.raises(ValueError, match="got other position_ids; leave them out"):
         both(target, VanillaDrafter(), [[5, 6, 7]], position_ids=torch.tensor([[3, 4, 5]]))
-    with pytest.raises(ValueError, match="padded on the left; got an attention mask with zeros behind ones"):
+    with pytest.raises(ValueError, match="padded on the left; got an attention mask with zeros after ones"):
         both(target, VanillaDrafter(), [[5, 6, 7]], attention_mask=torch.tensor([[1, 1, 0]]))
 
 

@@ -178,7 +178,7 @@ def test_a_setting_of_the_call_stands_for_the_checkpoints(model):
 
 def test_a_processor_of_the_text_behind_a_warper_is_refused(model):
     processors = LogitsProcessorList([P, SuppressTokensLogitsProcessor([9], "cpu")])
-    refused(model, "got a SuppressTokensLogitsProcessor behind", logits_processor=processors, do_sample=True, top_k=0)
+    refused(model, "got a SuppressTokensLogitsProcessor after", logits_processor=processors, do_sample=True, top_k=0)
 
 
 def test_an_assistant_model_is_refused(model):

@@ -107,7 +107,7 @@ def test_mistakes_in_a_drafter_are_found_before_a_target_is_loaded(words, told):
 def test_a_drafter_refuses_a_head_of_another_kind_in_a_sentence(target, kind):
     other = "ctc" if kind == "medusa" else "medusa"
     with pytest.raises(ValueError, match=f"drafts with {kind} heads; got a {other} head"):
-        HEAD_DRAFTERS[kind](make_head(target, other), target)
+        HEAD_DRAFTERS[kind](make_head(target, other), target.view())
 
 
 def test_an_adapter_is_merged_into_the_target(target, tmp_path):

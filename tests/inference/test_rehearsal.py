@@ -17,7 +17,7 @@ from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.heads.target_view import LogitsRule
 from draft_heads.inference.drafters.base import VanillaDrafter
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS
+from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.steps import StepRunner
@@ -50,7 +50,7 @@ def make_engine(model, kind, monkeypatch):
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         with torch.device("meta"):
             head = head_type(config_type(**target_sizes(target.config), **settings)).bfloat16().eval()
-        drafter = HEAD_DRAFTERS[kind](head, target, NODES)
+        drafter = drafter_for(head, target, NODES)
     return DecodingEngine(target, drafter, ahead=True)
 
 

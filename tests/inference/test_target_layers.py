@@ -10,10 +10,11 @@ from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
+from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from tests.inference.models import make_head, make_prompts, vanilla_tokens
 
@@ -76,7 +77,7 @@ def test_the_captured_layers_are_transformers_hidden_states(name):
 
 
 def test_a_head_drafts_from_its_layers_as_it_was_trained(target, head):
-    """The drafter's trees are those of whole rows, as training sees them, at the first and at later steps."""
+    """The drafter's trees are those of a drafter that is given whole rows' states, as training has them, at once."""
     prompt = make_prompts(target, 1)[0]
     drafter, seen = drafter_for(head, target, 8), []
     propose = drafter.propose
@@ -89,9 +90,15 @@ def test_a_head_drafts_from_its_layers_as_it_was_trained(target, head):
     anchors = (len(prompt) - 1 + torch.tensor([0, *answer.accept_lengths[1:]]).cumsum(0))[: len(seen)]
 
     def trees(aux_hidden):
-        rows = Rows(hidden, ids, text.segment_ids, text.position_ids, aux_hidden)
-        at_anchor = HEAD_DRAFTERS[head.config.kind].propose_from(head, rows, target.view(), 8)
-        return [at_anchor(int(anchor)) for anchor in anchors]
+        found = []
+        for count in (anchors + 1).tolist():
+            other = drafter_for(head, target, 8)
+            other.begin(ids[0, :count], count)
+            with torch.inference_mode():
+                rows = ids[0, :count], hidden[0, :count], ids[0, count], aux_hidden[0, :count]
+                other.observe(VerifiedStep.of_prompt(*rows))
+                found.append(other.propose())
+        return found
 
     for drafted, expected in zip(seen, trees(aux_hidden)):
         assert torch.equal(drafted.tokens, expected.tokens) and torch.equal(drafted.parents, expected.parents)

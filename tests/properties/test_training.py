@@ -23,7 +23,7 @@ HEAD_OPTIONS = {
         st.fixed_dictionaries(
             {
                 **{"frames": st.integers(5, 6), "labels": st.integers(1, 3), "decay": DECAY},
-                **{"label_context": st.sampled_from([0, 2]), "open_windows": st.booleans()},
+                **{"label_context": st.sampled_from([0, 2])},
                 "labels_cut": st.sampled_from(["agree", "none"]),
                 "context": st.sampled_from(["hidden+token", "hidden"]),
             }

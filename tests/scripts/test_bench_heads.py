@@ -9,12 +9,12 @@ from draft_heads.scripts.bench import heads
 
 
 def test_an_arm_has_a_name_a_kind_and_options_with_lists_in_spaces():
-    arm = heads.Arm("deep=ctc,target_layers=1 2 3,blocks=2")
+    arm = heads.Arm("deep=ctc,target_layers=1 2 3,labels=2")
     assert (arm.name, arm.kind) == ("deep", "ctc")
-    assert arm.options == ["--target_layers", "1", "2", "3", "--blocks", "2"]
+    assert arm.options == ["--target_layers", "1", "2", "3", "--labels", "2"]
 
 
-@pytest.mark.parametrize("text", ["ctc", "x=nothing", "x=ctc,blocks"])
+@pytest.mark.parametrize("text", ["ctc", "x=nothing", "x=ctc,labels"])
 def test_other_words_are_refused(text):
     with pytest.raises(ValueError, match=r"NAME=KIND\[,option=value…\], KIND one of chimera, ctc, .*; got"):
         heads.Arm(text)

@@ -100,7 +100,7 @@ from draft_heads.train.run_folder import begin, check_folder
 rank = PartialState(cpu=True).process_index
 for output, use in (("foreign", check_folder), ("own", check_folder), ("own", begin)):
     try:
-        use(SimpleNamespace(output_dir=output, overwrite=False, process_index=rank, world_size=2), {})
+        use(SimpleNamespace(output_dir=output, overwrite=False, process_index=rank, world_size=2, recipe=""), {})
         print("fine")
     except ValueError as error:
         print(error)

@@ -8,15 +8,14 @@ import random
 from dataclasses import fields
 
 import pytest
-import torch
 
 from draft_heads.heads.checkpoint import HEADS, head_classes, load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.train.held_out import greedy_answers
 from draft_heads.train.options import RunOptions
-from draft_heads.train.simulate import answers
 from draft_heads.train.training_data import load_data
 from tests.running import run_script
 from tests.train.runs import TARGET
@@ -28,7 +27,6 @@ RANGES = {  # of heads' options that have no choices; others keep their default,
     "dropout": (0, 0.2, 0.9),
     "frames": (1, 2, 4, 7),
     "labels": (1, 2, 3, 4),
-    "blocks": (1, 2),
     "label_context": (0, 0, 1, 5),
     "ctc_weight": (0, 0.5, 1),
     "regression_weight": (0, 0, 1),
@@ -106,12 +104,11 @@ def check_combination(kind, seed, generated, tmp_path, monkeypatch):
     drafter = build_drafter(DrafterSpec.parse(f"{kind}={folder / 'head'}"), target, options["simulate_nodes"])
     engine, tokens, steps = DecodingEngine(target, drafter), 0, 0
     for row in held_out.select(range(min(options["simulate_rows"], len(held_out)))):
-        ids, greedy, mask = (
-            torch.tensor(row[name][: collator.max_length]) for name in ("input_ids", "greedy_ids", "assistant_mask")
-        )
-        for start, end in answers(mask.bool(), ids, greedy):
-            decoded = engine.generate(ids[:start].tolist(), GenerationSettings(end - start))
-            assert list(decoded.tokens) == ids[start:end].tolist(), words  # lossless
+        text = {name: values[0] for name, values in collator([row]).items()}
+        ids = text["input_ids"].tolist()
+        for begin, start, end in greedy_answers(text):
+            decoded = engine.generate(ids[begin:start], GenerationSettings(end - start))
+            assert list(decoded.tokens) == ids[start:end], words  # lossless
             tokens, steps = tokens + len(decoded.tokens), steps + decoded.target_steps
     simulated = provenance["metrics"].get("eval_simulated_beta")
     assert simulated == (pytest.approx(tokens / steps, abs=1e-4) if steps else None), words

@@ -118,9 +118,9 @@ def test_every_recipe_parses(kind):
 def test_the_ctc_papers_own_settings_are_a_recipe_by_name():
     arguments = [*GIVEN, "--config", "paper", "--bf16", "false", "--use_cpu", "true"]
     run, head, training = parse_options(CTCConfig, arguments)
-    literal = {"blocks": 1, "context": "hidden", "labels_cut": "none", "anchors": 0, "draft_vocab_size": 0}
+    literal = {"context": "hidden", "labels_cut": "none", "anchors": 0, "draft_vocab_size": 0}
     assert {name: head[name] for name in literal} == literal
-    assert (head["label_context"], head["target_layers"], head["open_windows"]) == (0, [], False)
+    assert (head["label_context"], head["target_layers"]) == (0, [])
     assert (training.learning_rate, training.max_grad_norm, training.clip) == (3e-5, 0.5, "norm")
     assert run.max_length == 2048 and not run.packing
 

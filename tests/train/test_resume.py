@@ -168,7 +168,7 @@ def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
 
 
 def test_checkpoints_of_another_program_are_not_touched(tmp_path):
-    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1)
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1, recipe="")
     for name in ("runs", "checkpoint-500"):
         (tmp_path / name).mkdir()
     with pytest.raises(ValueError, match="it holds checkpoint-500; pick another folder"):
@@ -176,7 +176,7 @@ def test_checkpoints_of_another_program_are_not_touched(tmp_path):
 
 
 def test_runs_of_the_user_are_not_taken_for_those_of_tensorboard(tmp_path):
-    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=True, process_index=0, world_size=1)
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=True, process_index=0, world_size=1, recipe="")
     (tmp_path / "runs" / "today").mkdir(parents=True)
     (tmp_path / "runs" / "today" / "events.out.tfevents.1.host").touch()
     check_folder(args, {})
@@ -186,7 +186,7 @@ def test_runs_of_the_user_are_not_taken_for_those_of_tensorboard(tmp_path):
 
 
 def test_other_settings_are_refused_where_there_is_a_checkpoint_to_resume(tmp_path):
-    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1)
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1, recipe="")
     (tmp_path / "run.json").write_text('{"seed": 1}')
     (tmp_path / "checkpoint-3").mkdir()
     check_folder(args, {"seed": 2})
@@ -234,13 +234,15 @@ def test_a_resumed_run_may_save_at_other_steps_but_not_learn_from_other_rows(dat
     manifest = json.loads((other / "manifest.json").read_text())
     manifest["shards"].append(manifest["shards"].pop(0) | {"xxh3": "0"})
     with pytest.raises(ValueError, match=r"other settings \(data was"):
-        args = SimpleNamespace(output_dir=str(tmp_path / "run"), overwrite=False, process_index=0, world_size=1)
+        args = SimpleNamespace(
+            output_dir=str(tmp_path / "run"), overwrite=False, process_index=0, world_size=1, recipe=""
+        )
         before = json.loads((tmp_path / "run" / "run.json").read_text())
         check_folder(args, {**before, "data": [DistilledDataset(None, manifest).content]})
 
 
 def test_a_second_run_in_the_folder_of_a_running_one_is_refused(tmp_path):
-    args = SimpleNamespace(output_dir=str(tmp_path / "run"), overwrite=False, process_index=0, world_size=1)
+    args = SimpleNamespace(output_dir=str(tmp_path / "run"), overwrite=False, process_index=0, world_size=1, recipe="")
     _, lock = begin(args, {})
     (tmp_path / "run" / "checkpoint-1").mkdir()  # it is being written
     args.overwrite = True

@@ -5,8 +5,7 @@ Shapes: G key/value heads, C capacity, C' visible slots, D head size, Q new rows
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -15,13 +14,12 @@ import torch
 from torch import Tensor
 
 from draft_heads.configs.options import option
-from draft_heads.heads.base import DraftHead, Rows, TargetView
+from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.heads.block import Attend, DecoderBlock, Rotation, folded_attention
 from draft_heads.inference.drafters.base import Builder, Drafter
+from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.options import TreeOptions
-from draft_heads.inference.target.linear import prepare_for_drafting
 from draft_heads.inference.target.target import Target
-from draft_heads.inference.tree import DraftTree
 
 
 class RotationTable:
@@ -115,24 +113,6 @@ class BlockCache:
         return attend
 
 
-@dataclass
-class GivenMemory:
-    """Keys and values [1, G, C, D] in buffers of their own; see `heads.attention.Memory`."""
-
-    keys: Tensor
-    values: Tensor
-
-    @classmethod
-    def first(cls, pair: Sequence[Tensor], count: int, room: int) -> GivenMemory:
-        """A copy of the first `count` keys and values of a `pair`, with room for so many behind them."""
-        return cls(*(torch.nn.functional.pad(x[:, :, :count], (0, 0, 0, room)) for x in pair))
-
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rows `[1, G, Q, D]` at `slots [Q]`."""
-        self.keys.index_copy_(2, slots, keys)
-        self.values.index_copy_(2, slots, values)
-
-
 @dataclass(frozen=True)
 class HeadOptions(TreeOptions):
     tuned: ClassVar[tuple[str, ...]] = ("max_nodes", "tree_temperature")
@@ -144,17 +124,19 @@ class HeadOptions(TreeOptions):
 
 
 class HeadDrafter(Drafter):
-    """Made from (head, target, max_nodes, **options); `propose` needs an observed prefill.
+    """Made from (head, view, max_nodes, **options), for decoding by `for_target`; `propose` needs an observed prefill.
 
     length  [] int64, the committed tokens that it has observed
     caches  of what the head's blocks have read
+    view    of the target, as it is when a text begins; with `reads_lm_head` of the head's draft vocabulary only
     """
 
     loads = "RUN/head"
     options_type: ClassVar[type[HeadOptions]] = HeadOptions
     options: HeadOptions
+    reads_lm_head: ClassVar[bool] = False  # it scores its drafts with the target's LM head
 
-    def __new__(cls, head: Any, target: Any = None, max_nodes: int = 32, **options: Any) -> Self:
+    def __new__(cls, head: Any, view: Any = None, max_nodes: int = 32, **options: Any) -> Self:
         """ValueError for a head of another kind, before anything of it is read."""
         if head.config.kind != cls.kind:
             raise ValueError(
@@ -166,7 +148,7 @@ class HeadDrafter(Drafter):
     def __init__(
         self,
         head: Any,
-        target: Target,
+        view: TargetView,
         options: HeadOptions,
         levels: int,
         caches: Sequence[BlockCache] = (),
@@ -181,22 +163,30 @@ class HeadDrafter(Drafter):
         if options.tree_temperature is not None:  # on a copy, because other drafters may use the same head
             head = copy(head)
             head.config = replace(head.config, tree_temperature=options.tree_temperature)
-        self.head: Any = prepare_for_drafting(head)
-        self._target, self._changes = target, target.changes
+        self.head: Any = head
+        self.view = self._of_draft_vocab(view)
         self.max_nodes = options.max_nodes
         self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
-        self.length = torch.zeros((), dtype=torch.long, device=target.device)
+        self.length = torch.zeros((), dtype=torch.long, device=view.device)
         self._caches, self._behind = caches, behind
         self._kept: list[BlockCache | RotationTable] = [*caches]
         if block is not None:
             self._rotation = RotationTable(block)
             self._kept.append(self._rotation)
 
-    @staticmethod
-    @abstractmethod
-    def propose_from(head: Any, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
-        """How trees are drafted along one row of text: a function from an anchor to the tree behind it."""
+    @classmethod
+    def for_target(cls, head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> HeadDrafter:
+        """For decoding: made from a copy of the head and a view of the target that are fast for few rows."""
+        head = prepare_for_drafting(head)
+        view = target.drafting_view(head) if cls.reads_lm_head else target.view()
+        make: Any = cls
+        drafter: HeadDrafter = make(head, view, max_nodes, **options)
+        return drafter
+
+    def _of_draft_vocab(self, view: TargetView) -> TargetView:
+        lent: TargetView = self.head.draft_view(view) if self.reads_lm_head else view
+        return lent
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -205,20 +195,13 @@ class HeadDrafter(Drafter):
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> HeadDrafter:
         """See `Drafter.from_options`."""
-        make: Any = cls
-        drafter: HeadDrafter = make(build.head(cls.kind, path), build.target, **options)
-        return drafter
+        return cls.for_target(build.head(cls.kind, path), build.target, **options)
 
     def memory(self) -> list[Tensor]:
         return [self.length, *(buffer for kept in self._kept for buffer in kept.memory())]
 
-    def lend(self) -> None:
-        """Take what the head reads of the target's weights, here nothing; again after they have changed."""
-
     def begin(self, prompt: Tensor, capacity: int) -> None:
-        if self._changes != self._target.changes:
-            self._changes = self._target.changes
-            self.lend()
+        self.view = self._of_draft_vocab(self.view.current())
         self.length.zero_()
         for kept in self._kept:
             kept.reserve(capacity + self._behind)

@@ -3,7 +3,7 @@
 Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden, C capacity.
 
 The block reads h_1 … h_n, g_1 … g_n and the drafted tokens' g: h and g of a token lie side by side (slots 2i+1 and 2i)
-in one buffer, since attention ignores the order of keys; drafts lie behind and are overwritten.
+in one buffer, since attention ignores the order of keys; drafts lie after them and are overwritten.
 """
 
 from __future__ import annotations
@@ -17,121 +17,20 @@ import torch
 from torch import Tensor
 
 from draft_heads.configs.options import option
-from draft_heads.heads.attention import Memory, TreeAttention
-from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.attention import TreeAttention
+from draft_heads.heads.base import TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
 from draft_heads.inference.drafters.base import tempered
-from draft_heads.inference.drafters.heads.base import BlockCache, GivenMemory, HeadDrafter, RotationTable
+from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
 from draft_heads.inference.drafters.heads.level_tree import LevelTreeOptions, grow_tree
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-
-
-@dataclass
-class ChimeraContext:
-    """What a draft behind n committed tokens reads.
-
-    fusion   keys, values [1, G, C, D] of the block, h and g side by side; the first 2n slots are the context
-    encoder  keys, values of an attending encoder (`target_layer0_…`), first n slots; None for k-grams
-    rotation  of positions in the text and behind it
-    length   [] int64, n
-    last     [H] h_n
-    recent   [k−1] int64, the last committed tokens, oldest first; −1 where there is none
-    """
-
-    fusion: Memory
-    encoder: Memory | None
-    rotation: RotationTable
-    length: Tensor
-    last: Tensor
-    recent: Tensor
-
-
-def draft_tree(
-    head: ChimeraHead,
-    view: TargetView,
-    context: ChimeraContext,
-    base: Tensor,
-    max_nodes: int,
-    cache: KGramCache | None = None,
-    chain: bool = False,
-) -> DraftTree:
-    """The best tree behind base token `base []`."""
-    length = context.length
-    heads, most = head.block.heads, max_nodes * head.config.heads
-    fusion = TreeAttention(context.fusion, 2 * length, heads, most)
-    encoder = TreeAttention(context.encoder, length, heads, most) if context.encoder is not None else None
-    grams = context.recent[None]  # [W, k−1], the tokens before a node's own
-    if cache is None:
-        grams = gram_states(head, view, grams)  # or [W, k−1, H], their embeddings
-    cos, sin = context.rotation(length + torch.arange(head.config.heads, device=length.device))  # of every level
-
-    def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        nonlocal grams
-        rotation = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
-        if encoder is not None:
-            encoder.enter(parents)
-            encoded = head.encoder(view.embed(tokens)[None].to(head.dtype), rotation, encoder)
-        else:
-            own = tokens if cache is not None else head.token_states(tokens, view)
-            grams = torch.cat([grams[parents], own[:, None]], dim=1)
-            encoded = (head.encoder(grams) if cache is None else encode_grams(head, view, grams, cache))[None]
-            grams = grams[:, 1:]
-        fusion.enter(parents)
-        fused = head.fuse(encoded, rotation, fusion)[0]
-        logits = head.head_logits(level, context.last.expand(len(tokens), -1), fused, view)
-        return tempered(logits.float().log_softmax(-1), head.config.tree_temperature)
-
-    root = torch.zeros(1, dtype=torch.long, device=base.device)
-    first = level_log_probs(0, base[None], root)[0]
-    return grow_tree(first, level_log_probs, max_nodes, head.config.heads, head.draft_vocab, chain)
 
 
 def gram_states(head: ChimeraHead, view: TargetView, tokens: Tensor) -> Tensor:
     """[..., H], what the k-gram encoder reads of tokens; zeros for −1, before the first token."""
     return head.token_states(tokens.clamp(min=0), view) * (tokens >= 0)[..., None]
-
-
-def encode_grams(head: ChimeraHead, view: TargetView, grams: Tensor, cache: KGramCache | None = None) -> Tensor:
-    """g [W, H] of k-grams [W, k] (−1: before the first token), through the cache where there is one."""
-
-    def encode(some: Tensor) -> Tensor:
-        encoded: Tensor = head.encoder(gram_states(head, view, some))
-        return encoded
-
-    return encode(grams) if cache is None else cache.lookup(grams, encode)
-
-
-def row_contexts(head: ChimeraHead, rows: Rows, view: TargetView, room: int) -> Any:
-    """anchor n → the context of a draft at that anchor of one row, as the drafter would have it there."""
-    encoded, states = head.encode_rows(rows, view), head.row_states(rows)
-    rotation = head.block.rotation(rows.position_ids)
-    past = head.block.context_keys_values(states, rotation)
-    grams = head.block.context_keys_values(encoded, rotation)
-    fusion = [torch.stack([g, h], dim=3).flatten(2, 3) for g, h in zip(grams, past)]
-    encoder = None
-    if isinstance(head.encoder, DecoderBlock):
-        tokens = view.embed(rows.input_ids).to(head.dtype)
-        encoder = head.encoder.context_keys_values(tokens, rotation)
-    ids = torch.nn.functional.pad(rows.input_ids[0], (head.config.order - 1, 0), value=-1)
-    table = RotationTable(head.block)
-    table.reserve(len(ids) + head.config.heads)
-
-    def at_anchor(anchor: int) -> ChimeraContext:
-        length = anchor + 1
-        recent = ids[length : length + head.config.order - 1]
-        return ChimeraContext(
-            GivenMemory.first(fusion, 2 * length, room),
-            None if encoder is None else GivenMemory.first(encoder, length, room),
-            table,
-            torch.tensor(length, device=ids.device),
-            states[0, anchor],
-            recent,
-        )
-
-    return at_anchor
 
 
 ON_HOST = 64  # encodings kept in host memory for each on the device
@@ -186,10 +85,11 @@ class ChimeraDrafter(HeadDrafter):
     """Keeps the block's keys and values of h_1 … h_n and g_1 … g_n; those of drafted tokens are dropped."""
 
     kind = "chimera"
+    reads_lm_head = True
     title = "level by level, each node with the k-gram that ends at it"
     options_type = ChimeraOptions
 
-    def __init__(self, head: ChimeraHead, target: Target, max_nodes: int = 32, **options: Any) -> None:
+    def __init__(self, head: ChimeraHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
         """options: see `ChimeraOptions`."""
         chosen = ChimeraOptions(max_nodes=max_nodes, **options)
         if chosen.kgram_cache and not isinstance(head.encoder, KGramEncoder):
@@ -200,25 +100,14 @@ class ChimeraDrafter(HeadDrafter):
         self._fusion, self._encoder = BlockCache(head, slots_per_token=2), BlockCache(head) if attending else None
         caches = [self._fusion] if self._encoder is None else [self._fusion, self._encoder]
         behind = (chosen.max_nodes + 1) * head.config.heads + 1
-        super().__init__(head, target, chosen, head.config.heads, caches, behind, head.block)
+        super().__init__(head, view, chosen, head.config.heads, caches, behind, head.block)
         self.chain = chosen.tree == "chain"
-        self.lend()
         self.cache = KGramCache(chosen.kgram_cache) if chosen.kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
         self.carries_over = self.cache is not None
-        self._recent = torch.full((head.config.order - 1,), -1, device=target.device)
-        self._context: ChimeraContext
+        self._recent = torch.full((head.config.order - 1,), -1, device=self.view.device)
+        self._last: Tensor  # h_n, [H]
         self._base: Tensor
-
-    def lend(self) -> None:
-        self.view = self._target.drafting_view(self.head)
-
-    @staticmethod
-    def propose_from(head: ChimeraHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
-        """Level by level, over the keys and values up to the anchor."""
-        text, view = rows.input_ids[0], head.draft_view(view)
-        context = row_contexts(head, rows, view, max_nodes * head.config.heads + 1)
-        return lambda anchor: draft_tree(head, view, context(anchor), text[anchor + 1], max_nodes)
 
     def memory(self) -> list[Tensor]:
         return [*super().memory(), self._recent]
@@ -237,18 +126,25 @@ class ChimeraDrafter(HeadDrafter):
         keys_values = head.block.context_keys_values(both, self._rotation(rows // 2))
         self._fusion.write(rows, *keys_values)
         self.length += step.count
-        recent = text[step.count + torch.arange(len(self._recent), device=text.device)]
-        self._recent.copy_(recent)
-        self._context = ChimeraContext(self._fusion, self._encoder, self._rotation, self.length, hidden[-1], recent)
-        self._base = step.base
+        self._recent.copy_(text[step.count + torch.arange(len(self._recent), device=text.device)])
+        self._last, self._base = hidden[-1], step.base
 
     def _encode(self, text: Tensor, tokens: Tensor) -> Tensor:
         """g [A, H] of the newly committed tokens."""
         head, view = self.head, self.view
         if self._encoder is None:
-            return encode_grams(head, view, text.unfold(0, head.config.order, 1), self.cache)
+            return self._encode_grams(text.unfold(0, head.config.order, 1))
         slots, states = self._new_slots(tokens), view.embed(tokens).to(head.dtype)
         return head.encoder(states[None], self._rotation(slots), self._encoder.entering(slots, causal=True))[0]
+
+    def _encode_grams(self, grams: Tensor) -> Tensor:
+        """g [W, H] of k-grams [W, k] (−1: before the first token), through the cache where there is one."""
+
+        def encode(some: Tensor) -> Tensor:
+            encoded: Tensor = self.head.encoder(gram_states(self.head, self.view, some))
+            return encoded
+
+        return encode(grams) if self.cache is None else self.cache.lookup(grams, encode)
 
     def findings(self) -> dict[str, Any]:
         """See `Drafter.findings`: how often the cache of k-grams had what was looked up."""
@@ -256,4 +152,31 @@ class ChimeraDrafter(HeadDrafter):
         return {} if cache is None else {"hits": cache.hits, "reloads": cache.reloads, "misses": cache.misses}
 
     def propose(self) -> DraftTree:
-        return draft_tree(self.head, self.view, self._context, self._base, self.max_nodes, self.cache, chain=self.chain)
+        head, levels, most = self.head, self.head.config.heads, self.max_nodes * self.head.config.heads
+        fusion, encoder = TreeAttention(self._fusion, 2 * self.length, head.block.heads, most), None
+        if self._encoder is not None:
+            encoder = TreeAttention(self._encoder, self.length, head.block.heads, most)
+        grams = self._recent[None]  # [W, k−1], the tokens before a node's own
+        if self.cache is None:
+            grams = gram_states(head, self.view, grams)  # or [W, k−1, H], their embeddings
+        cos, sin = self._rotation(self.length + torch.arange(levels, device=self.length.device))  # of every level
+
+        def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+            nonlocal grams
+            rotation = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
+            if encoder is not None:
+                encoder.enter(parents)
+                encoded = head.encoder(self.view.embed(tokens)[None].to(head.dtype), rotation, encoder)
+            else:
+                own = tokens if self.cache is not None else head.token_states(tokens, self.view)
+                grams = torch.cat([grams[parents], own[:, None]], dim=1)
+                encoded = (head.encoder(grams) if self.cache is None else self._encode_grams(grams))[None]
+                grams = grams[:, 1:]
+            fusion.enter(parents)
+            fused = head.fuse(encoded, rotation, fusion)[0]
+            logits = head.head_logits(level, self._last.expand(len(tokens), -1), fused, self.view)
+            return tempered(logits.float().log_softmax(-1), head.config.tree_temperature)
+
+        root = torch.zeros(1, dtype=torch.long, device=self._base.device)
+        first = level_log_probs(0, self._base[None], root)[0]
+        return grow_tree(first, level_log_probs, self.max_nodes, levels, head.draft_vocab, self.chain)

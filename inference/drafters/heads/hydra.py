@@ -5,38 +5,18 @@ Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.base import TargetView
 from draft_heads.heads.hydra import HydraHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
 from draft_heads.inference.drafters.heads.level_tree import LevelTreeOptions, grow_tree
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-
-
-def draft_tree(
-    head: HydraHead, view: TargetView, state: Tensor, base: Tensor, max_nodes: int, chain: bool = False
-) -> DraftTree:
-    """The best tree behind base token `base []`, from s_n [H]."""
-    paths = head.token_states(base, view)[None, None]  # [W, tokens known, H]
-
-    def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        nonlocal paths
-        paths = torch.cat([paths[parents], head.token_states(tokens, view)[:, None]], dim=1)
-        return log_probs(level)
-
-    def log_probs(level: int) -> Tensor:
-        states = state.expand(len(paths), -1)
-        return tempered(head.next_log_probs(level, states, paths), head.config.tree_temperature)
-
-    return grow_tree(log_probs(0)[0], expand, max_nodes, head.config.heads, head.draft_vocab, chain)
 
 
 class HydraDrafter(HeadDrafter):
@@ -46,24 +26,14 @@ class HydraDrafter(HeadDrafter):
     title = "level by level, each node with its own path"
     options_type = LevelTreeOptions
 
-    def __init__(self, head: HydraHead, target: Target, max_nodes: int = 32, **options: Any) -> None:
+    def __init__(self, head: HydraHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
         """options: see `LevelTreeOptions`."""
         chosen = LevelTreeOptions(max_nodes=max_nodes, **options)
         caches = [BlockCache(head)] if head.config.prefix_attention else []
-        super().__init__(head, target, chosen, head.config.heads, caches, behind=head.config.heads + 1)
+        super().__init__(head, view, chosen, head.config.heads, caches, behind=head.config.heads + 1)
         self.chain = chosen.tree == "chain"
-        self.lend()
         self._state: Tensor  # s_n, [H]
         self._base: Tensor
-
-    def lend(self) -> None:
-        self.view = self._target.view()
-
-    @staticmethod
-    def propose_from(head: HydraHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
-        """Level by level behind the state and base token at the anchor."""
-        states, text = head.row_states(rows)[0], rows.input_ids[0]
-        return lambda anchor: draft_tree(head, view, states[anchor], text[anchor + 1], max_nodes)
 
     def observe(self, step: VerifiedStep) -> None:
         head = self.head
@@ -78,4 +48,16 @@ class HydraDrafter(HeadDrafter):
         self.length += step.count
 
     def propose(self) -> DraftTree:
-        return draft_tree(self.head, self.view, self._state, self._base, self.max_nodes, chain=self.chain)
+        head, view = self.head, self.view
+        paths = head.token_states(self._base, view)[None, None]  # [W, tokens known, H]
+
+        def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
+            nonlocal paths
+            paths = torch.cat([paths[parents], head.token_states(tokens, view)[:, None]], dim=1)
+            return log_probs(level)
+
+        def log_probs(level: int) -> Tensor:
+            states = self._state.expand(len(paths), -1)
+            return tempered(head.next_log_probs(level, states, paths), head.config.tree_temperature)
+
+        return grow_tree(log_probs(0)[0], expand, self.max_nodes, head.config.heads, head.draft_vocab, self.chain)

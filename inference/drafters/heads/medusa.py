@@ -5,7 +5,6 @@ Shapes: K levels, V vocabulary, R most ranks of a level, C paths of a list, M no
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from draft_heads.configs.options import option
-from draft_heads.heads.base import Rows, TargetView
+from draft_heads.heads.base import TargetView
 from draft_heads.heads.medusa import MedusaHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import HeadDrafter, HeadOptions
 from draft_heads.inference.drafters.heads.ctc_search import build_tree
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
@@ -75,18 +73,6 @@ class RankPaths:
         return tree.take(best_indices(scores, self.max_nodes))
 
 
-def draft_tree(head: MedusaHead, last: Tensor, paths: RankPaths) -> DraftTree:
-    """The most probable combinations of K distributions that do not depend on what is drafted, from h_n `last [H]`."""
-    log_probs = tempered(head.draft_log_probs(last, paths.depth), head.config.tree_temperature)
-    return paths.best_tree(log_probs, head.draft_vocab)
-
-
-def rank_paths(head: MedusaHead, max_nodes: int, heads: int = 0) -> RankPaths:
-    """The list that trees of the first `heads` heads are chosen from; 0: of all."""
-    levels = min(heads or head.config.heads, max_nodes)
-    return RankPaths(levels, max_nodes, head.config.classes, head.offset_heads[0].vocabulary.weight.device)
-
-
 @dataclass(frozen=True)
 class MedusaOptions(HeadOptions):
     """Trees `raw` and `prefix` put the distributions through the CTC collapse as if each offset were a frame that is
@@ -104,26 +90,19 @@ class MedusaDrafter(HeadDrafter):
     title = "the best combinations of K independent distributions"
     options_type = MedusaOptions
 
-    def __init__(self, head: MedusaHead, target: Target, max_nodes: int = 32, **options: Any) -> None:
+    def __init__(self, head: MedusaHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
         """options: see `MedusaOptions`."""
         chosen = MedusaOptions(max_nodes=max_nodes, **options)
         tree, heads = chosen.tree, chosen.heads
         if heads > head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
-        super().__init__(head, target, chosen, heads or head.config.heads)
+        super().__init__(head, view, chosen, heads or head.config.heads)
         self.tree = tree
         self.on_device = tree != "raw"  # the collapsed trees of the published code are built on the host
         self.proposes_levels = tree == "best"
-        self._paths = rank_paths(head, self.max_nodes, heads)
+        self._paths = RankPaths(self.max_depth, self.max_nodes, head.config.classes, view.device)
         self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
         self._last: Tensor  # h_n, [H]
-
-    @staticmethod
-    def propose_from(head: MedusaHead, rows: Rows, view: TargetView, max_nodes: int) -> Callable[[int], DraftTree]:
-        """K distributions from the hidden state at the anchor."""
-        paths = rank_paths(head, max_nodes)
-        states = head.row_states(rows)[0]
-        return lambda anchor: draft_tree(head, states[anchor], paths)
 
     def observe(self, step: VerifiedStep) -> None:
         aux_hidden = None if step.aux_hidden is None else step.aux_hidden[-1]
