@@ -160,7 +160,7 @@ def target_sizes(config: Any) -> dict[str, Any]:
     if (width := getattr(config, "word_embed_proj_dim", config.hidden_size)) != config.hidden_size:
         raise ValueError(
             f"heads need a target whose LM head reads states as wide as its layers; {config.model_type}'s reads "
-            f"{width} values, its layers have {config.hidden_size}; pick another --target"
+            f"{width} values, its layers have {config.hidden_size}; pick another target"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     if "full_attention" in rope:  # one set of parameters per layer type

@@ -151,7 +151,7 @@ def test_a_head_has_the_sizes_of_the_last_full_layer_and_none_is_made_for_projec
     assert {name: target_sizes(config)[name] for name in layers[1]} == {"head_dim": 8, "num_key_value_heads": 2}
     config.per_layer_config = layers
     assert {name: target_sizes(config)[name] for name in layers[1]} == layers[1]
-    with pytest.raises(ValueError, match="opt's reads 16 values, its layers have 32; pick another --target"):
+    with pytest.raises(ValueError, match="opt's reads 16 values, its layers have 32; pick another target"):
         target_sizes(AutoConfig.for_model("opt", hidden_size=32, word_embed_proj_dim=16))
 
 
