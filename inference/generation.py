@@ -79,7 +79,9 @@ class GenerationSettings:
                 f"and {self.top_p:g}; set it or leave them out"
             )
         if self.sampling is not None and self.typical is not None:
-            raise ValueError("typical acceptance works with greedy decoding only; leave temperature out")
+            raise ValueError(
+                f"typical acceptance works with greedy decoding only; got temperature {self.temperature:g}; leave it out"
+            )
 
     @cached_property
     def sampling(self) -> Sampling | None:

@@ -208,9 +208,9 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
     ("flags", "message"),
     [
         (["--temperature", "-1"], "temperature must be 0 (greedy) or more; got -1"),
-        (["--top_p", "0.9"], "--top_k and --top_p need --temperature above 0"),
+        (["--top_p", "0.9"], "top_k and top_p need temperature above 0"),
         (["--temperature", "1", "--top_p", "1.5"], "top_p must be above 0 and at most 1"),
-        (["--temperature", "1", "--acceptance", "typical"], "leave --temperature out"),
+        (["--temperature", "1", "--acceptance", "typical"], "got temperature 1; leave it out"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, got 'mt.jsonl'"),
         (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),
