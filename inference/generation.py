@@ -80,7 +80,8 @@ class GenerationSettings:
             )
         if self.sampling is not None and self.typical is not None:
             raise ValueError(
-                f"typical acceptance works with greedy decoding only; got temperature {self.temperature:g}; leave it out"
+                "typical acceptance works with greedy decoding only; got temperature "
+                f"{self.temperature:g}; leave it out"
             )
 
     @cached_property
