@@ -87,9 +87,14 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     table.add_column("count")
     table.add_column("", justify="right")
     names = {
-        **{"rows": "rows", "tokens": "tokens", "trained_tokens": "trained tokens", "agreement": "text and label agree"},
-        **{"skipped": "left out: too long, or refused by the chat template", "cut": "cut at max_length"},
-        **{"unfinished": "ended at max_new_tokens", "loops": "cut at a loop"},
+        "rows": "rows",
+        "tokens": "tokens",
+        "trained_tokens": "trained tokens",
+        "agreement": "text and label agree",
+        "skipped": "left out: too long, or refused by the chat template",
+        "cut": "cut at max_length",
+        "unfinished": "ended at max_new_tokens",
+        "loops": "cut at a loop",
     }
     bad_rows = [BadRow(**bad) for bad in manifest["data"]["bad_rows"]]
     for row in (row for shard in manifest["shards"] for row in shard.get("trimmed", ())):  # for the target's tokens

@@ -45,7 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = str(ROOT / "data" / "tiny_target")
 SAVE_STEPS, STEPS = 3, 24
 SHARD_ROWS, ROWS = 2, 24
-_FINISHED = ("holds a finished run", "is already complete")  # the attempt before was killed behind its last write
+_FINISHED = ("holds a finished run", "is already complete")  # the attempt before was killed after its last write
 _WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 
@@ -204,7 +204,10 @@ def main(arguments: list[str] | None = None) -> int:
         attempt([*distil, "--output", str(data)], data)
         output = base / "distilled"
         found = survive(
-            *([*distil, "--output", str(output)], output, options.distillation, draw),
+            [*distil, "--output", str(output)],
+            folder=output,
+            kills=options.distillation,
+            draw=draw,
             saved=lambda: shards(output),
             interval=0,
             digest=lambda: digest_of([*sorted(output.glob("shard-*.arrow")), output / "manifest.json"]),
@@ -219,7 +222,10 @@ def main(arguments: list[str] | None = None) -> int:
             "--held_out 4 --simulate_rows 0 --anchors 4 --warmup_steps 2 --per_device_train_batch_size 2"
         )
         found = survive(
-            *(train, run, options.training, draw),
+            train,
+            folder=run,
+            kills=options.training,
+            draw=draw,
             saved=lambda: _step(run),
             interval=SAVE_STEPS,
             digest=lambda: digest_of([run / "head" / "model.safetensors", run / "head" / "config.json"]),
