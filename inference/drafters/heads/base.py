@@ -203,6 +203,10 @@ class HeadDrafter(Drafter):
         """See `Drafter.from_options`."""
         return cls.for_target(build.head(cls.kind, path), build.target, **options)
 
+    def settings(self) -> dict[str, Any]:
+        """See `Drafter.settings`; with the temperature in use, also where it is the checkpoint's."""
+        return {**super().settings(), "tree_temperature": self.head.config.tree_temperature}
+
     def memory(self) -> list[Tensor]:
         return [self.length, *(buffer for kept in self._kept for buffer in kept.memory())]
 
