@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from draft_heads.heads.block import Attend, folded_attention, grouped_attention
+from draft_heads.heads.block import Attend, grouped_attention
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(b, head, query, key) → visible; for scalar tensors (FlexAttention) and broadcast index tensors alike."""
@@ -165,50 +165,3 @@ def chain_attention(context: KeysValues, visible: Tensor) -> Attend:
         return grouped_attention(queries, torch.cat(chain_keys, dim=2), torch.cat(chain_values, dim=2), mask)
 
     return attend
-
-
-class Memory(Protocol):
-    """Keys and values `[1, G, C, D]` and a write of rows `[1, G, Q, D]` at `slots [Q]`.
-
-    The memory writes its own buffer: a compiled program copies a whole buffer that it writes through a view.
-    """
-
-    @property
-    def keys(self) -> Tensor: ...
-
-    @property
-    def values(self) -> Tensor: ...
-
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None: ...
-
-
-class TreeAttention:
-    """Attention of a draft tree grown level by level over a cached context that every node sees.
-
-    The first `length` slots of the memory ([] int64, on the device) are the context; the drafted nodes' own keys and
-    values are written behind it, so it must have room for `most` of them. Call `enter` with each level's parents, then
-    use the object as `Attend`. Masks are what is added to scores, 0 or −inf, made for all levels at once.
-    """
-
-    def __init__(self, memory: Memory, length: Tensor, heads: int, most: int) -> None:
-        """heads: N, of the queries."""
-        self.memory = memory
-        shared, slots = memory.keys.shape[1:3]
-        index = torch.arange(slots, device=length.device)
-        self._slots = index[:most] + length
-        sees = (index < length) | (index == self._slots[:, None])
-        self._own = memory.keys.new_full(sees.shape, -torch.inf).masked_fill_(sees, 0)  # the context and itself
-        self._repeat = heads // shared
-        self._mask: Tensor  # [N/G, W, C] of the level
-        self._drafted, self._level = 0, slice(0)
-
-    def enter(self, parents: Tensor) -> None:
-        """A new level: node w hangs under `parents[w]`, an index into the level before; any value at the root."""
-        self._level = slice(self._drafted, self._drafted + len(parents))
-        own = self._own[self._level].expand(self._repeat, -1, -1)
-        self._mask = torch.maximum(self._mask.index_select(1, parents), own) if self._drafted else own
-        self._drafted += len(parents)
-
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        self.memory.write(self._slots[self._level], keys, values)
-        return folded_attention(queries, self.memory.keys, self.memory.values, self._mask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
@@ -83,8 +84,7 @@ class HeadConfig(ABC):
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not self.tree_temperature > 0:
-            raise ValueError(f"tree_temperature must be above 0; got {self.tree_temperature}; 1 leaves drafts alone")
+        check_tree_temperature(self.tree_temperature)
         least, most = max(1, len(set(self.end_token_ids))), self.vocab_size
         size = self.draft_vocab_size
         if size < 0 or (most and size and not least <= size <= most):  # the target's sizes are read after the options
@@ -148,6 +148,12 @@ def check_decay(decay: float) -> None:
     """ValueError for an option --decay that is no weight of a loss by offset."""
     if not 0 < decay <= 1:
         raise ValueError(f"--decay must be above 0 and at most 1; got {decay:g}")
+
+
+def check_tree_temperature(temperature: float) -> None:
+    """ValueError unless trees can be built at this temperature; an infinite one would make all tokens equal."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"tree_temperature must be a number above 0; got {temperature}; 1 leaves drafts alone")
 
 
 def target_sizes(config: Any) -> dict[str, Any]:

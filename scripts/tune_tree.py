@@ -25,6 +25,7 @@ from draft_heads.data.common.progress import track
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import load_head, read_config
+from draft_heads.heads.config import check_tree_temperature
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.registry import drafter_for
@@ -96,8 +97,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    if min(args.temperatures) <= 0:
-        raise ValueError(f"--temperatures must be above 0; got {min(args.temperatures)}; 1 leaves drafts alone")
+    for temperature in args.temperatures:
+        check_tree_temperature(temperature)
     check_positive(args, "rows", "max_nodes", "prompts", "new_tokens", "nodes")
     read_config(args.head)  # what cannot be read is told before the target is loaded
     for folder in args.dataset:

@@ -4,8 +4,9 @@
 
 Targets are the folders given and random-weight Llama, Mistral, Qwen2 and Qwen3 with sliding windows shorter than the
 prompts. Every prompt is decoded with every kind of head and its variants (`HEADS`), untrained and trained on the spot
-on the target's own answers, with all its trees, with every training-free drafter and with hybrids of both. Node budgets
-1, 2, 4, … 64 take turns over the prompts. Draft models are the target with noise on its weights or a layer skipped.
+on the target's own answers, with all its trees, with every training-free drafter but `rest`, and with hybrids of both.
+Node budgets 1, 2, 4, … 64 take turns over the prompts. Draft models are the target with noise on its weights or a
+layer skipped.
 Writes lossless_matrix.json and lossless_matrix.md; the exit status is 0 only when nothing is unexplained.
 """
 
@@ -36,7 +37,7 @@ from draft_heads.heads.checkpoint import HEADS as REGISTERED
 from draft_heads.heads.checkpoint import head_classes, head_variants
 from draft_heads.heads.config import spread_layers, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
-from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
+from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS, DrafterBuilder, DrafterSpec
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.evaluation.report import markdown_table
@@ -53,16 +54,15 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """With a draft vocabulary, and reading several layers of the target: [] stands for its `spread_layers`."""
 HEADS = {**VARIANTS, **OPTIONS}
+SMALL = {"lookahead": "n=4,w={columns}", "self_speculative": "skip=1", "ouroboros": "gamma=4,w=4,p=4,max_nodes={nodes}"}
+"""Training-free drafter → options with which it fits the random targets and the budgets."""
+WITH = {"": "", "MODEL": ":noisy"}
+"""What the matrix has for a drafter to load, and how it is written; a datastore it has not."""
 FREE = {
-    "ngram": "ngram",
-    "ngram tree, kept": "ngram,branches=4,keep=1",
-    "prompt_lookup": "prompt_lookup",
-    "lookahead": "lookahead,n=4,w={columns}",
-    "self_speculative": "self_speculative,skip=1",
-    "draft_model": "draft_model:noisy",
-    "cascade": "cascade:noisy",
-    "ouroboros": "ouroboros:noisy,gamma=4,w=4,p=4,max_nodes={nodes}",
-}
+    kind: ",".join(filter(None, [kind + WITH[drafter.loads], SMALL.get(kind)]))
+    for kind, drafter in DRAFTERS.items()
+    if kind not in HEAD_DRAFTERS and kind != "vanilla" and drafter.loads in WITH
+} | {"ngram tree, kept": "ngram,branches=4,keep=1"}
 """Training-free drafters as on a command line, by the labels of the table."""
 PARTNERS = (("ouroboros",), ("ngram",), ("lookahead", "ngram"), ("ngram,keep=1", "prompt_lookup"))
 HYBRIDS = dict(zip(REGISTERED, itertools.cycle(PARTNERS)))

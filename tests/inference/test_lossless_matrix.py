@@ -2,7 +2,8 @@
 
 import pytest
 
-from draft_heads.scripts.checks.lossless_matrix import BUDGETS, KINDS, NEW_TOKENS, USUAL, check
+from draft_heads.inference.drafters.registry import DRAFTERS, HEAD_DRAFTERS
+from draft_heads.scripts.checks.lossless_matrix import BUDGETS, FREE, KINDS, NEW_TOKENS, USUAL, check
 
 TINY = "tests/tiny_target"
 CELLS = [
@@ -32,3 +33,7 @@ def test_decoding_is_lossless(name, dtype, kinds):
     trained = [row for row in rows if row["trained"] == "yes" and not row["drafter"].endswith(other_trees)]
     free = [row for row in rows if row["drafter"] in ("draft_model", "cascade", "ouroboros", "self_speculative")]
     assert all(row["beta"] > 1.1 for row in trained + free), rows  # acceptances: the trees were really walked
+
+
+def test_every_training_free_drafter_is_in_the_matrix_but_the_one_that_needs_a_datastore():
+    assert DRAFTERS.keys() - HEAD_DRAFTERS.keys() - FREE.keys() == {"vanilla", "rest"}

@@ -139,6 +139,14 @@ def test_a_tuned_temperature_is_its_own_drafters(target, tmp_path):
     assert [drafter.head.config.tree_temperature for drafter in (plain, tuned)] == [1.0, 2.5]
 
 
+@pytest.mark.parametrize("temperature", ["0", "-1", "nan", "inf"])
+def test_a_temperature_at_which_no_tree_can_be_built_is_refused_before_anything_is_loaded(tmp_path, temperature):
+    (tmp_path / "tuned.json").write_text(json.dumps({"tree_temperature": float(temperature), "max_nodes": 4}))
+    for words in (f"tree_temperature={temperature}", f"tuned={tmp_path / 'tuned.json'}"):
+        with pytest.raises(ValueError, match=f"tree_temperature must be a number above 0; got {temperature}"):
+            DrafterSpec.parse(f"mine=ctc:RUN/head,{words}")
+
+
 ODD_FOLDERS = ("a,b", "a+b", "a:b", "a=b", "a,k=3", "ngram+c", "a+ngram", "x,y+z:w=1", "tree=raw,head")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from draft_heads.configs.options import option
 from draft_heads.heads.base import DraftHead, TargetView
 from draft_heads.heads.block import Attend, DecoderBlock, Rotation, folded_attention
+from draft_heads.heads.config import check_tree_temperature
 from draft_heads.inference.drafters.base import Builder, Drafter
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.options import TreeOptions
@@ -52,7 +53,7 @@ class RotationTable:
 class BlockCache:
     """Keys and values that a head's block has read: a buffer `[C, 2·G, D]` of which the first C' slots are visible.
 
-    The number of rows in use stays on the device: slots are tensors, and masks hide what lies behind them.
+    The number of rows in use stays on the device: slots are tensors, and masks hide what lies after them.
     """
 
     def __init__(self, head: DraftHead, slots_per_token: int = 1) -> None:
@@ -92,7 +93,7 @@ class BlockCache:
         return self._rows[:, self._heads :].transpose(0, 1)[None]
 
     def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rows `[1, G, Q, D]` at `slots [Q]`."""
+        """Put rows `[1, G, Q, D]` at `slots [Q]`; a compiled program copies the buffer if `keys` is written instead."""
         self._rows.index_copy_(0, slots, torch.cat([keys, values], dim=1)[0].transpose(0, 1))
 
     def index(self) -> Tensor:
@@ -121,6 +122,11 @@ class HeadOptions(TreeOptions):
     tree_temperature: float | None = option(
         None, "divides log-probabilities before a tree is made (default: the checkpoint's)"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree_temperature is not None:
+            check_tree_temperature(self.tree_temperature)
 
 
 class HeadDrafter(Drafter):
@@ -152,10 +158,10 @@ class HeadDrafter(Drafter):
         options: HeadOptions,
         levels: int,
         caches: Sequence[BlockCache] = (),
-        behind: int = 0,
+        after: int = 0,
         block: DecoderBlock | None = None,
     ) -> None:
-        """levels: of the deepest draft; behind: rows that a draft writes to the caches behind the text.
+        """levels: of the deepest draft; after: rows that a draft writes to the caches after the text.
 
         block: whose rotations are kept, if any.
         """
@@ -169,7 +175,7 @@ class HeadDrafter(Drafter):
         self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
         self.length = torch.zeros((), dtype=torch.long, device=view.device)
-        self._caches, self._behind = caches, behind
+        self._caches, self._after = caches, after
         self._kept: list[BlockCache | RotationTable] = [*caches]
         if block is not None:
             self._rotation = RotationTable(block)
@@ -197,6 +203,10 @@ class HeadDrafter(Drafter):
         """See `Drafter.from_options`."""
         return cls.for_target(build.head(cls.kind, path), build.target, **options)
 
+    def settings(self) -> dict[str, Any]:
+        """See `Drafter.settings`; with the temperature in use, also where it is the checkpoint's."""
+        return {**super().settings(), "tree_temperature": self.head.config.tree_temperature}
+
     def memory(self) -> list[Tensor]:
         return [self.length, *(buffer for kept in self._kept for buffer in kept.memory())]
 
@@ -204,11 +214,11 @@ class HeadDrafter(Drafter):
         self.view = self._of_draft_vocab(self.view.current())
         self.length.zero_()
         for kept in self._kept:
-            kept.reserve(capacity + self._behind)
+            kept.reserve(capacity + self._after)
 
     def set_visible_length(self, tokens: int) -> None:
         for cache in self._caches:
-            cache.set_visible_length(tokens + self._behind)
+            cache.set_visible_length(tokens + self._after)
 
     def _new_slots(self, states: Tensor) -> Tensor:
         """[A] positions of newly committed tokens, whose states are `[A, …]`."""

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from draft_heads.configs.options import option
-from draft_heads.heads.attention import TreeAttention
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import LevelTreeOptions, grow_tree
+from draft_heads.inference.drafters.heads.level_tree import LevelAttention, LevelTreeOptions, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
@@ -99,8 +98,8 @@ class ChimeraDrafter(HeadDrafter):
         attending = isinstance(head.encoder, DecoderBlock)
         self._fusion, self._encoder = BlockCache(head, slots_per_token=2), BlockCache(head) if attending else None
         caches = [self._fusion] if self._encoder is None else [self._fusion, self._encoder]
-        behind = (chosen.max_nodes + 1) * head.config.heads + 1
-        super().__init__(head, view, chosen, head.config.heads, caches, behind, head.block)
+        after = (chosen.max_nodes + 1) * head.config.heads + 1
+        super().__init__(head, view, chosen, head.config.heads, caches, after, head.block)
         self.chain = chosen.tree == "chain"
         self.cache = KGramCache(chosen.kgram_cache) if chosen.kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
@@ -153,9 +152,9 @@ class ChimeraDrafter(HeadDrafter):
 
     def propose(self) -> DraftTree:
         head, levels, most = self.head, self.head.config.heads, self.max_nodes * self.head.config.heads
-        fusion, encoder = TreeAttention(self._fusion, 2 * self.length, head.block.heads, most), None
+        fusion, encoder = LevelAttention(self._fusion, 2 * self.length, head.block.heads, most), None
         if self._encoder is not None:
-            encoder = TreeAttention(self._encoder, self.length, head.block.heads, most)
+            encoder = LevelAttention(self._encoder, self.length, head.block.heads, most)
         grams = self._recent[None]  # [W, k−1], the tokens before a node's own
         if self.cache is None:
             grams = gram_states(head, self.view, grams)  # or [W, k−1, H], their embeddings

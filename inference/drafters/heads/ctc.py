@@ -48,7 +48,7 @@ class CTCDrafter(HeadDrafter):
                 f"tree={tree} takes frames for independent; got a head with label_context {head.config.label_context}, "
                 "whose frames depend on the label before; leave it out"
             )
-        super().__init__(head, view, chosen, head.config.frames, [BlockCache(head)], behind=2 * head.config.frames + 1)
+        super().__init__(head, view, chosen, head.config.frames, [BlockCache(head)], after=2 * head.config.frames + 1)
         if tree == "prefix" and self.view.device.type == "cpu":
             library.load_library()  # compile now, not during the first answer
         self.tree = tree

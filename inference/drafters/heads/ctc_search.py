@@ -7,7 +7,7 @@ exactly its ancestors. Alignments, blanks and repeats leave no trace in it.
 
 `prefix`  the M prefixes of highest Ψ. E[accepted length] of a prefix-closed tree S is Σ_{p∈S} Ψ(p) and a child's Ψ is
           never above its parent's, so these are the best M nodes under the head's own distribution.
-`chain`   at each depth the label of highest Ψ behind the one before, as most servers draft.
+`chain`   at each depth the label of highest Ψ after the one before, as most servers draft.
 `raw`     the paper's: the most probable alignments, each collapsed (merge repeats, drop blanks), duplicates dropped.
 `plain`   no collapse; an alignment counts up to its first blank (Table 2's "Medusa verify").
 """
@@ -93,7 +93,7 @@ class PlainEmissions:
 
 
 class ContextEmissions:
-    """The same where each label adds a bias to the logits behind it (`heads.label_context`), for all labels.
+    """The same where each label adds a bias to the logits after it (`heads.label_context`), for all labels.
 
     p_t(c | l) = E_tc·F_lc / Z_tl with E = exp z, F = exp bias, Z = E·F: products of small matrices.
     """
@@ -102,7 +102,7 @@ class ContextEmissions:
         """logits [T, V+1], blank last; bias_of: of classes [M] as the label before, `[M, V+1]`; None: of the base."""
         self.labels = torch.arange(logits.shape[1] - 1, device=logits.device)
         self._frames, self._bias_of = (logits - logits.amax(-1, keepdim=True)).exp(), bias_of
-        self._behind = self._weights(None)  # F [M, V+1] and 1 / Z [M, T] of the last level's prefixes
+        self._last_level = self._weights(None)  # F [M, V+1] and 1 / Z [M, T] of the last level's prefixes
 
     def _weights(self, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         bias = self._bias_of(classes)
@@ -110,7 +110,7 @@ class ContextEmissions:
         return factor, (factor @ self._frames.T).clamp(min=1e-37).reciprocal()
 
     def _blank_runs(self) -> Tensor:
-        factor, inverse = self._behind
+        factor, inverse = self._last_level
         return runs(self._frames[:, -1] * factor[:, -1:] * inverse)  # [M, T, T]
 
     def start(self) -> PrefixState:
@@ -119,16 +119,16 @@ class ContextEmissions:
 
     def child_scores(self, state: PrefixState) -> Tensor:
         """Ψ [M, V] of every child."""
-        factor, inverse = self._behind
+        factor, inverse = self._last_level
         scores = ((state.either * inverse) @ self._frames[:, :-1]) * factor[:, :-1]
         return scores if state.last is None else scores.scatter(1, state.last[:, None], state.repeated)
 
     def extend(self, state: PrefixState, parent: Tensor, column: Tensor) -> PrefixState:
         """The states of the chosen children."""
-        factor, inverse = self._behind
+        factor, inverse = self._last_level
         own = self._frames[:, column].T  # [M, T]
         entering = own * factor[parent, column][:, None] * inverse[parent]
-        self._behind = factor, inverse = self._weights(column)
+        self._last_level = factor, inverse = self._weights(column)
         stays = own * factor.gather(1, column[:, None]) * inverse
         return extend(state, parent, column, from_entry(entering, stays, self._blank_runs()))
 

@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_heads.heads.attention import TreeAttention
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.eagle3 import Eagle3Head
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
-from draft_heads.inference.drafters.heads.level_tree import LevelTreeOptions, grow_tree
+from draft_heads.inference.drafters.heads.level_tree import LevelAttention, LevelTreeOptions, grow_tree
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
 
 class Eagle3Drafter(HeadDrafter):
-    """Keeps the block's keys and values of pass 0; those of drafted tokens lie behind and are overwritten."""
+    """Keeps the block's keys and values of pass 0; those of drafted tokens lie after them and are overwritten."""
 
     kind = "eagle3"
     title = "level by level, each node with its parent's output in the block"
@@ -31,8 +30,8 @@ class Eagle3Drafter(HeadDrafter):
         """options: see `LevelTreeOptions`."""
         chosen = LevelTreeOptions(max_nodes=max_nodes, **options)
         self._cache, levels = BlockCache(head), head.config.passes
-        behind = (chosen.max_nodes + 1) * levels + 1
-        super().__init__(head, view, chosen, levels, [self._cache], behind, head.block)
+        after = (chosen.max_nodes + 1) * levels + 1
+        super().__init__(head, view, chosen, levels, [self._cache], after, head.block)
         self.chain = chosen.tree == "chain"
         self._state: Tensor  # g_n, [H]
         self._base: Tensor
@@ -50,7 +49,7 @@ class Eagle3Drafter(HeadDrafter):
     def propose(self) -> DraftTree:
         """The best tree; its first node is the anchor itself, in the row of the last committed token."""
         head, passes = self.head, self.head.config.passes
-        attend = TreeAttention(self._cache, self.length - 1, head.block.heads, self.max_nodes * passes)
+        attend = LevelAttention(self._cache, self.length - 1, head.block.heads, self.max_nodes * passes)
         states = self._state[None]  # [W, H], what the nodes of a level leave to their children
         cos, sin = self._rotation(self.length + torch.arange(-1, passes - 1, device=self.length.device))  # of levels
 

@@ -30,7 +30,7 @@ class HydraDrafter(HeadDrafter):
         """options: see `LevelTreeOptions`."""
         chosen = LevelTreeOptions(max_nodes=max_nodes, **options)
         caches = [BlockCache(head)] if head.config.prefix_attention else []
-        super().__init__(head, view, chosen, head.config.heads, caches, behind=head.config.heads + 1)
+        super().__init__(head, view, chosen, head.config.heads, caches, after=head.config.heads + 1)
         self.chain = chosen.tree == "chain"
         self._state: Tensor  # s_n, [H]
         self._base: Tensor
@@ -42,7 +42,7 @@ class HydraDrafter(HeadDrafter):
             slots = self._new_slots(hidden)
             rotation = head.prefix.rotation(slots[None])
             hidden = head.prefix(hidden[None], rotation, cache.entering(slots, causal=True))[0]
-        # rows behind the last committed one see more than they should: take that one itself
+        # rows after the last committed one see more than they should: take that one itself
         self._state = hidden.index_select(0, step.count[None] - 1)[0]
         self._base = step.base
         self.length += step.count

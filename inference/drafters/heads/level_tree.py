@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from draft_heads.configs.options import option
-from draft_heads.inference.drafters.heads.base import HeadOptions
+from draft_heads.heads.block import folded_attention
+from draft_heads.inference.drafters.heads.base import BlockCache, HeadOptions
 from draft_heads.inference.target.compiled import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, kept_parents
 
@@ -33,13 +34,13 @@ class LevelTreeOptions(HeadOptions):
 def grow_tree(
     first: Tensor, expand: Expand, max_nodes: int, levels: int, vocabulary: Tensor | None = None, chain: bool = False
 ) -> DraftTree:
-    """The best `max_nodes` drafts behind the base token.
+    """The best `max_nodes` drafts after the base token.
 
     first [V]: log-probabilities of what follows the base token; `expand` is called at most `levels − 1` times, each
     time with the best nodes of one level; where host reads are allowed, only those still among the best of all.
     A node of depth d brings d − 1 ancestors along, so of that depth no more than `max_nodes − d + 1` can be in.
     vocabulary [V]: the token of each column of the log-probabilities; None: the column is the token.
-    chain: the most probable token behind each other instead, as most servers draft.
+    chain: the most probable token after each other instead, as most servers draft.
     """
     tokens, parents, scores = [], [], []
     above, count = -1, 0  # index in the tree of the first expanded node of the level above, and of this level
@@ -93,3 +94,35 @@ def best_indices(scores: Tensor, count: int) -> Tensor:
     ranks = torch.where(bits < 0, -(bits + 2**31), bits)  # integers in the order of the numbers, both zeros alike
     highest = (ranks << 32) - torch.arange(len(scores), device=scores.device)
     return highest.topk(count, sorted=False).indices.topk(count, largest=False).values
+
+
+class LevelAttention:
+    """Attention of a draft tree grown level by level over a cached context that every node sees.
+
+    The first `length` slots of the cache ([] int64, on the device) are the context; the drafted nodes' own keys and
+    values are written after it, so it must have room for `most` of them. Call `enter` with each level's parents, then
+    use the object as `Attend`. Masks are what is added to scores, 0 or −inf, made for all levels at once.
+    """
+
+    def __init__(self, cache: BlockCache, length: Tensor, heads: int, most: int) -> None:
+        """heads: N, of the queries."""
+        self._cache = cache
+        shared, slots = cache.keys.shape[1:3]
+        index = torch.arange(slots, device=length.device)
+        self._slots = index[:most] + length
+        sees = (index < length) | (index == self._slots[:, None])
+        self._own = cache.keys.new_full(sees.shape, -torch.inf).masked_fill_(sees, 0)  # the context and itself
+        self._repeat = heads // shared
+        self._mask: Tensor  # [N/G, W, C] of the level
+        self._drafted, self._level = 0, slice(0)
+
+    def enter(self, parents: Tensor) -> None:
+        """A new level: node w hangs under `parents[w]`, an index into the level before; any value at the root."""
+        self._level = slice(self._drafted, self._drafted + len(parents))
+        own = self._own[self._level].expand(self._repeat, -1, -1)
+        self._mask = torch.maximum(self._mask.index_select(1, parents), own) if self._drafted else own
+        self._drafted += len(parents)
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        self._cache.write(self._slots[self._level], keys, values)
+        return folded_attention(queries, self._cache.keys, self._cache.values, self._mask)
