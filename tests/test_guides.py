@@ -49,7 +49,7 @@ ELSEWHERE = {
     "scripts/checks/seeded_defects.py": "an hour; tests/scripts/test_seeded_defects.py",
     "scripts/checks/lossless_matrix.py": "tests/inference/test_lossless_matrix.py",
     "python -m pytest": "the tests are running",
-    "train/head.py --head linear": "the reader of CONTRIBUTING writes it",
+    "python train/head.py --head linear ": "the reader of CONTRIBUTING writes it",
     "python scripts/evaluate.py --target data/tiny_target --drafters linear=": "the reader of CONTRIBUTING writes it",
     "python scripts/evaluate.py --target data/tiny_target --drafters repeat ": "the reader of CONTRIBUTING writes it",
 }
