@@ -192,11 +192,15 @@ def test_more_offsets_than_the_text_is_long_still_train(head, view):
 
 
 def test_drafts_at_an_anchor_do_not_see_what_follows_it(head, view):
-    """Of hidden states those up to the anchor, of tokens those before each offset."""
-    rows, anchor = text(rows=1), 4
+    """Of hidden states those up to the anchor, of tokens those before each offset.
+
+    Beside a later anchor, for which attention reads more of the row than this one may see.
+    """
+    rows, anchor, later = text(rows=1), 4, 9
+    anchors = torch.tensor([[anchor, later]])
     rows.hidden.requires_grad_()
     head.eval()
-    found = head.offset_log_probs(rows, torch.tensor([[anchor]]), view)
+    found = head.offset_log_probs(rows, anchors, view)[0]
     (found * torch.randn(found.shape)).sum().backward()
     assert rows.hidden.grad[0, : anchor + 1].abs().sum() > 0
     assert rows.hidden.grad[0, anchor + 1 :].abs().max() == 0
@@ -204,8 +208,8 @@ def test_drafts_at_an_anchor_do_not_see_what_follows_it(head, view):
         ids = rows.input_ids.clone()
         ids[0, anchor + 2 + offset :] = 7  # the label at this offset and all behind it
         changed = Rows(rows.hidden, ids, rows.segment_ids, rows.position_ids)
-        other = head.offset_log_probs(changed, torch.tensor([[anchor]]), view)
-        assert torch.equal(other[:, : offset + 1], found[:, : offset + 1])
+        other = head.offset_log_probs(changed, anchors, view)[0]
+        assert torch.equal(other[: offset + 1], found[: offset + 1])
 
 
 def test_the_loss_does_not_see_text_after_its_labels(head, view):
