@@ -221,9 +221,13 @@ class DraftHead(nn.Module):
         """What the head predicts at each offset in turn, for the windows `wanted[:, offset]` only; wanted [N, U] bool.
 
         Label u of the window at anchor n is the token at n+2+u; the tokens before it are known and may be read.
-        `target` is the head's `draft_view`.
+        `target` is the head's `draft_view`. Not abstract: a head whose loss is no sum over offsets (CTC) overrides
+        `window_loss` and `offset_log_probs`, the two that call this.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define readouts(rows, windows, wanted, target)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define readouts(rows, windows, wanted, target), or window_loss and "
+            "offset_log_probs"
+        )
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
         """The summed loss of the given windows; in evaluation mode also the hits per offset.
