@@ -190,12 +190,13 @@ def grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
 
 def folded_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """The same for a few queries `[B, N, Q, D]`, whose heads all see the `[Q, C]` of `mask`; no key is copied.
+    """The same for a few queries `[B, N, Q, D]`, whose heads all see the `[B, 1, Q, C]` of `mask`; no key is copied.
 
     The queries of the N/G heads that share a key head are taken as rows of one head; `mask` may be given as
-    `[N/G, Q, C]`, written out for them.
+    `[B, N/G, Q, C]`, written out for them.
     """
     heads, shared = queries.shape[1], keys.shape[1]
     folded = queries.unflatten(1, (shared, -1)).flatten(2, 3)
-    attended = grouped_attention(folded, keys, values, mask.expand(heads // shared, *mask.shape[-2:]).flatten(0, 1))
+    mask = mask.expand(-1, heads // shared, -1, -1).flatten(1, 2)[:, None]
+    attended = grouped_attention(folded, keys, values, mask)
     return attended.unflatten(2, (heads // shared, -1)).flatten(1, 2)

@@ -1,6 +1,7 @@
 """CTC prefix scores Ψ: the probability that the collapse of the frames *starts with* a prefix.
 
-Shapes: M prefixes, T frames, C classes considered, N windows, U labels. All in probabilities, float32 or float64.
+Shapes: B texts, M prefixes of each, T frames, C classes considered, N windows, U labels. All in probabilities, float32
+or float64.
 
 With γⁿ_t(p), γᵇ_t(p) the probability that frames 1..t collapse to p ending in p's last label / in blank,
 
@@ -20,14 +21,15 @@ import torch
 from torch import Tensor
 
 from draft_heads.heads.accuracy import TOP, top_hits
+from draft_heads.heads.windows import rows_at
 
 
 @dataclass(frozen=True)
 class PrefixState:
-    """Forward probabilities of M prefixes *before* each frame, in one tensor: column t of a part is before frame t+1.
+    """Forward probabilities of prefixes *before* each frame, in one tensor: column t of a part is before frame t+1.
 
-    sums  [M, 2T + 1]: γⁿ + γᵇ, then γᵇ, then Ψ of the child that repeats the last label, Σ_t γᵇ_{t−1}·p_t(last)
-    last  [M] int64, the class of the prefix's last label; None for empty prefixes
+    sums  [B, M, 2T + 1]: γⁿ + γᵇ, then γᵇ, then Ψ of the child that repeats the last label, Σ_t γᵇ_{t−1}·p_t(last)
+    last  [B, M] int64, the class of the prefix's last label; None for empty prefixes
     """
 
     sums: Tensor
@@ -35,31 +37,28 @@ class PrefixState:
 
     @property
     def either(self) -> Tensor:
-        """[M, T] γⁿ + γᵇ"""
-        return self.sums[:, : self.sums.shape[1] // 2]
+        """[B, M, T] γⁿ + γᵇ"""
+        return self.sums[..., : self.sums.shape[-1] // 2]
 
     @property
     def repeated(self) -> Tensor:
-        """[M, 1], the last column."""
-        return self.sums[:, -1:]
+        """[B, M, 1], the last column."""
+        return self.sums[..., -1:]
 
 
 def empty_prefix(blank_runs: Tensor) -> PrefixState:
-    """The empty prefix, from the `runs` of the blank (`[T, T]`, or `[M, T, T]` for M sets of frames)."""
-    before = blank_runs[..., 0, :].reshape(-1, blank_runs.shape[-1])
-    return PrefixState(torch.cat([before, before, torch.zeros_like(before[:, :1])], dim=1), None)
+    """The empty prefix of each text, M = 1, from the `runs` of the blank in its frames, `[B, T, T]`."""
+    before = blank_runs[:, :1]
+    return PrefixState(torch.cat([before, before, torch.zeros_like(before[..., :1])], dim=-1), None)
 
 
 def child_scores(state: PrefixState, probs: Tensor) -> Tensor:
-    """Ψ(p·c) `[M, C]` of every prefix and class; probs `[T, C]`, or `[M, T, C]` where each prefix has its own frames.
+    """Ψ(p·c) `[B, M, C]` of every prefix and class; probs `[B, T, C]`.
 
     One product for all classes, then the one that repeats the prefix's last label is replaced.
     """
-    if torch.compiler.is_compiling():
-        scores = (state.either[..., None] * probs).sum(-2)  # one loop with what is around it, which a product is not
-    else:
-        scores = (state.either[:, None] @ probs).squeeze(1)
-    return scores if state.last is None else scores.scatter(1, state.last[:, None], state.repeated)
+    scores = state.either @ probs
+    return scores if state.last is None else scores.scatter(-1, state.last[..., None], state.repeated)
 
 
 def runs(probs: Tensor) -> Tensor:
@@ -77,29 +76,32 @@ def from_entry(entering: Tensor, stays: Tensor, blank_runs: Tensor) -> Tensor:
     """[..., T, 2T + 1], the `sums` of a prefix per unit of probability φ_s that may enter its last label c at frame s.
 
     entering [..., T], p_s(c) after the label before; stays [..., T], p_t(c) after c itself, the same numbers unless
-    emissions depend on the label before them (`heads.label_context`); blank_runs: the `runs` of the blank after c,
-    `[T, T]` or of each label. Before frame j c was emitted since s; or for some frames, then blank, once or more.
+    emissions depend on the label before them (`heads.label_context`); blank_runs: the `runs` of the blank after c, of
+    each label, or `[B, T, T]` for all labels of a text. Before frame j c was emitted since s; or for some frames, then
+    blank, once or more.
     """
     in_label = torch.nn.functional.pad(runs(stays)[..., 1:, :], (0, 0, 0, 1))
-    in_blank = in_label @ blank_runs.triu(1)
+    later = blank_runs.triu(1)
+    if later.dim() == in_label.dim():
+        in_blank = in_label @ later
+    else:
+        in_blank = (in_label.flatten(-3, -2) @ later).view_as(in_label)
     repeated = in_blank @ stays[..., None]
     return torch.cat([in_label + in_blank, in_blank, repeated], dim=-1) * entering[..., None]
 
 
 def extend(state: PrefixState, parent: Tensor, label: Tensor, entered: Tensor) -> PrefixState:
-    """The state of prefixes p·c: parent [M'] indexes `state`, label [M'] is c, entered `[M', T, 2T + 1]` `from_entry`.
+    """The state of prefixes p·c: parent [B, M'] indexes `state`, label [B, M'] is c, entered `[B, M', T, 2T + 1]`
+    `from_entry`.
 
     The recursions over frames are written out as sums over the frame s at which c begins, of φ_s(p, c) times what that
     leads to.
     """
-    entering, in_blank, _ = state.sums[parent].tensor_split((entered.shape[1], 2 * entered.shape[1]), dim=1)  # φ
+    frames = entered.shape[-2]
+    entering, in_blank, _ = rows_at(state.sums, parent).tensor_split((frames, 2 * frames), dim=-1)  # φ
     if state.last is not None:
-        entering = torch.where((label == state.last[parent])[:, None], in_blank, entering)
-    if torch.compiler.is_compiling():
-        sums = (entering[..., None] * entered).sum(-2)
-    else:
-        sums = (entering[:, None] @ entered).squeeze(1)
-    return PrefixState(sums, label)
+        entering = torch.where((label == state.last.gather(1, parent))[..., None], in_blank, entering)
+    return PrefixState((entering[..., None, :] @ entered).squeeze(-2), label)
 
 
 def teacher_forced_hits(
@@ -131,13 +133,13 @@ def true_prefix_scores(before: Tensor, labels: Tensor, emissions: Callable[[Tens
 
     before [n, U], the tokens that are the label before; labels [n, U − 1], their classes but for the base token's.
     """
-    everyone = torch.arange(len(before), device=before.device)
+    only = torch.zeros_like(before[:, :1])  # one prefix a window
     probs = emissions(before[:, 0])
     state = empty_prefix(runs(probs[:, :, -1]))
-    yield child_scores(state, probs[:, :, :-1])
+    yield child_scores(state, probs[:, :, :-1])[:, 0]
     for label, token in zip(labels.unbind(1), before[:, 1:].unbind(1)):
         index = label[:, None, None].expand(-1, probs.shape[1], 1)
         entering, probs = probs.gather(2, index)[:, :, 0], emissions(token)
         following = from_entry(entering, probs.gather(2, index)[:, :, 0], runs(probs[:, :, -1]))
-        state = extend(state, everyone, label, following)
-        yield child_scores(state, probs[:, :, :-1])
+        state = extend(state, only, label[:, None], following[:, None])
+        yield child_scores(state, probs[:, :, :-1])[:, 0]

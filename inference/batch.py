@@ -1,26 +1,24 @@
-"""Batched decoding: the trees of several sequences are verified in one forward.
+"""Batched decoding: the trees of several texts are drafted in one call and verified in one forward.
 
-Every sequence has its own drafter and row of the cache; the tokens are those of decoding one by one. Drafters run one
-after another: this engine measures how γ depends on the batch size; it is not a server.
+Every text has a slot of the drafter and a row of the cache, which the next prompt takes when it ends; the tokens are
+those of decoding one by one.
 
 Shapes: B slots, R rows of a forward (the largest tree's), A accepted rows at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from transformers import LogitsProcessorList
 
 from draft_heads.inference.drafters.base import Drafter, check_vocabulary
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
 from draft_heads.inference.processors import TextProcessors, processors_of
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
-from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.inference.verify import accept_exact
@@ -28,38 +26,26 @@ from draft_heads.inference.verify import accept_exact
 
 @dataclass
 class _Slot:
-    """A running sequence: its drafter, its answer so far, its stop rules, how many of its tokens are in the cache.
+    """A running text: its answer so far, its stop rules, how many of its tokens are in the cache.
 
     text        the prompt, the answer so far and the base token
     processors  what changes the logits by the text, if anything does
     """
 
-    drafter: Drafter
     answer: Generation
     stopper: Stopper
-    base: Tensor
     committed: int
     text: list[int]
     processors: LogitsProcessorList | None
 
 
 class BatchEngine:
-    """Decodes many prompts, up to `batch` at a time."""
+    """Decodes many prompts, up to `drafter.slots` at a time."""
 
-    def __init__(self, target: Target, make_drafter: Callable[[], Drafter], batch: int) -> None:
-        """Raises ValueError for a batch below one, and for drafters that are not new ones."""
-        if batch < 1:
-            raise ValueError(f"--batch_size must be at least 1; got {batch}")
-        self.target = target
-        self.drafters = [make_drafter() for _ in range(batch)]
-        self.drafter = self.drafters[0]
-        check_vocabulary(self.drafter, target)
-        members = [id(member) for drafter in self.drafters for member in drafter.members()]
-        if len(set(members)) < len(members):
-            raise ValueError(
-                f"each of the {batch} texts of a batch needs a drafter of its own; make_drafter returned one twice; "
-                "make a new one in each call"
-            )
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        """Raises ValueError for a drafter whose tokens the target does not know."""
+        check_vocabulary(drafter, target)
+        self.target, self.drafter = target, drafter
 
     def generate_or_none(
         self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None
@@ -80,108 +66,110 @@ class BatchEngine:
         answers = [Generation() for _ in prompts]
         if not prompts:
             return answers
-        clock = Clock()
-        size = min(len(self.drafters), len(prompts))
-        slots: list[_Slot | None] = [None] * size
-        longest = max(len(prompt) + limit for prompt, limit in zip(ids, limits))
-        cache = self.target.new_cache(longest + max(self.drafter.max_nodes, self.drafter.max_depth) + 1, size)
-        single = self.target.new_cache(longest)
-        end = torch.zeros(size, dtype=torch.long, device=self.target.device)
+        run = _Run(self.target, self.drafter, settings, longest=max(len(i) + limit for i, limit in zip(ids, limits)))
         waiting = list(range(len(prompts)))[::-1]
         while True:
-            for slot in range(size):
-                while slots[slot] is None and waiting:
+            for slot in range(self.drafter.slots):
+                while run.slots[slot] is None and waiting:
                     index = waiting.pop()
                     own = replace(settings, stop=deepcopy(settings.stop))  # a stop rule may be stateful
-                    stopper = Stopper(own, self.target, limits[index])
-                    slots[slot] = self._begin(slot, ids[index], stopper, answers[index], single, cache, end, clock)
-            if not any(slots):
+                    run.begin(slot, ids[index], Stopper(own, self.target, limits[index]), answers[index])
+            if not any(run.slots):
                 break
-            self._step(slots, settings, cache, end, clock)
+            run.step()
         tokens = max(1, sum(len(answer.tokens) for answer in answers))  # a stop rule may take back all
         for answer in answers:
-            answer.seconds = clock.seconds(len(answer.tokens) / tokens)
+            answer.seconds = run.clock.seconds(len(answer.tokens) / tokens)
         return answers
 
-    def _begin(
-        self,
-        slot: int,
-        prompt_ids: list[int],
-        stopper: Stopper,
-        answer: Generation,
-        single: KVCache,
-        cache: KVCache,
-        end: Tensor,
-        clock: Clock,
-    ) -> _Slot | None:
-        """Prefill a prompt in `single` and copy it to its slot; None if the answer has one token only."""
-        drafter = self.drafters[slot]
-        prompt = torch.tensor(prompt_ids, device=self.target.device)
-        drafting = "draft" if drafter.max_nodes else "other"
-        drafter.begin(prompt, len(prompt_ids) + stopper.limit)
+
+class _Run:
+    """The memory of one call: the slots' texts and caches.
+
+    end   [B] int64, the length at which each text must end; 0 for a slot without one
+    base  [B] int64, the base token of each text
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, settings: GenerationSettings, longest: int) -> None:
+        """longest: tokens of the longest prompt and its answer."""
+        self.target, self.drafter, self.settings, self.longest = target, drafter, settings, longest
+        self.clock = Clock()
+        self.slots: list[_Slot | None] = [None] * drafter.slots
+        rows = max(drafter.max_nodes, drafter.max_depth) + 1
+        self._cache = target.new_cache(longest + rows, drafter.slots)
+        self._single = target.new_cache(longest)
+        self._end = torch.zeros(drafter.slots, dtype=torch.long, device=target.device)
+        self._base = torch.zeros_like(self._end)
+        self._drafting = "draft" if drafter.max_nodes else "other"
         for member in drafter.members():
-            member.drafts_for = answer
-        clock.lap(drafting)
-        single.clear()
-        hidden, logits, aux_hidden = self.target.prefill(prompt, single, drafter.target_layers)
-        processors = processors_of(self.target, stopper.settings, prompt_ids, stopper.limit)
+            member.drafts_for = self
+
+    def begin(self, slot: int, ids: list[int], stopper: Stopper, answer: Generation) -> None:
+        """Prefill a prompt by itself and copy it to its slot, which stays free if the answer has one token only."""
+        prompt = torch.tensor(ids, device=self.target.device)
+        self._single.clear()
+        hidden, logits, aux_hidden = self.target.prefill(prompt, self._single, self.drafter.target_layers)
+        processors = processors_of(self.target, stopper.settings, ids, stopper.limit)
         if processors is not None:
-            logits = TextProcessors([processors], [prompt_ids]).after_prompt(logits[None])[0]
-        base = choices(logits[None], prompt.new_tensor([len(prompt_ids)]), stopper.settings.sampling)[0]
-        stopper.extend(answer, [int(base)], [-1])
-        clock.lap("verify")
+            logits = TextProcessors([processors], [ids]).after_prompt(logits[None])[0]
+        base = choices(logits[None], prompt.new_tensor([len(ids)]), stopper.settings.sampling)
+        first = int(base)
+        stopper.extend(answer, [first], [-1])
+        self.clock.lap("verify")
         if answer.finish_reason:
-            return None
-        cache.copy_sequence(slot, single)
-        end[slot] = len(prompt_ids) + stopper.limit
-        drafter.observe(VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden))
-        clock.lap(drafting)
-        return _Slot(drafter, answer, stopper, base, len(prompt_ids), [*prompt_ids, int(base)], processors)
+            return
+        self._cache.copy_sequence(slot, self._single)
+        self._end[slot], self._base[slot] = len(ids) + stopper.limit, first
+        self.drafter.begin(slot, prompt, self.longest)
+        self.drafter.observe(VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden), slot)
+        self.clock.lap(self._drafting)
+        self.slots[slot] = _Slot(answer, stopper, len(ids), [*ids, first], processors)
 
-    def _step(
-        self, slots: list[_Slot | None], settings: GenerationSettings, cache: KVCache, end: Tensor, clock: Clock
-    ) -> None:
-        """One target forward for all; slots whose answers end become None."""
-        device = self.target.device
-        trees = [DraftTree.empty(device) if slot is None else slot.drafter.propose() for slot in slots]
-        base = torch.stack([end.new_zeros(()) if slot is None else slot.base for slot in slots])
-        clock.lap("draft" if self.drafter.max_nodes else "other")
-        cache.bound = max(slot.committed for slot in slots if slot is not None)
-        cache.set_visible_length(1 + max(self.drafter.max_depth, *map(len, trees)))
-        batch = self._verify(base, DraftTree.stack(trees), cache, end, settings, _processors(slots))
-        clock.lap("verify")
-        assert batch.source is not None
-        counts, next_tokens, sources = batch.count.tolist(), batch.next_tokens.tolist(), batch.source.tolist()
-        clock.lap("accept")
-        for index, (slot, tree) in enumerate(zip(slots, trees)):
-            if slot is None:
-                cache.lengths[index] = 0
-                continue
-            accepted = counts[index]
-            slot.committed += accepted
-            slot.text += next_tokens[index][:accepted]
-            slot.base = batch.base[index]
-            slot.stopper.extend(slot.answer, next_tokens[index][:accepted], sources[index][:accepted])
-            clock.lap("other")
-            if slot.answer.finish_reason:
-                slots[index] = None
-                cache.lengths[index] = 0
-                continue
-            slot.drafter.observe(batch.sequence(index, tree))
-            clock.lap("draft" if self.drafter.max_nodes else "other")
+    def step(self) -> None:
+        """One draft and one target forward for all; slots whose answers end become None."""
+        cache, drafter = self._cache, self.drafter
+        cache.bound = max(slot.committed for slot in self.slots if slot is not None)
+        visible = cache.set_visible_length(1 + max(drafter.max_depth, drafter.max_nodes))
+        drafter.set_visible_length(visible)
+        tree = drafter.propose()
+        self.clock.lap(self._drafting)
+        step = self._verify(tree)
+        self.clock.lap("verify")
+        assert step.source is not None
+        counts, next_tokens, sources = step.count.tolist(), step.next_tokens.tolist(), step.source.tolist()
+        self.clock.lap("accept")
+        new_tokens: list[list[int]] = []
+        for index, slot in enumerate(self.slots):
+            new = [] if slot is None else next_tokens[index][: counts[index]]
+            if slot is not None:
+                slot.committed += len(new)
+                slot.text += new
+                slot.stopper.extend(slot.answer, new, sources[index][: counts[index]])
+                if slot.answer.finish_reason:
+                    self.slots[index], new = None, []
+                    self._end[index] = 0
+            new_tokens.append(new)
+        self.clock.lap("other")
+        running = self._end > 0
+        cache.lengths *= running
+        self._base = step.base
+        drafter.observe(replace(step, count=step.count * running, new_tokens=new_tokens))
+        self.clock.lap(self._drafting)
 
-    def _verify(
-        self,
-        base: Tensor,
-        tree: DraftTree,
-        cache: KVCache,
-        end: Tensor,
-        settings: GenerationSettings,
-        processors: TextProcessors | None,
-    ) -> VerifiedStep:
-        accept = accept_exact if settings.typical is None else settings.typical
-        depth, layers = self.drafter.max_depth, self.drafter.target_layers
-        return verify_step(self.target, cache, base, tree, depth, end, settings.sampling, accept, layers, processors)
+    def _verify(self, tree: DraftTree) -> VerifiedStep:
+        settings, drafter = self.settings, self.drafter
+        return verify_step(
+            self.target,
+            self._cache,
+            self._base,
+            tree,
+            drafter.max_depth,
+            self._end,
+            settings.sampling,
+            accept_exact if settings.typical is None else settings.typical,
+            drafter.target_layers,
+            _processors(self.slots),
+        )
 
 
 def _processors(slots: Sequence[_Slot | None]) -> TextProcessors | None:

@@ -55,6 +55,10 @@ class DecodingEngine:
         accept    which drafts are accepted; every rule but the default is lossy
         """
         check_vocabulary(drafter, target)
+        if drafter.slots != 1:
+            raise ValueError(
+                f"DecodingEngine decodes one text at a time; got a drafter of {drafter.slots} slots; use BatchEngine"
+            )
         self.target = target
         self.drafter = drafter
         self.steps = StepRunner(target, drafter, ahead, captured, accept)
@@ -149,7 +153,7 @@ class DecodingEngine:
             # 3. The host synchronisation: read what the oldest step accepted, and its base token.
             new, sources, chosen = pending.popleft().read()
             if not drafter.on_device:
-                step = replace(step, new_tokens=unread + new, read_choices=chosen or None)
+                step = replace(step, new_tokens=[unread + new], read_choices=[chosen] if chosen else None)
                 unread = []
             committed += len(new)
             answered += new

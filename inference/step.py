@@ -24,26 +24,25 @@ from draft_heads.inference.verify import Accept, accept_exact
 class VerifiedStep:
     """What one target step committed: the tokens that it added to the target's cache, and the token after each.
 
-    On the device, of fixed sizes: only the first `count` of A rows are committed, the others repeat the last of them.
+    On the device, of fixed sizes: only the first `count` of a text's A rows are committed, the others repeat the last
+    of them.
 
-    tokens       [A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base
+    tokens       [B, A] int64, newly committed tokens in order (the prompt after the prefill; afterwards the old base
                  token followed by the accepted drafts)
-    next_tokens  [A] int64, the token after each; after the last committed one this is the next base token
-    hidden       [A, H], the target's hidden state at each of them, as the LM head reads it
-    count        [] int64, at least 1
-    choices      [R] int64, the target's own choice at every row of the forward, −1 at a node that a hybrid's merged
+    next_tokens  [B, A] int64, the token after each; after the last committed one this is the next base token
+    hidden       [B, A, H], the target's hidden state at each of them, as the LM head reads it
+    count        [B] int64, at least 1; 0 for a slot without a text
+    choices      [B, R] int64, the target's own choice at every row of the forward, −1 at a node that a hybrid's merged
                  tree left out; None after the prefill
-    source       [A] int64, which drafter proposed the token after each (`DraftTree.source`); −1: the target itself;
+    source       [B, A] int64, which drafter proposed the token after each (`DraftTree.source`); −1: the target itself;
                  None after the prefill
-    tree         the tree that was verified; None after the prefill
-    aux_hidden   [A, k·H], the outputs of the drafter's `target_layers` side by side, like `hidden`; None for none
+    tree         the trees that were verified; None after the prefill
+    aux_hidden   [B, A, k·H], the outputs of the drafter's `target_layers` side by side, like `hidden`; None for none
 
-    Two lists hold what the host has already read of it, for drafters that draft there; else they are None:
+    Two lists hold what the host has already read of each text, for drafters that draft there; else they are None:
 
     new_tokens     what it added to the text: accepted drafts and the new base token; first the prompt, too
     read_choices   `choices`, if the drafter reads them
-
-    A step of B sequences has a leading batch dimension in every tensor.
     """
 
     tokens: Tensor
@@ -54,14 +53,15 @@ class VerifiedStep:
     source: Tensor | None = None
     tree: DraftTree | None = None
     aux_hidden: Tensor | None = None
-    new_tokens: list[int] | None = None
-    read_choices: list[int] | None = None
+    new_tokens: list[list[int]] | None = None
+    read_choices: list[list[int]] | None = None
 
     @classmethod
     def of_prompt(cls, prompt: Tensor, hidden: Tensor, base: Tensor, aux_hidden: Tensor | None = None) -> VerifiedStep:
-        """After the prefill of `prompt [n]`: hidden [n, H], base [] the target's own next token."""
-        next_tokens = torch.cat([prompt[1:], base[None]])
-        return cls(prompt, next_tokens, hidden, torch.full_like(base, len(prompt)), aux_hidden=aux_hidden)
+        """After the prefill of one text's `prompt [n]`: hidden [n, H], base [1] the target's own next token."""
+        next_tokens = torch.cat([prompt[1:], base])[None]
+        aux_hidden = None if aux_hidden is None else aux_hidden[None]
+        return cls(prompt[None], next_tokens, hidden[None], torch.full_like(base, len(prompt)), aux_hidden=aux_hidden)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> VerifiedStep:
         """The same step with `change` applied to every tensor."""
@@ -81,15 +81,21 @@ class VerifiedStep:
         own = [self.tokens, self.next_tokens, self.hidden, self.count, self.choices, self.source, self.aux_hidden]
         return [x for x in own if x is not None] + ([] if self.tree is None else self.tree.tensors())
 
-    def sequence(self, index: int, tree: DraftTree) -> VerifiedStep:
-        """One sequence of a batch, whose own tree is `tree`, without padding rows."""
-        step = self.map(lambda x: x[index])
-        assert step.choices is not None
-        return replace(step, choices=step.choices[: 1 + len(tree)], tree=tree)
+    def of_text(self, index: int, tree: DraftTree | None) -> VerifiedStep:
+        """The step of one of B texts, whose own tree is `tree`, without padding rows."""
+        step = replace(self.map(lambda x: x[index : index + 1]), tree=tree)
+        if step.choices is not None and tree is not None:
+            step = replace(step, choices=step.choices[:, : 1 + len(tree)])
+        new, read = self.new_tokens, self.read_choices
+        return replace(
+            step,
+            new_tokens=None if new is None else new[index : index + 1],
+            read_choices=None if read is None else read[index : index + 1],
+        )
 
     @property
     def base(self) -> Tensor:
-        """[] int64 ([B] for a batch), the target's own next token after the last committed one."""
+        """[B] int64, the target's own next token after the last committed one."""
         return self.next_tokens[..., -1]
 
 
@@ -108,7 +114,6 @@ def verify_step(
     """Verify one tree after each of B cached texts, accept a path, commit it to `cache`; copies nothing to the host.
 
     base       [B] int64, the target's own next token of each sequence
-    tree       tensors [B, M], as from `DraftTree.stack`
     max_depth  no tree is deeper
     end        [B] int64, the length at which each text must end: nothing deeper is accepted; None: no bound
     target_layers  whose outputs the drafter reads

@@ -40,7 +40,7 @@ class TextState:
 
     cache       the target's keys and values of the committed text
     reserved    tokens that drafters allocate memory for
-    end         [] int64, the length at which the text must end
+    end         [1] int64, the length at which the text must end
     settings    how the target chooses tokens
     processors  what changes its logits by the text, on the host; None for nothing
     clock       counts the time of the answer's parts
@@ -87,7 +87,7 @@ class StepRunner:
         self.reserved = 8192
         self._accept = accept
         self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
-        self._end = torch.zeros((), dtype=torch.long, device=target.device)
+        self._end = torch.zeros(1, dtype=torch.long, device=target.device)
         self._warmed_up = False
         # compiled programs, or None: bound methods of its own would keep a runner alive
         self._compiled_draft = self._compiled_verify = None
@@ -117,16 +117,16 @@ class StepRunner:
         step = self._prefill(ids, text)
         if self.captured is not None and self.target.fused is not None:
             assert self.captured.valid_for(self._graph_key(text)), "memory of graphs has moved"
-        return step, torch.stack([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
+        return step, torch.cat([torch.ones_like(step.base), step.base, torch.full_like(step.base, -1)])
 
     def _prefill(self, ids: list[int], text: TextState) -> VerifiedStep:
         prompt = torch.tensor(ids, dtype=torch.long, device=self.target.device)
         with current(self.target.device):
-            self.drafter.begin(prompt, text.reserved)
+            self.drafter.begin(0, prompt, text.reserved)
             text.clock.lap(self._drafting)
             hidden, logits, aux_hidden = self.target.prefill(prompt, text.cache, self.drafter.target_layers)
             following = logits[None] if text.processors is None else text.processors.after_prompt(logits[None])
-            base = choices(following, prompt.new_tensor([prompt.numel()]), text.settings.sampling)[0]
+            base = choices(following, prompt.new_tensor([prompt.numel()]), text.settings.sampling)
             text.clock.lap("verify")
         return VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden)
 
@@ -192,23 +192,22 @@ class StepRunner:
         processors: TextProcessors | None = None,
     ) -> tuple[VerifiedStep, Tensor]:
         """`verify_step` for one sequence, and the tensor for `PendingReadback`."""
-        batch = verify_step(
+        step = verify_step(
             self.target,
             cache,
-            base[None],
-            tree.map(lambda x: x[None]),
+            base,
+            tree,
             self.drafter.max_depth,
-            end=end[None],
+            end=end,
             sampling=sampling,
             accept=self._accept if typical is None else typical,
             target_layers=self.drafter.target_layers,
             processors=processors,
         )
-        step = batch.map(lambda x: x[0])
         assert step.source is not None
-        read = [step.count[None], step.next_tokens, step.source]
+        read = [step.count, step.next_tokens[0], step.source[0]]
         if self.drafter.reads_choices and step.choices is not None:
-            read.append(step.choices)
+            read.append(step.choices[0])
         return step, torch.cat(read)
 
     # --- memory, programs and graphs --------------------------------------------------------------------------------
@@ -235,12 +234,12 @@ class StepRunner:
         if self._compiled_verify is None or self.drafter.on_device or self._warmed_up:
             return
         self._warmed_up = True
-        base = torch.zeros((), dtype=torch.long, device=self.target.device)
-        chain = torch.zeros(3, dtype=torch.long, device=self.target.device)
+        base = torch.zeros(1, dtype=torch.long, device=self.target.device)
+        chain = torch.zeros(1, 3, dtype=torch.long, device=self.target.device)
         for tree in (DraftTree.empty(base.device), DraftTree.build(chain, torch.full_like(chain, -1))):
-            self.target.prefill(base[None], cache)
+            self.target.prefill(base, cache)
             for tensor in tree.tensors() if len(tree) > 1 else ():
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
             cache.set_visible_length(4 + self.drafter.max_depth)
             self._compiled_verify(base, tree, cache, self._end, None, None)
             cache.clear()
@@ -292,7 +291,7 @@ class StepRunner:
         key = visible, len(padded.tree)
         step, packed = captured(key, padded, lambda drafted: self.verify(drafted, text), chained=False)
         assert step.choices is not None
-        return replace(step, choices=step.choices[: 1 + len(tree)], tree=tree), packed
+        return replace(step, choices=step.choices[:, : 1 + len(tree)], tree=tree), packed
 
     @property
     def _captured_rows(self) -> int:

@@ -1,6 +1,6 @@
 """Draft trees as flat tensors: what a drafter proposes and the target verifies in one forward.
 
-Shapes: M nodes. Ancestors and depths follow from `parents`, without copying a value to the host.
+Shapes: B texts, M nodes of each tree. Ancestors and depths follow from `parents`, without copying a value to the host.
 
 Worked example, used throughout the tests. The base token `b` has children `x` and `y`; `x` has child `z`::
 
@@ -21,13 +21,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Candidate continuations of the base token as a tree in topological order (parents before children).
+    """Candidate continuations of B texts' base tokens as trees in topological order (parents before children).
 
-    tokens     [M] int64, the drafted token of each node
-    parents    [M] int64, index of the parent node, -1 for children of the base token
-    log_probs  [M] float, the drafter's log-probability of the path from the base token to the node
-    source     [M] int64, which drafter proposed the node (index into `Drafter.sources`)
-    candidate  [M] bool, False for rows that are computed and read back but never accepted
+    tokens     [B, M] int64, the drafted token of each node
+    parents    [B, M] int64, index of the parent node, -1 for children of the base token
+    log_probs  [B, M] float, the drafter's log-probability of the path from the base token to the node
+    source     [B, M] int64, which drafter proposed the node (index into `Drafter.sources`)
+    candidate  [B, M] bool, False for rows that are computed and read back but never accepted
 
     Prefix-closed by construction; no two candidate siblings may share a token.
     """
@@ -40,7 +40,7 @@ class DraftTree:
 
     @classmethod
     def build(cls, tokens: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> DraftTree:
-        """A tree of candidates from one source; `log_probs` defaults to zeros."""
+        """Trees of candidates from one source; `log_probs` defaults to zeros."""
         if log_probs is None:
             log_probs = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         return cls(tokens, parents, log_probs, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
@@ -54,7 +54,7 @@ class DraftTree:
         source: Sequence[int],
         device: torch.device,
     ) -> DraftTree:
-        """A tree of candidates built on the host."""
+        """One text's tree of candidates, built on the host."""
         if not tokens:
             return cls.empty(device)
         # from one buffer, in a third of the time that torch.tensor(list) takes, and one copy to a GPU
@@ -62,7 +62,7 @@ class DraftTree:
         for integers in (parents, source):
             values.extend(integers)
         values.frombytes(array("d", log_probs).tobytes())
-        packed = torch.frombuffer(values, dtype=torch.long).view(4, -1)
+        packed = torch.frombuffer(values, dtype=torch.long).view(4, 1, -1)
         if device.type != "cpu":
             packed = packed.pin_memory().to(device, non_blocking=True)
         token_ids, parent_ids, source_ids, scores = packed.unbind()
@@ -70,9 +70,9 @@ class DraftTree:
         return cls(token_ids, parent_ids, scores.view(torch.float64).float(), source_ids, candidate)
 
     @classmethod
-    def empty(cls, device: torch.device | str = "cpu") -> DraftTree:
-        """No drafts: the step verifies the base token only, as the vanilla loop does."""
-        none = torch.zeros(0, dtype=torch.long, device=device)
+    def empty(cls, device: torch.device | str = "cpu", texts: int = 1) -> DraftTree:
+        """No drafts: the step verifies the base tokens only, as the vanilla loop does."""
+        none = torch.zeros(texts, 0, dtype=torch.long, device=device)
         return cls.build(none, none.clone())  # two tensors: compiled programs guard on aliasing
 
     def tensors(self) -> list[Tensor]:
@@ -85,20 +85,20 @@ class DraftTree:
 
     @classmethod
     def stack(cls, trees: Sequence[DraftTree]) -> DraftTree:
-        """[B, M] tensors of B trees, the smaller ones `padded` to the largest."""
+        """The trees of all texts of `trees`, the smaller ones `padded` to the largest."""
         largest = max(map(len, trees))
-        return cls(*map(torch.stack, zip(*(tree.padded(largest).tensors() for tree in trees))))
+        return cls(*map(torch.cat, zip(*(tree.padded(largest).tensors() for tree in trees))))
 
     def __len__(self) -> int:
         return self.tokens.shape[-1]
 
     def take(self, order: Tensor) -> DraftTree:
-        """The nodes `order [K]` (indices, ascending), which must be prefix-closed: a taken node's parent is taken."""
-        parents = kept_parents(self.parents, order)
-        return DraftTree(self.tokens[order], parents, self.log_probs[order], self.source[order], self.candidate[order])
+        """The nodes `order [B, K]` (indices, ascending), prefix-closed: the parent of a taken node is taken."""
+        tokens, *rest = (x.gather(1, order) for x in (self.tokens, self.log_probs, self.source, self.candidate))
+        return DraftTree(tokens, kept_parents(self.parents, order), *rest)
 
     def limit_depth(self, limit: Tensor | int, depth: Tensor) -> DraftTree:
-        """The same nodes, of which those deeper than `limit` cannot be accepted; depth `[M]` of the nodes."""
+        """The same nodes, of which those deeper than `limit` cannot be accepted; depth `[B, M]` of the nodes."""
         return replace(self, candidate=self.candidate & (depth <= limit))
 
     def padded(self, size: int) -> DraftTree:
@@ -106,14 +106,10 @@ class DraftTree:
         missing = size - len(self)
         if missing <= 0:
             return self
-        padding = self.tokens.new_zeros(missing)
-        return DraftTree(
-            torch.cat([self.tokens, padding]),
-            torch.cat([self.parents, padding - 1]),
-            torch.cat([self.log_probs, torch.full_like(padding, -torch.inf, dtype=self.log_probs.dtype)]),
-            torch.cat([self.source, padding]),
-            torch.cat([self.candidate, padding.bool()]),
-        )
+        padding = self.tokens.new_zeros(len(self.tokens), missing)
+        never = torch.full_like(padding, -torch.inf, dtype=self.log_probs.dtype)
+        added = padding, padding - 1, never, padding, padding.bool()
+        return DraftTree(*(torch.cat(both, dim=1) for both in zip(self.tensors(), added)))
 
 
 def padded_nodes(nodes: int) -> int:
@@ -124,8 +120,8 @@ def padded_nodes(nodes: int) -> int:
 
 
 def kept_parents(parents: Tensor, order: Tensor) -> Tensor:
-    """[K] parents of the nodes `order [K]` (see `DraftTree.take`), as indices into `order`."""
-    return torch.searchsorted(order, parents[order], right=True) - 1
+    """[B, K] parents of the nodes `order [B, K]` (see `DraftTree.take`), as indices into `order`."""
+    return torch.searchsorted(order, parents.gather(1, order), right=True) - 1
 
 
 class TokenTrie:

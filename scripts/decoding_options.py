@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from draft_heads.data.generation_config import processor_settings, unapplied_set
 from draft_heads.data.labels.loops import LoopDetector
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.inference.batch import BatchEngine
-from draft_heads.inference.drafters.registry import DrafterBuilder, DrafterSpec, build_drafter
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.table import drafters_table
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
@@ -175,10 +174,8 @@ def load_engines(
     specs: Sequence[DrafterSpec], target: Target, max_nodes: int, batch_size: int
 ) -> dict[str, DecodingEngine | BatchEngine]:
     """An engine for every drafter, by the names that reports use; batch engines if `batch_size` is above 1."""
-    if batch_size == 1:
-        return {spec.name: DecodingEngine(target, build_drafter(spec, target, max_nodes)) for spec in specs}
-    builder = DrafterBuilder(target, max_nodes)
-    return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
+    engine = DecodingEngine if batch_size == 1 else BatchEngine
+    return {spec.name: engine(target, build_drafter(spec, target, max_nodes, batch_size)) for spec in specs}
 
 
 class ListDrafters(argparse.Action):

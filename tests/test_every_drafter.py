@@ -139,7 +139,7 @@ def open_datastore(monkeypatch):
 def depth(tree):
     """Of the deepest node."""
     found = []
-    for parent in tree.parents.tolist():
+    for parent in tree.parents[0].tolist():
         found.append(1 + (found[parent] if parent >= 0 else 0))
     return max(found, default=0)
 
@@ -169,7 +169,7 @@ def test_decoding_is_lossless_trees_keep_their_rules_and_the_second_text_starts_
     for tree in itertools.chain(*trees):
         check_tree(tree)  # parents before children, siblings differ
         assert len(tree) <= drafter.max_nodes and depth(tree) <= drafter.max_depth
-        assert all(token < (drafter.vocabulary or target().vocab_size) for token in tree.tokens.tolist())
+        assert all(token < (drafter.vocabulary or target().vocab_size) for token in tree.tokens[0].tolist())
     json.dumps(drafter.findings())
     if not drafter.carries_over:
         (alone,), (fresh,) = decode(build(words), which=[1])

@@ -343,9 +343,9 @@ def test_every_node_is_scored_as_the_training_forward_scores_its_path(name, size
         tree = drafter.propose()
     assert len(tree) > 8
     committed, paths = known.shape[1] - 1, []  # the last token is the base token
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
+    for token, parent in zip(tree.tokens[0].tolist(), tree.parents[0].tolist()):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    for path, score in zip(paths, tree.log_probs.tolist()):
+    for path, score in zip(paths, tree.log_probs[0].tolist()):
         row = torch.tensor([[*known[0].tolist(), *path]])
         rows = Rows.of(torch.empty(0), row)
         states = target.forward_rows(row, rows.segment_ids, rows.position_ids, head.config.target_layers)

@@ -1,9 +1,9 @@
-"""The interface of all drafters, learned or training-free (shapes: n committed tokens, H hidden, M nodes)."""
+"""The interface of all drafters, learned or training-free (shapes: B texts, n committed tokens, H hidden, M nodes)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol
 
@@ -23,10 +23,12 @@ class Builder(Protocol):
 
     target     the target it drafts for; a replay has its tokenizer only, which is enough for `text_only` drafters
     max_nodes  the default node budget
+    slots      texts that it drafts for at once
     """
 
     target: Target
     max_nodes: int
+    slots: int
 
     def head(self, kind: str, path: str) -> DraftHead:
         """The trained head at a path, on the target's device; ValueError for another kind's, or another target's."""
@@ -39,10 +41,11 @@ class Builder(Protocol):
 
 
 class Drafter(ABC):
-    """`begin` and `observe` (the prefill) once per prompt, then `propose` and `observe` once per target step.
+    """Drafts for the texts of B slots: `begin` and `observe` (the prefill) once per prompt, for its slot; then
+    `propose` and `observe` once per target step, for all slots together.
 
     State that outlives a step (lengths, recent tokens) is kept in tensors written in place: a CUDA graph holds their
-    addresses.
+    addresses. A drafter that keeps the state of one text has one slot; `SlotLoop` makes one of B such drafters.
 
     Class attributes declare a drafter's name, options and properties:
 
@@ -61,11 +64,12 @@ class Drafter(ABC):
 
     An instance may override those that depend on its options. It also has
 
+    slots       B, texts that it drafts for at once
     options     an object of `options_type`
     max_nodes   upper bound of a proposal's nodes
     max_depth   upper bound of a proposal's depth
     vocabulary  it proposes token ids below this one only; 0: none but those of the text and the target's choices
-    drafts_for  the text that it was begun with, which the engine that began it sets
+    drafts_for  the text that it was begun with, which the engine that began it sets; of several slots, the engine's run
     """
 
     kind: ClassVar[str] = ""
@@ -80,6 +84,7 @@ class Drafter(ABC):
     proposes_levels: bool = False
     carries_over: bool = False
     sources: tuple[str, ...] = ("draft",)
+    slots: int = 1
     options: DrafterOptions = DrafterOptions()
     max_nodes: int
     max_depth: int
@@ -92,39 +97,44 @@ class Drafter(ABC):
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> Drafter:
-        """Build from a path ("" where `loads` is) and all options; by default a drafter that loads nothing."""
+        """Build from a path ("" where `loads` is) and all options, of `build.slots` or of one slot; by default a
+        drafter of one slot that loads nothing."""
         make: Any = cls
         drafter: Drafter = make(build.target.device, **options)
         return drafter
 
     def members(self) -> Iterator[Drafter]:
-        """The drafter and those inside it, all of which keep the state of one text."""
+        """The drafter and those inside it, all of which keep the state of the same texts."""
         yield self
 
     def memory(self) -> list[Tensor]:
         """The tensors that outlive a step, whose addresses CUDA graphs hold."""
         return []
 
+    def of_slot(self, slot: int) -> Drafter:
+        """The drafter that keeps the state of this slot's text: itself, unless each slot has one of its own."""
+        return self
+
     @abstractmethod
-    def begin(self, prompt: Tensor, capacity: int) -> None:
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         """Start a new text: `prompt [n]` is prefilled next; it and its answer have at most `capacity` tokens."""
 
     def set_visible_length(self, tokens: int) -> None:
-        """Until the next call, text and the rows after it stay within `tokens`, one of few values; may be ignored."""
+        """Until the next call, texts and rows after them stay within `tokens`, one of few values; may be ignored."""
         return
 
     @abstractmethod
-    def observe(self, step: VerifiedStep) -> None:
-        """Read the committed tokens and their hidden states."""
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
+        """Read the committed tokens and their hidden states, of all B texts or of the one in `slot`."""
 
     def rewind(self, text: VerifiedStep, capacity: int) -> None:
         """Replace the observed text by `text`, given whole as after a prefill, after the target rejected a draft."""
-        self.begin(text.tokens, capacity)
+        self.begin(0, text.tokens[0], capacity)
         self.observe(text)
 
     @abstractmethod
     def propose(self) -> DraftTree:
-        """Draft continuations of the base token."""
+        """Draft continuations of the B base tokens: trees [B, M]; that of a slot without a text is never read."""
 
     def settings(self) -> dict[str, Any]:
         """Every option with its value, for reports."""
@@ -144,21 +154,106 @@ class VanillaDrafter(Drafter):
     max_nodes = 0
     max_depth = 0
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._tree = DraftTree.empty(device)
+    def __init__(self, device: torch.device | str = "cpu", slots: int = 1) -> None:
+        self.slots, self._tree = slots, DraftTree.empty(device, slots)
+
+    @classmethod
+    def from_options(cls, path: str, build: Builder, **options: Any) -> VanillaDrafter:
+        """See `Drafter.from_options`."""
+        return cls(build.target.device, build.slots)
 
     def members(self) -> Iterator[Drafter]:
         """None: it keeps no state, so engines may share it."""
         yield from ()
 
-    def begin(self, prompt: Tensor, capacity: int) -> None:
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         """Nothing to forget."""
 
-    def observe(self, step: VerifiedStep) -> None:
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
         """Nothing to observe."""
 
     def propose(self) -> DraftTree:
         return self._tree
+
+
+class SlotLoop(Drafter):
+    """B drafters of one text each as one drafter of B slots, one after another: for what drafts on the host."""
+
+    def __init__(self, each: Sequence[Drafter], device: torch.device | str = "cpu") -> None:
+        """each: alike, and each its own; ValueError for one that is given twice."""
+        members = [id(member) for drafter in each for member in drafter.members()]
+        if len(set(members)) < len(members):
+            raise ValueError(
+                f"each of the {len(each)} texts of a batch needs a drafter of its own; got one twice; make a new one "
+                "for each"
+            )
+        self.each, self.slots = each, len(each)
+        for name in _DESCRIPTION:
+            setattr(self, name, getattr(each[0], name))
+        self._proposed: list[DraftTree | None] = [None] * len(each)  # None: the slot has no text
+        self._none = DraftTree.empty(device)
+
+    @property
+    def target_layers(self) -> tuple[int, ...]:
+        return self.each[0].target_layers
+
+    def members(self) -> Iterator[Drafter]:
+        """See `Drafter.members`."""
+        for drafter in self.each:
+            yield from drafter.members()
+
+    def memory(self) -> list[Tensor]:
+        """See `Drafter.memory`."""
+        return [tensor for drafter in self.each for tensor in drafter.memory()]
+
+    def of_slot(self, slot: int) -> Drafter:
+        """See `Drafter.of_slot`."""
+        return self.each[slot]
+
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
+        """See `Drafter.begin`."""
+        self.each[slot].begin(0, prompt, capacity)
+        self._proposed[slot] = None
+
+    def set_visible_length(self, tokens: int) -> None:
+        """See `Drafter.set_visible_length`."""
+        for drafter in self.each:
+            drafter.set_visible_length(tokens)
+
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
+        """Each drafter sees the tree that it proposed itself, not padded; `new_tokens` says which text has ended."""
+        if slot is not None:
+            self.each[slot].observe(step)
+            self._proposed[slot] = self._none
+            return
+        for index, tree in enumerate(self._proposed):
+            if tree is not None:
+                own = step.of_text(index, tree)
+                if own.new_tokens == [[]]:
+                    self._proposed[index] = None
+                else:
+                    self.each[index].observe(own)
+
+    def propose(self) -> DraftTree:
+        for index, drafter in enumerate(self.each):
+            if self._proposed[index] is not None:
+                self._proposed[index] = drafter.propose()
+        return DraftTree.stack([self._none if tree is None else tree for tree in self._proposed])
+
+    def settings(self) -> dict[str, Any]:
+        """See `Drafter.settings`; they are alike."""
+        return self.each[0].settings()
+
+    def findings(self) -> dict[str, Any]:
+        """See `Drafter.findings`; those of the first slot, which had its share of the texts."""
+        return self.each[0].findings()
+
+
+_DESCRIPTION = (
+    *("kind", "title", "loads", "options_type", "text_only", "on_device", "reads_choices", "extends_paths"),
+    *("proposes_levels", "carries_over", "sources", "options", "max_nodes", "max_depth", "vocabulary"),
+)
+"""What drafters that are alike have in common."""
 
 
 def tempered(log_probs: Tensor, temperature: float) -> Tensor:

@@ -12,10 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from draft_heads.configs.options import option_names
+from draft_heads.configs.options import check_whole, option_names
 from draft_heads.heads.base import DraftHead
 from draft_heads.heads.checkpoint import HEADS, load_head
-from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.drafters.base import Drafter, SlotLoop
 from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter, HybridOptions
@@ -125,9 +125,10 @@ def drafter_for(head: DraftHead, target: Target, max_nodes: int = 32, **options:
     return drafter
 
 
-def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32) -> Drafter:
-    """The drafter a spec describes, on the target's device; ValueError names what is wrong with it."""
-    return DrafterBuilder(target, max_nodes).build(spec)
+def build_drafter(spec: DrafterSpec, target: Target, max_nodes: int = 32, slots: int = 1) -> Drafter:
+    """The drafter a spec describes, for the texts of `slots` at once, on the target's device; ValueError names what is
+    wrong with it."""
+    return DrafterBuilder(target, max_nodes, slots).build(spec)
 
 
 class DrafterBuilder:
@@ -136,25 +137,32 @@ class DrafterBuilder:
     See `inference.drafters.base.Builder`.
     """
 
-    def __init__(self, target: Target, max_nodes: int = 32) -> None:
-        """max_nodes: the default of the option of that name."""
-        self.target, self.max_nodes = target, max_nodes
+    def __init__(self, target: Target, max_nodes: int = 32, slots: int = 1) -> None:
+        """max_nodes: the default of the option of that name; slots: texts that a drafter drafts for at once."""
+        check_whole("slots", slots, least=1, remedy="1 drafts for one text at a time")
+        self.target, self.max_nodes, self.slots = target, max_nodes, slots
         self._heads: dict[str, DraftHead] = {}
         self._models: dict[str, Target] = {}
 
     def build(self, spec: DrafterSpec) -> Drafter:
         """See `build_drafter`."""
         own, options = options_of(spec, self.max_nodes)
-        drafters = [
-            DRAFTERS[part.kind].from_options(part.path, self, **asdict(chosen))
-            for part, chosen in zip(spec.parts, options)
-        ]
+        drafters = [self._of_all_slots(part, chosen) for part, chosen in zip(spec.parts, options)]
         if len(drafters) == 1:
             return drafters[0]
         kinds = [part.kind for part in spec.parts]
         earlier = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]
         names = [f"{kind}_{1 + count}" if count else kind for kind, count in zip(kinds, earlier)]
         return HybridDrafter(list(zip(names, drafters)), self.target, self.max_nodes, **asdict(own))
+
+    def _of_all_slots(self, part: DrafterPart, options: DrafterOptions) -> Drafter:
+        """A part's drafter; one for each slot where its kind keeps the state of one text."""
+        kind = DRAFTERS[part.kind]
+        drafter = kind.from_options(part.path, self, **asdict(options))
+        if drafter.slots == self.slots:
+            return drafter
+        others = [kind.from_options(part.path, self, **asdict(options)) for _ in range(1, self.slots)]
+        return SlotLoop([drafter, *others], self.target.device)
 
     def head(self, kind: str, path: str) -> DraftHead:
         if path not in self._heads:

@@ -34,7 +34,7 @@ def carried_over(
                 text = record.prompt, tuple(record.generation.tokens)
                 repeated[record.benchmark] = repeated.get(record.benchmark, 0) + (text in seen)
                 seen.add(text)
-        found[name] = {"runs": runs, "drafters_per_run": len(alike), "repeated_turns": repeated}
+        found[name] = {"runs": runs, "drafters_per_run": len(alike) * alike[0].slots, "repeated_turns": repeated}
     return found
 
 

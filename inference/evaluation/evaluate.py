@@ -204,9 +204,12 @@ def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
 
 
 def drafters_of(engines: Mapping[str, AnyEngine]) -> dict[str, list[Drafter]]:
-    """The drafters of the engines that have any; a batch engine has several alike."""
-    drafting = {name: engine for name, engine in engines.items() if hasattr(engine, "drafter")}
-    return {name: list(getattr(engine, "drafters", None) or [engine.drafter]) for name, engine in drafting.items()}
+    """The drafters of the engines that have any; a batch engine may have several alike, one a slot."""
+    drafting: dict[str, Drafter] = {n: engine.drafter for n, engine in engines.items() if hasattr(engine, "drafter")}
+    return {
+        name: list(dict.fromkeys(drafter.of_slot(slot) for slot in range(drafter.slots)))
+        for name, drafter in drafting.items()
+    }
 
 
 def findings_of(drafters: Mapping[str, Sequence[Drafter]]) -> dict[str, dict[str, Any]]:

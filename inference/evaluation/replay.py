@@ -59,8 +59,8 @@ def replay(
     text = torch.tensor([*prompt, *tokens], device=None if hidden is None else hidden.device)
     rounded = STEPS[text.device.type]
     states = text.new_empty(len(text), 0, dtype=torch.float32) if hidden is None else hidden
-    drafter.begin(text[:count], len(text))
-    step = VerifiedStep.of_prompt(text[:count], states[:count], text[count], _rows(aux_hidden, 0, count))
+    drafter.begin(0, text[:count], len(text))
+    step = VerifiedStep.of_prompt(text[:count], states[:count], text[count : count + 1], _rows(aux_hidden, 0, count))
     while len(done.tokens) < len(tokens):
         start = len(done.tokens)
         drafter.set_visible_length(-(-(len(prompt) + start + drafter.max_depth) // rounded) * rounded)
@@ -73,10 +73,10 @@ def replay(
         done.sources.extend([*sources, -1][: len(new)])
         done.accept_lengths.append(len(new))
         base = len(prompt) + start - 1  # the old base token comes first, the new one last
-        following = text[base + 1 : base + 1 + count]
-        own, aux = states[base : base + count], _rows(aux_hidden, base, base + count)
-        accepted = text.new_tensor(count)
-        step = VerifiedStep(text[base : base + count], following, own, accepted, tree=tree, aux_hidden=aux)
+        rows, accepted = slice(base, base + count), text.new_tensor([count])
+        following, aux = text[None, base + 1 : base + 1 + count], _rows(aux_hidden, base, base + count)
+        aux = None if aux is None else aux[None]
+        step = VerifiedStep(text[None, rows], following, states[None, rows], accepted, tree=tree, aux_hidden=aux)
     return done
 
 
@@ -85,13 +85,13 @@ def _rows(states: Tensor | None, start: int, end: int) -> Tensor | None:
 
 
 def accepted_sources(tree: DraftTree, answer: Sequence[int]) -> list[int]:
-    """The source of each token of the longest path of `tree` that is a prefix of `answer`.
+    """The source of each token of the longest path of one text's `tree` that is a prefix of `answer`.
 
     One pass suffices, because parents come before their children and siblings differ.
     """
     end = -1
     sources: list[int] = []
-    columns = torch.stack([tree.tokens, tree.parents, tree.source, tree.candidate.to(tree.tokens.dtype)])
+    columns = torch.cat([tree.tokens, tree.parents, tree.source, tree.candidate.to(tree.tokens.dtype)])
     for node, (token, parent, source, candidate) in enumerate(zip(*columns.tolist())):  # one copy to the host
         if parent == end and candidate and len(sources) < len(answer) and token == answer[len(sources)]:
             sources.append(source)

@@ -20,7 +20,7 @@ from draft_heads.inference.tree import DraftTree
 
 @dataclass(frozen=True)
 class Drafted:
-    """A tree after a base token `base []`: the input of a step's verification."""
+    """The trees after B base tokens `base [B]`: the input of a step's verification."""
 
     base: Tensor
     tree: DraftTree

@@ -198,8 +198,8 @@ class FullTrees(VanillaDrafter):
 
     def __init__(self, nodes: int, device: torch.device) -> None:
         super().__init__(device)
-        parents = torch.tensor([max(-1, i // 2 - 1) for i in range(nodes)], dtype=torch.long, device=device)
-        self._tree = DraftTree.build(torch.arange(nodes, device=device), parents)
+        parents = torch.tensor([[max(-1, i // 2 - 1) for i in range(nodes)]], dtype=torch.long, device=device)
+        self._tree = DraftTree.build(torch.arange(nodes, device=device)[None], parents)
         self.max_nodes, self.max_depth = nodes, 8 if nodes else 0
 
 

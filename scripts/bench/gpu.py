@@ -161,7 +161,7 @@ class StepTimer:
             work = graph.replay
         taken = []
         for _ in range(self.args.repeats):
-            steps.drafter.begin(torch.tensor(self.text, device=self.device), state.reserved)
+            steps.drafter.begin(0, torch.tensor(self.text, device=self.device), state.reserved)
             plain = self.run(self.plain)[0]
             with torch.inference_mode():
                 self.synchronize()

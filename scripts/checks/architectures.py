@@ -161,16 +161,16 @@ class _ForkedAnswer(Drafter):
     def __init__(self, answer: list[int]) -> None:
         self.answer = answer
 
-    def begin(self, prompt: Any, capacity: int) -> None:
+    def begin(self, slot: int, prompt: Any, capacity: int) -> None:
         self.position = -len(prompt)
 
-    def observe(self, step: VerifiedStep) -> None:
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
         self.position += int(step.count)
 
     def propose(self) -> DraftTree:
         right = (self.answer[self.position + 1 :][:4] + [0] * 4)[:4]
         tokens = [token for wanted in right for token in ((wanted + 1) % VOCABULARY, wanted)]
-        return DraftTree.build(torch.tensor(tokens), torch.tensor([-1, -1, 1, 1, 3, 3, 5, 5]))
+        return DraftTree.build(torch.tensor([tokens]), torch.tensor([[-1, -1, 1, 1, 3, 3, 5, 5]]))
 
 
 def own_answers(folder: Path, dtype: torch.dtype, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ def test_folding_the_queries_of_a_key_head_into_rows_changes_nothing(heads, shar
     mask = torch.rand(rows, slots) < 0.5
     mask[:, 0] = True
     expected = grouped_attention(queries, keys, values, mask)
-    for given in (mask, mask.expand(heads // shared, -1, -1)):
+    for given in (mask[None, None], mask.expand(1, heads // shared, -1, -1)):
         assert torch.allclose(folded_attention(queries, keys, values, given), expected)
 
 

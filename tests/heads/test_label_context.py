@@ -14,6 +14,7 @@ from draft_heads.inference.drafters.heads.ctc import CTCDrafter
 from draft_heads.inference.step import VerifiedStep
 from tests.heads.small import disturbed, lent_target
 from tests.heads.test_losses import problem
+from tests.inference.trees import only
 
 RANK = 3
 
@@ -179,11 +180,11 @@ def test_the_heads_loss_and_its_trees_are_those_of_a_table_of_biases_by_token():
     head.config.tree_temperature = 0.5
     for anchor in (0, 4):  # base tokens 7 and 30
         drafter = CTCDrafter(head, lent, 12)
-        drafter.begin(ids[0, : anchor + 1], 16)
+        drafter.begin(0, ids[0, : anchor + 1], 16)
         hidden = rows.hidden[0, : anchor + 1]
         with torch.no_grad():
-            drafter.observe(VerifiedStep.of_prompt(ids[0, : anchor + 1], hidden, ids[0, anchor + 1]))
-            tree = drafter.propose()
+            drafter.observe(VerifiedStep.of_prompt(ids[0, : anchor + 1], hidden, ids[0, anchor + 1 : anchor + 2]))
+            tree = only(drafter.propose())
         behind, paths = bias[[*known, text[anchor + 1]]], []
         for token, parent, score in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.exp().tolist()):
             paths.append([*(paths[parent] if parent >= 0 else ()), known.index(token)])

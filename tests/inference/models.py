@@ -5,7 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
-from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
+from draft_heads.inference.drafters.base import Drafter, SlotLoop, VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import judge_all
 from draft_heads.inference.target.target import Target
@@ -17,6 +17,7 @@ __all__ = [
     "ForkedDrafter",
     "ScriptedDrafter",
     "check_prompts",
+    "in_slots",
     "load_target",
     "make_head",
     "make_prompts",
@@ -41,6 +42,11 @@ def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):
     return head.to(target.dtype)
 
 
+def in_slots(make, count):
+    """One drafter of `count` slots of those that `make` makes for one text."""
+    return SlotLoop([make() for _ in range(count)])
+
+
 class ScriptedDrafter(Drafter):
     """Drafts the continuation it was given: every draft accepted, `depth` tokens a step."""
 
@@ -51,16 +57,16 @@ class ScriptedDrafter(Drafter):
     def on_device(self):
         return False
 
-    def begin(self, prompt, capacity):
+    def begin(self, slot, prompt, capacity):
         self.position = -len(prompt)
 
-    def observe(self, step):
+    def observe(self, step, slot=None):
         self.position += int(step.count)
 
     def propose(self):
         tokens = self.answer[self.position + 1 :][: self.max_depth]
-        tokens = torch.tensor(tokens + [0] * (self.max_depth - len(tokens)))
-        return DraftTree.build(tokens, torch.arange(len(tokens)) - 1)
+        tokens = torch.tensor([tokens + [0] * (self.max_depth - len(tokens))])
+        return DraftTree.build(tokens, torch.arange(self.max_depth)[None] - 1)
 
 
 class ForkedDrafter(ScriptedDrafter):
@@ -72,8 +78,8 @@ class ForkedDrafter(ScriptedDrafter):
 
     def propose(self):
         right = super().propose()
-        tokens = torch.stack([(right.tokens + 1) % 211, right.tokens], dim=1).flatten()
-        parents = (2 * right.parents + 1).repeat_interleave(2)
+        tokens = torch.stack([(right.tokens + 1) % 211, right.tokens], dim=2).flatten(1)
+        parents = (2 * right.parents + 1).repeat_interleave(2, dim=1)
         return DraftTree.build(tokens, parents)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from draft_heads.heads.checkpoint import HEADS
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
@@ -13,7 +14,7 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.verify import TypicalAcceptance
 from draft_heads.scripts.checks.lossless_matrix import trained_head
-from tests.inference.models import load_target, make_prompts
+from tests.inference.models import in_slots, load_target, make_prompts
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -30,29 +31,31 @@ def prompts(target):
 def make_drafters(target, prompts):
     oracle = Oracle(target, GenerationSettings(40))
     texts = [(prompt, oracle.answer(prompt)) for prompt in prompts]
-    heads = {kind: trained_head(target, texts, 60, kind) for kind in ("ctc", "chimera")}
+    heads = {kind: trained_head(target, texts, 60, kind) for kind in HEADS}
     return {
-        "vanilla": lambda: VanillaDrafter(target.device),
-        **{kind: lambda head=head: drafter_for(head, target, 8) for kind, head in heads.items()},
-        "ngram": lambda: NgramDrafter(branches=2),
-        "hybrid": lambda: HybridDrafter(
-            [("ctc", drafter_for(heads["ctc"], target, 8)), ("ngram", NgramDrafter())], target, 8
+        "vanilla": lambda slots: VanillaDrafter(target.device, slots),
+        **{kind: lambda slots, head=head: drafter_for(head, target, 8, slots=slots) for kind, head in heads.items()},
+        "ngram": lambda slots: in_slots(lambda: NgramDrafter(branches=2), slots),
+        "hybrid": lambda slots: HybridDrafter(
+            [("ctc", drafter_for(heads["ctc"], target, 8, slots=slots)), ("ngram", in_slots(NgramDrafter, slots))],
+            target,
+            8,
         ),
     }
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "ctc", "chimera", "ngram", "hybrid"])
+@pytest.mark.parametrize("kind", ["vanilla", *HEADS, "ngram", "hybrid"])
 def test_a_batch_answers_as_one_by_one(target, prompts, make_drafters, kind):
     oracle = Oracle(target, GenerationSettings(40))
     ends = tuple({oracle.answer(prompt)[place] for place, prompt in enumerate(prompts[:3], start=5)})
     rules = [{}, {"eos_token_ids": ends}, {"temperature": 1.0}, {"typical": TypicalAcceptance()}]
     for settings in [GenerationSettings(40, **rule) for rule in (rules[:3] if kind == "hybrid" else rules)]:
-        alone = DecodingEngine(target, make_drafters[kind]())
+        alone = DecodingEngine(target, make_drafters[kind](1))
         one_by_one = [alone.generate(prompt, settings) for prompt in prompts]
         together = [
             answer
             for batch in (1, 3, 16)
-            for answer in BatchEngine(target, make_drafters[kind], batch).generate(prompts, settings)
+            for answer in BatchEngine(target, make_drafters[kind](batch)).generate(prompts, settings)
         ]
         for expected, answer in zip(3 * one_by_one, together, strict=True):
             assert answer.tokens == expected.tokens and answer.finish_reason == expected.finish_reason
@@ -68,18 +71,16 @@ def test_an_answer_of_one_token_leaves_nothing_behind(target):
     first = Oracle(target, GenerationSettings(1)).answer(long)
     settings = GenerationSettings(40, tuple(first))
     expected = [Oracle(target, settings).answer(prompt) for prompt in (short, long)]
-    engine = BatchEngine(target, lambda: VanillaDrafter(target.device), 2)
+    engine = BatchEngine(target, VanillaDrafter(target.device, 2))
     assert [answer.tokens for answer in engine.generate([short, long], settings)] == expected
     assert [answer.tokens for answer in engine.generate([long, short], settings)] == expected[::-1]
 
 
 def test_what_cannot_be_batched_is_refused(target, prompts):
-    engine = BatchEngine(target, lambda: VanillaDrafter(target.device), 2)
+    engine = BatchEngine(target, VanillaDrafter(target.device, 2))
     assert engine.generate([]) == []
     assert engine.generate_or_none([[1] * target.max_positions]) == [None]
     with pytest.raises(ContextError, match="positions"):
         engine.generate([prompts[0], [1] * target.max_positions])
     with pytest.raises(ValueError, match="got 999999"):
         engine.generate([prompts[0], [1, 999_999]])
-    with pytest.raises(ValueError, match="at least 1; got 0"):
-        BatchEngine(target, lambda: VanillaDrafter(target.device), 0)

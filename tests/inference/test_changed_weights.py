@@ -19,7 +19,7 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.weights import WeightsSeen
-from tests.inference.models import make_head
+from tests.inference.models import in_slots, make_head
 from tests.tiny_chat import random_llama
 
 PROMPT, SETTINGS = [5, 6, 7, 9, 8], GenerationSettings(24, ())
@@ -119,7 +119,7 @@ def test_the_next_answer_is_that_of_the_changed_model(change):
         "model": DraftModelDrafter(target.without_layers([0])) if target.fused else VanillaDrafter(),
     }
     engines = {name: DecodingEngine(target, drafter) for name, drafter in drafters.items()}
-    batch = BatchEngine(target, NgramDrafter, 2)
+    batch = BatchEngine(target, in_slots(NgramDrafter, 2))
     before = expected_tokens(target.model)
     for engine in engines.values():
         assert engine.generate(PROMPT, SETTINGS).tokens == before

@@ -12,7 +12,7 @@ from draft_heads.inference.drafters.heads.ctc_search import (
     prefix_tree,
     until_blank,
 )
-from tests.inference.trees import check_tree
+from tests.inference.trees import check_tree, only
 
 
 def every_prefix(log_probs, bias=None):
@@ -45,7 +45,7 @@ def random_frames(frames, vocabulary, seed):
 
 def test_the_worked_example_of_the_prefix_scores():
     log_probs = torch.tensor([[0.6, 1e-30, 0.4], [0.5, 0.5, 1e-30]]).log()
-    tree = prefix_tree(log_probs, 3)
+    tree = only(prefix_tree(log_probs[None], 3))
     scores = dict(zip(paths(tree), tree.log_probs.exp().tolist()))
     assert scores == pytest.approx({(0,): 0.8, (1,): 0.2, (0, 1): 0.3})
 
@@ -54,7 +54,7 @@ def test_a_chain_is_the_best_child_of_the_best_child():
     for seed in range(5):
         log_probs = random_frames(4, 4, seed)
         scores, path = every_prefix(log_probs), ()
-        tree = build_tree(log_probs.float(), 3, "chain")
+        tree = only(build_tree(log_probs[None].float(), 3, "chain"))
         assert tree.parents.tolist() == [-1, 0, 1]
         for token, score in zip(tree.tokens.tolist(), tree.log_probs.exp().tolist()):
             best = max((child for child in scores if child[:-1] == path), key=scores.get)
@@ -65,10 +65,10 @@ def test_a_chain_is_the_best_child_of_the_best_child():
 def test_a_bias_of_zero_changes_no_tree():
     for seed in range(5):
         log_probs = random_frames(6, 30, seed)
-        plain = prefix_tree(log_probs, 16)
+        plain = prefix_tree(log_probs[None], 16)
         none = torch.zeros(31, 31, dtype=torch.float64)
         same = prefix_tree(
-            log_probs, 16, bias_of=lambda classes, none=none: none[:1] if classes is None else none[classes]
+            log_probs[None], 16, bias_of=lambda classes, none=none: none[None, :1] if classes is None else none[classes]
         )
         assert torch.equal(plain.tokens, same.tokens) and torch.equal(plain.parents, same.parents)
         assert torch.allclose(plain.log_probs, same.log_probs, rtol=1e-12)
@@ -84,10 +84,10 @@ def test_prefix_nodes_are_the_best_of_all_prefixes(frames, vocabulary, max_nodes
             bias = torch.randn(vocabulary + 1, vocabulary + 1, dtype=torch.float64)
 
             def bias_of(classes, bias=bias):
-                return bias[-1:] if classes is None else bias[classes]
+                return bias[None, -1:] if classes is None else bias[classes]
 
         scores = every_prefix(log_probs, bias)
-        tree = prefix_tree(log_probs, max_nodes, bias_of=bias_of)
+        tree = only(prefix_tree(log_probs[None], max_nodes, bias_of=bias_of))
         check_tree(tree)
         got = dict(zip(paths(tree), tree.log_probs.exp().tolist()))
         got = {path: score for path, score in got.items() if score > 1e-30}  # the rest is impossible text
@@ -101,9 +101,9 @@ def test_no_raw_tree_has_a_higher_expected_accepted_length(seed):
     log_probs = random_frames(4, 4, seed)
     scores = every_prefix(log_probs)
     for max_nodes in (1, 2, 5, 12, 30):
-        raw = alignment_tree(log_probs, max_nodes, collapse=True)
+        raw = only(alignment_tree(log_probs, max_nodes, collapse=True))
         check_tree(raw)
-        prefix = prefix_tree(log_probs, len(raw))
+        prefix = only(prefix_tree(log_probs[None], len(raw)))
         total = sum(scores.get(path, 0.0) for path in paths(prefix))
         assert total >= sum(scores[path] for path in paths(raw)) - 1e-12
 
@@ -111,8 +111,8 @@ def test_no_raw_tree_has_a_higher_expected_accepted_length(seed):
 def test_considering_only_the_likeliest_labels_changes_nothing_when_the_rest_is_unlikely():
     torch.manual_seed(0)
     log_probs = (torch.randn(8, 3001, dtype=torch.float64) * 4).log_softmax(-1)
-    exact = prefix_tree(log_probs, 16, labels_considered=3000)
-    default = prefix_tree(log_probs, 16)
+    exact = only(prefix_tree(log_probs[None], 16, labels_considered=3000))
+    default = only(prefix_tree(log_probs[None], 16))
     assert paths(exact) == paths(default)
     assert torch.allclose(exact.log_probs, default.log_probs)
 
@@ -130,14 +130,14 @@ def one_hot_frames(alignment, classes):
 
 
 def test_a_doubled_word_needs_a_blank_between_and_stands_at_depth_two():
-    tree = build_tree(one_hot_frames([0, 3, 0, 1], 4), 3, "raw")
+    tree = only(build_tree(one_hot_frames([0, 3, 0, 1], 4)[None], 3, "raw"))
     assert paths(tree)[:3] == [(0,), (0, 0), (0, 0, 1)]
-    tree = build_tree(one_hot_frames([0, 0, 3, 1], 4), 2, "raw")
+    tree = only(build_tree(one_hot_frames([0, 0, 3, 1], 4)[None], 2, "raw"))
     assert paths(tree) == [(0,), (0, 1)]
 
 
 def test_plain_trees_keep_repeats_and_stop_at_the_first_blank():
-    tree = build_tree(one_hot_frames([0, 0, 3, 1], 4), 2, "plain")
+    tree = only(build_tree(one_hot_frames([0, 0, 3, 1], 4)[None], 2, "plain"))
     assert paths(tree) == [(0,), (0, 0)]
 
 
@@ -145,8 +145,8 @@ def test_plain_trees_keep_repeats_and_stop_at_the_first_blank():
 def test_the_node_budget_is_kept(mode):
     log_probs = random_frames(8, 50, 0)
     for max_nodes in (1, 2, 4, 16, 64):
-        tree = build_tree(log_probs, max_nodes, mode)
-        check_tree(tree)
+        tree = build_tree(log_probs[None], max_nodes, mode)
+        check_tree(only(tree))
         assert len(tree) <= max_nodes
         assert mode == "plain" or len(tree) == max_nodes
 

@@ -20,7 +20,7 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-from tests.inference.models import make_head, make_prompts, small_model, vanilla_tokens
+from tests.inference.models import in_slots, make_head, make_prompts, small_model, vanilla_tokens
 
 TINY = "tests/tiny_target"
 MAKERS = {
@@ -108,7 +108,7 @@ def test_the_cache_after_any_continuation_is_that_of_a_fresh_forward(target, inn
     loop = DraftLoop(target, inner and inner())
     loop.begin(200)
     if inner is not None:
-        loop.inner.begin(torch.tensor(prompt), 200)
+        loop.inner.begin(0, torch.tensor(prompt), 200)
     for text, drafted in continuations(loop, target, prompt):
         alone = DraftLoop(target)
         alone.begin(200)
@@ -141,18 +141,19 @@ class Witness(Drafter):
 
     max_nodes = max_depth = 2
 
-    def begin(self, prompt, capacity):
+    def begin(self, slot, prompt, capacity):
         self.tokens, self.hidden = [], []
 
-    def observe(self, step):
-        assert len(step.tokens) == len(step.hidden) == len(step.next_tokens) >= int(step.count)
-        assert not self.tokens or self.base == step.tokens[0]
-        self.tokens += step.tokens.tolist()[: int(step.count)]
-        self.hidden += list(step.hidden[: int(step.count)])
+    def observe(self, step, slot=None):
+        (tokens,), (hidden,), (following,) = step.tokens, step.hidden, step.next_tokens
+        assert len(tokens) == len(hidden) == len(following) >= int(step.count)
+        assert not self.tokens or self.base == tokens[0]
+        self.tokens += tokens.tolist()[: int(step.count)]
+        self.hidden += list(hidden[: int(step.count)])
         self.base = step.base
 
     def propose(self):
-        return DraftTree.build((self.base + torch.arange(1, 3)) % 211, torch.tensor([-1, 0]))
+        return DraftTree.build((self.base + torch.arange(1, 3))[None] % 211, torch.tensor([[-1, 0]]))
 
 
 @torch.inference_mode()
@@ -184,7 +185,7 @@ def test_a_batch_answers_as_one_by_one(llama, batch):
     for make in (lambda: DraftModelDrafter(model, k=3), lambda: DraftModelDrafter(llama, NgramDrafter(), k=3)):
         alone = DecodingEngine(llama, make())
         for settings in (GenerationSettings(30), GenerationSettings(20, temperature=1.0)):
-            together = BatchEngine(llama, make, batch).generate(prompts, settings)
+            together = BatchEngine(llama, in_slots(make, batch)).generate(prompts, settings)
             expected = [alone.generate(prompt, settings) for prompt in prompts]
             assert [a.tokens for a in together] == [a.tokens for a in expected]
             assert [a.accept_lengths for a in together] == [a.accept_lengths for a in expected]

@@ -72,7 +72,7 @@ def test_trees_may_be_smaller_than_their_drafter_is_deep(target, answer):
 
     class Shallow(ScriptedDrafter):
         def propose(self):
-            return super().propose().take(torch.arange(self.position % 3))
+            return super().propose().take(torch.arange(self.position % 3)[None])
 
     result = DecodingEngine(target, Shallow(answer, 7)).generate(PROMPT, GenerationSettings(60))
     assert result.tokens == answer and {1, 2, 3} >= set(result.accept_lengths[1:]) > {1}
@@ -160,7 +160,7 @@ def decode_with_partial_acceptances(target, drafter):
         def set_visible_length(self, tokens):
             drafter.set_visible_length(tokens)
 
-        def observe(self, step):
+        def observe(self, step, slot=None):
             nonlocal observed
             observed += int(step.count)
             observe(step)
@@ -172,8 +172,8 @@ def decode_with_partial_acceptances(target, drafter):
             drafter.propose()  # what drafting leaves in the drafter's buffers must not matter
             tree = hints.propose()
             right = torch.where(torch.arange(3) < step_number % 4, tree.tokens, (tree.tokens + 1) % 211)
-            tokens = torch.stack([(tree.tokens + 2) % 211, right], dim=1).flatten()
-            return DraftTree.build(tokens, torch.tensor([-1, -1, 1, 1, 3, 3]))
+            tokens = torch.stack([(tree.tokens + 2) % 211, right], dim=2).flatten(1)
+            return DraftTree.build(tokens, torch.tensor([[-1, -1, 1, 1, 3, 3]]))
 
     result = DecodingEngine(target, Both()).generate(PROMPT, GenerationSettings(60))
     assert len(result.accept_lengths) > 20 and set(result.accept_lengths) == {1, 2, 3, 4}

@@ -17,7 +17,7 @@ from tests.inference.models import load_target
 def test_a_cache_is_freed_as_soon_as_nobody_holds_it():
     target = Target.from_pretrained("tests/tiny_target", device="cpu")
     engine = DecodingEngine(target, VanillaDrafter())
-    batch = BatchEngine(target, VanillaDrafter, 2)
+    batch = BatchEngine(target, VanillaDrafter(slots=2))
     gc.collect()
     gc.disable()
     try:

@@ -35,7 +35,7 @@ from draft_heads.inference.processors import TextProcessors
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import ancestor_rows
-from tests.inference.models import ForkedDrafter, load_target, make_head
+from tests.inference.models import ForkedDrafter, in_slots, load_target, make_head
 
 PROMPT = [5, 6, 7, 5, 6, 30, 31, 7, 5, 6]
 ENDS = (3, 5)
@@ -146,7 +146,7 @@ def test_batches_generated_labels_and_the_timed_generate_agree(target, asked):
     answers = [generated(target, prompt, 20) for prompt in prompts]
     settings = GenerationSettings(20, eos_token_ids=ENDS)
     target.end_token_ids = ENDS
-    batch = BatchEngine(target, lambda: NgramDrafter(branches=2), 2).generate(prompts, settings)
+    batch = BatchEngine(target, in_slots(lambda: NgramDrafter(branches=2), 2)).generate(prompts, settings)
     assert [answer.tokens for answer in batch] == answers
     assert [answer.tokens for answer in answer_prompts(target, prompts, [20] * 3, 2)] == answers
     assert [HFGenerate(target).generate(prompt, settings).tokens for prompt in prompts] == answers

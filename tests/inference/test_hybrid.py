@@ -11,7 +11,7 @@ from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.heads.medusa import RankPaths
 from draft_heads.inference.drafters.hybrid.calibration import Calibration, confidence
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
-from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, TreeSource
+from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, TreeSource, columns_of
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter
 from draft_heads.inference.drafters.models.ouroboros import OuroborosDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter, drafter_for
@@ -29,7 +29,9 @@ from tests.inference.trees import check_tree
 def proposal(tokens, parents, probabilities):
     source = TreeSource()
     logs = torch.tensor(probabilities, dtype=torch.float64).log()
-    source.set(DraftTree.build(torch.tensor(tokens), torch.tensor(parents), logs))
+    source.set(
+        columns_of(DraftTree.build(torch.tensor(tokens)[None], torch.tensor(parents)[None], logs[None]))[0].tolist()
+    )
     return source
 
 
@@ -76,7 +78,8 @@ def test_the_budget_goes_to_the_nodes_most_probably_accepted():
 def test_nodes_of_no_probability_are_merged_too():
     scores = torch.tensor([-1.0, -torch.inf, -torch.inf, -2000.0])
     source = TreeSource()
-    source.set(DraftTree.build(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, -1, 1, 0]), scores))
+    tree = DraftTree.build(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-1, -1, 1, 0]]), scores[None])
+    source.set(columns_of(tree)[0].tolist())
     assert merged(source, max_nodes=4).tokens[0] == 1
 
 
@@ -132,7 +135,7 @@ def levels(*rows):
     source, most = LevelSource(), max(map(len, rows))
     padded = [sorted(row.items(), key=lambda one: -one[1]) + [(0, 1e-9)] * (most - len(row)) for row in rows]
     told = torch.tensor(padded, dtype=torch.float64)
-    source.set(torch.stack([told[..., 0], told[..., 1].log()]))
+    source.set(torch.stack([told[..., 0], told[..., 1].log()]).tolist())
     return source
 
 
@@ -148,12 +151,12 @@ def test_a_tree_of_levels_alone_is_the_best_one():
     generator = torch.Generator().manual_seed(5)
     for nodes in (1, 4, 9, 24):
         log_probs = (torch.randn(3, 12, generator=generator, dtype=torch.float64) * 2).log_softmax(-1)
-        best = RankPaths(3, nodes, 12).best_tree(log_probs)
+        best = RankPaths(3, nodes, 12).best_tree(log_probs[None])
         top = log_probs.topk(min(nodes, 12))
         source = LevelSource(least=0.0)
-        source.set(torch.stack([top.indices.double(), top.values]))
+        source.set(torch.stack([top.indices.double(), top.values]).tolist())
         tree = merged(source, LevelSource(), calibration=AsTold(), max_nodes=nodes)
-        assert sorted(tree.log_probs) == pytest.approx(sorted(best.log_probs.tolist()))
+        assert sorted(tree.log_probs) == pytest.approx(sorted(best.log_probs[0].tolist()))
 
 
 def test_of_a_level_the_unlikely_are_not_proposed_but_for_its_first():
@@ -199,7 +202,7 @@ def test_a_part_drafts_among_others_as_by_itself(llama, llama_prompts, monkeypat
     (_, apart), part, ngram = *parts_of(llama, name), *parts_of(llama, f"{name}+ngram")
     hybrid, trees = HybridDrafter([part, ngram], llama, 6), []
     begin, observe, propose = hybrid.begin, hybrid.observe, hybrid.propose
-    monkeypatch.setattr(hybrid, "begin", lambda *given: (apart.begin(given[0], given[1] + 20), begin(*given)))
+    monkeypatch.setattr(hybrid, "begin", lambda *given: (apart.begin(*given[:2], given[2] + 20), begin(*given)))
     monkeypatch.setattr(hybrid, "observe", lambda step: (apart.observe(step), observe(step)))
     monkeypatch.setattr(hybrid, "propose", lambda: (trees.append(apart.propose()), propose())[1])
     for prompt in llama_prompts[:2]:
@@ -226,14 +229,15 @@ class Asking(ScriptedDrafter):
 
     reads_choices = True
 
-    def begin(self, prompt, capacity):
-        super().begin(prompt, capacity)
+    def begin(self, slot, prompt, capacity):
+        super().begin(slot, prompt, capacity)
         self.seen, self.proposed = [], None
 
-    def observe(self, step):
+    def observe(self, step, slot=None):
         super().observe(step)
         if step.tree is not None:
-            self.seen.append((step.tree.tokens.tolist(), self.proposed.tokens.tolist(), step.choices.tolist()))
+            seen = step.tree.tokens, self.proposed.tokens, step.choices
+            self.seen.append([x[0].tolist() for x in seen])
 
     def propose(self):
         self.proposed = super().propose()
@@ -262,7 +266,7 @@ def test_a_window_rides_along_behind_the_merged_nodes(llama, llama_prompts):
     riding, cells = ~tree.candidate, ~own.candidate
     assert int(riding.sum()) == int(cells.sum()) == 15 and int(tree.candidate.sum()) > 0
     assert torch.equal(tree.tokens[riding], own.tokens[cells])
-    depth, own_depth = (depths(ancestor_rows(some.parents, 20))[1:] for some in (tree, own))
+    depth, own_depth = (depths(ancestor_rows(some.parents, 20))[:, 1:] for some in (tree, own))
     assert torch.equal(depth[riding], own_depth[cells])
 
 
@@ -287,13 +291,13 @@ class Scripted(ForkedDrafter):
         super().__init__([], depth)
         self.answers, self.log_prob = answers, log_prob
 
-    def begin(self, prompt, capacity):
-        super().begin(prompt, capacity)
+    def begin(self, slot, prompt, capacity):
+        super().begin(slot, prompt, capacity)
         self.answer = self.answers.get(tuple(prompt.tolist()), [7] * 500)
 
     def propose(self):
         tree = super().propose()
-        return replace(tree, log_probs=self.log_prob * torch.arange(1, len(tree) + 1))
+        return replace(tree, log_probs=self.log_prob * torch.arange(1, len(tree) + 1)[None])
 
 
 @pytest.mark.parametrize("sure", [-0.01, -2.0])

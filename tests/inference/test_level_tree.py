@@ -7,7 +7,7 @@ import torch
 
 from draft_heads.inference.drafters.heads.chimera import KGramCache
 from draft_heads.inference.drafters.heads.level_tree import best_indices, grow_tree
-from tests.inference.trees import check_tree
+from tests.inference.trees import check_tree, only
 
 V, K = 4, 3
 
@@ -26,11 +26,11 @@ def grow(table, max_nodes):
 
     def expand(level, tokens, parents):
         nonlocal paths
-        paths = [(*paths[p], t) for p, t in zip(parents.tolist(), tokens.tolist())]
+        paths = [(*paths[p], t) for p, t in zip(parents[0].tolist(), tokens[0].tolist())]
         assert all(len(path) == level for path in paths)
-        return torch.stack([table[path] for path in paths])
+        return torch.stack([table[path] for path in paths])[None]
 
-    return grow_tree(table[()], expand, max_nodes, K)
+    return grow_tree(table[()][None], expand, max_nodes, K)
 
 
 def test_a_chain_takes_the_most_probable_token_each_time():
@@ -39,14 +39,14 @@ def test_a_chain_takes_the_most_probable_token_each_time():
 
         def expand(level, tokens, parents, table=table):
             nonlocal path
-            path = (*path, int(tokens[0]))
-            return table[path][None]
+            path = (*path, int(tokens))
+            return table[path][None, None]
 
-        tree = grow_tree(table[()], expand, 8, K, chain=True)
+        tree = only(grow_tree(table[()][None], expand, 8, K, chain=True))
         assert tree.tokens.tolist() == [*path, int(table[path].argmax())] and tree.parents.tolist() == [-1, 0, 1]
         assert all(int(table[path[:k]].argmax()) == path[k] for k in range(2))
         path = ()
-        assert len(grow_tree(table[()], expand, 2, K, chain=True)) == 2
+        assert len(grow_tree(table[()][None], expand, 2, K, chain=True)) == 2
 
 
 def paths_of(tree):
@@ -64,7 +64,7 @@ def test_it_is_the_best_tree_of_its_size(max_nodes):
         for length in range(1, K + 1):
             for path in itertools.product(range(V), repeat=length):
                 every[path] = sum(float(table[path[:i]][path[i]]) for i in range(length))
-        tree = grow(table, max_nodes)
+        tree = only(grow(table, max_nodes))
         check_tree(tree)
         expected = sorted(every.values(), reverse=True)[:max_nodes]
         assert sorted(tree.log_probs.tolist(), reverse=True) == pytest.approx(expected, abs=1e-5)
@@ -83,12 +83,12 @@ def test_the_highest_scores_are_those_of_a_stable_sort(dtype):
                 scores[torch.rand(size) < 0.1] = value
             for count in (1, 3, 50):
                 expected = scores.argsort(descending=True, stable=True)[:count].sort().values
-                assert torch.equal(best_indices(scores, count), expected)
+                assert torch.equal(best_indices(scores[None], count)[0], expected)
 
 
 def test_certain_children_come_behind_their_parents():
     sure = torch.tensor([0.0, -50.0])
-    tree = grow_tree(sure, lambda level, tokens, parents: sure.expand(len(tokens), -1), 3, 3)
+    tree = only(grow_tree(sure[None], lambda level, tokens, parents: sure.expand(*tokens.shape, -1), 3, 3))
     assert paths_of(tree) == [(0,), (0, 0), (0, 0, 0)]
 
 
@@ -106,7 +106,7 @@ def test_the_cache_returns_encodings_and_counts_hits_reloads_and_misses():
 
     one, two, three = [1, 1], [2, 2], [3, 3]
     for grams in ([one, two, one], [one], [three], [two], [one]):
-        grams = torch.tensor(grams)
+        grams = torch.tensor([grams])
         assert torch.equal(cache.lookup(grams, counted), encode(grams))
     # `two` is the least recently used when `three` comes, `one` when `two` comes back, `three` when `one` does
     assert (cache.misses, cache.hits, cache.reloads) == (3, 1, 2)
@@ -115,7 +115,7 @@ def test_the_cache_returns_encodings_and_counts_hits_reloads_and_misses():
 
 def test_more_k_grams_than_entries_in_one_lookup():
     cache = KGramCache(3)
-    grams = torch.arange(20).view(10, 2)
+    grams = torch.arange(20).view(2, 5, 2)
     for _ in range(2):
         assert torch.equal(cache.lookup(grams, encode), encode(grams))
     assert cache.misses == 10 and cache.hits + cache.reloads == 10 and len(cache.table) == 3

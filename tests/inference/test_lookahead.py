@@ -13,21 +13,21 @@ from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
-from tests.inference.models import make_prompts
+from tests.inference.models import in_slots, make_prompts
 from tests.inference.trees import check_tree
 
 
 def begun(drafter, prompt=(3, 4, 5), base=7):
-    drafter.begin(torch.tensor(prompt), 100)
-    drafter.observe(VerifiedStep.of_prompt(torch.tensor(prompt), torch.zeros(len(prompt), 4), torch.tensor(base)))
+    drafter.begin(0, torch.tensor(prompt), 100)
+    drafter.observe(VerifiedStep.of_prompt(torch.tensor(prompt), torch.zeros(len(prompt), 4), torch.tensor([base])))
     return drafter
 
 
 def answer(drafter, tree, choices, base=7):
     """The target refuses every draft and says `choices` at the rows behind the base token."""
-    one = torch.tensor([0])
-    said = torch.tensor([base, *choices])
-    drafter.observe(VerifiedStep(one, torch.tensor([base]), torch.zeros(1, 4), one[0] + 1, said, tree=tree))
+    one = torch.tensor([[0]])
+    said = torch.tensor([[base, *choices]])
+    drafter.observe(VerifiedStep(one, torch.tensor([[base]]), torch.zeros(1, 1, 4), one[0] + 1, said, tree=tree))
 
 
 def test_a_cell_sees_row_0_up_to_its_column_and_its_column_up_to_its_row():
@@ -37,13 +37,13 @@ def test_a_cell_sees_row_0_up_to_its_column_and_its_column_up_to_its_row():
     answer(drafter, drafter.propose(), [11, 12, 0, 0])
     tree = drafter.propose()
     check_tree(tree)
-    assert tree.tokens.tolist()[2:] == [11, 12, 20, 21]
-    assert tree.candidate.tolist() == [False] * 4 + [True] * 2
+    assert tree.tokens[0].tolist()[2:] == [11, 12, 20, 21]
+    assert tree.candidate[0].tolist() == [False] * 4 + [True] * 2
     sees = ancestor_rows(tree.parents, drafter.max_depth)
-    assert [row.nonzero().flatten().tolist() for row in sees] == [
+    assert [row.nonzero().flatten().tolist() for row in sees[0]] == [
         [0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4], [0, 5], [0, 5, 6],
     ]  # fmt: skip
-    assert depths(sees).tolist() == [0, 1, 2, 2, 3, 1, 2]
+    assert depths(sees).tolist() == [[0, 1, 2, 2, 3, 1, 2]]
     assert drafter.max_depth == 3 and drafter.max_nodes == 8
 
 
@@ -51,14 +51,14 @@ def test_the_window_fills_row_by_row_and_then_makes_n_grams():
     """N = 3, W = 2: row 0 of the prompt, row 1 what the target says behind it, then columns are 3-grams."""
     drafter = begun(LookaheadDrafter(n=3, w=2, g=2))
     first = drafter.propose()
-    row = first.tokens.tolist()
+    row = first.tokens[0].tolist()
     assert len(row) == 2 and set(row) <= {3, 4, 5}
     answer(drafter, first, [11, 12])
     second = drafter.propose()
-    assert second.tokens.tolist() == [*row, 11, 12] and len(drafter.pool) == 0
+    assert second.tokens[0].tolist() == [*row, 11, 12] and len(drafter.pool) == 0
     answer(drafter, second, [0, 0, 21, 22])
     assert (row[0], 11, 21) in drafter.pool.newest(row[0], 2) and (row[1], 12, 22) in drafter.pool.newest(row[1], 2)
-    assert len(drafter.pool) == 2 and drafter.propose().tokens.tolist() == [11, 12, 21, 22]
+    assert len(drafter.pool) == 2 and drafter.propose().tokens[0].tolist() == [11, 12, 21, 22]
 
 
 @torch.inference_mode()
@@ -74,14 +74,14 @@ def test_the_last_row_is_what_the_target_says_behind_the_cells_of_its_column(tar
     checked = 0
     for step in steps[1:]:
         cells = int((~step.tree.candidate).sum())
-        if step.tree.candidate[: (n - 1) * w].any() or cells < (n - 1) * w:
+        if step.tree.candidate[0, : (n - 1) * w].any() or cells < (n - 1) * w:
             end += int(step.count)
             continue
-        grid = step.tree.tokens[: (n - 1) * w].view(n - 1, w).tolist()
+        grid = step.tree.tokens[0, : (n - 1) * w].view(n - 1, w).tolist()
         for column in range(w):
             seen = [*text[: end + 1], *grid[0][: column + 1], *(grid[row][column] for row in range(1, n - 1))]
             logits = target.prefill(torch.tensor(seen), target.new_cache(len(seen)))[1]
-            assert int(logits.argmax()) == int(step.choices[1 + (n - 2) * w + column])
+            assert int(logits.argmax()) == int(step.choices[0, 1 + (n - 2) * w + column])
             checked += 1
         end += int(step.count)
     assert checked >= 3 * w
@@ -126,7 +126,7 @@ def test_batches_and_fixed_sizes_give_the_same_tokens(llama):
     prompts = make_prompts(llama, 3)
     settings = GenerationSettings(30)
     alone = DecodingEngine(llama, LookaheadDrafter(n=3, w=4))
-    together = BatchEngine(llama, lambda: LookaheadDrafter(n=3, w=4), 2).generate(prompts, settings)
+    together = BatchEngine(llama, in_slots(lambda: LookaheadDrafter(n=3, w=4), 2)).generate(prompts, settings)
     expected = [alone.generate(prompt, settings) for prompt in prompts]
     assert [a.tokens for a in together] == [a.tokens for a in expected]
     assert [a.accept_lengths for a in together] == [a.accept_lengths for a in expected]
@@ -138,7 +138,7 @@ def test_a_tree_that_is_not_its_own_leaves_the_window_as_it_is():
     answer(drafter, DraftTree.build(tree.tokens + 1, tree.parents), [11, 12])
     assert torch.equal(drafter.propose().tokens, tree.tokens)
     answer(drafter, tree.padded(8), [11, 12, *[0] * 6])
-    assert drafter.propose().tokens.tolist()[2:] == [11, 12]
+    assert drafter.propose().tokens[0].tolist()[2:] == [11, 12]
 
 
 def test_window_and_phrases_share_a_budget_evenly():

@@ -10,7 +10,7 @@ from draft_heads.inference.drafters.heads.ctc_search import build_tree, prefix_t
 from draft_heads.inference.native import library
 from draft_heads.inference.target.compiled import program
 from tests.inference.test_ctc_search import every_prefix, paths
-from tests.inference.trees import check_tree
+from tests.inference.trees import check_tree, only
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +25,7 @@ def random_frames(frames, vocabulary, seed, spread=3.0):
 
 def native_tree(log_probs, max_nodes, max_depth=None):
     assert log_probs.dtype == torch.float32
-    return build_tree(log_probs, max_nodes, max_depth=max_depth)
+    return only(build_tree(log_probs[None], max_nodes, max_depth=max_depth))
 
 
 @pytest.mark.parametrize("max_nodes", [1, 3, 8, 20])
@@ -52,7 +52,7 @@ def test_the_tree_is_that_of_the_search_in_torch(spread):
         max_depth = (None, 2, frames)[seed % 7 % 3]
         log_probs = random_frames(frames, vocabulary, seed, spread)
         tree = native_tree(log_probs, max_nodes, max_depth)
-        other = prefix_tree(log_probs.double(), max_nodes, max_depth, labels_considered=vocabulary)
+        other = only(prefix_tree(log_probs[None].double(), max_nodes, max_depth, labels_considered=vocabulary))
         check_tree(tree)
         assert len(tree) == len(other)
         assert torch.allclose(tree.log_probs.double().exp(), other.log_probs.exp(), rtol=1e-4, atol=1e-9)
@@ -94,7 +94,7 @@ def test_shapes_are_known_before(frames, vocabulary, max_nodes):
 def test_a_compiled_search_is_the_same_search():
     class Searching:
         def tree(self, log_probs):
-            return build_tree(log_probs, 7).tensors()
+            return build_tree(log_probs[None], 7).tensors()
 
     searching = Searching()
     fast = program(searching.tree, torch.device("cpu"))
@@ -158,7 +158,7 @@ def test_without_a_compiler_it_says_so_in_one_line_and_does_without(monkeypatch,
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
     monkeypatch.setattr(library, "load_library", lambda: False)
     log_probs = random_frames(7, 100, 0)
-    assert paths(build_tree(log_probs, 7)) == paths(prefix_tree(log_probs, 7))
+    assert paths(only(build_tree(log_probs[None], 7))) == paths(only(prefix_tree(log_probs[None], 7)))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

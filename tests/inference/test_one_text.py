@@ -38,7 +38,7 @@ def test_a_second_text_in_an_engine_ends_the_first_and_a_second_thread_is_refuse
     assert engine.generate(PROMPT, GenerationSettings(60)).tokens == answer
 
 
-@pytest.mark.parametrize("other", [DecodingEngine, lambda target, drafter: BatchEngine(target, lambda: drafter, 1)])
+@pytest.mark.parametrize("other", [DecodingEngine, BatchEngine])
 def test_a_drafter_that_another_engine_began_with_ends_the_first_text_unless_it_had_ended(other):
     target, drafter = load_target("llama", torch.float64), NgramDrafter()
     engine, second = DecodingEngine(target, drafter), other(target, drafter)

@@ -16,7 +16,7 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.tune_ouroboros import main
-from tests.inference.models import make_prompts, small_model
+from tests.inference.models import in_slots, make_prompts, small_model
 from tests.inference.trees import check_tree
 
 TINY = "tests/tiny_target"
@@ -51,7 +51,7 @@ def test_drawn_tokens_and_batches_are_those_of_the_plain_loop(llama):
         expected = [DecodingEngine(llama, VanillaDrafter()).generate(p, settings).tokens for p in prompts]
         engine = DecodingEngine(llama, OuroborosDrafter(model, **SMALL))
         assert [engine.generate(prompt, settings).tokens for prompt in prompts] == expected
-        together = BatchEngine(llama, lambda: OuroborosDrafter(model, **SMALL), 2).generate(prompts, settings)
+        together = BatchEngine(llama, in_slots(lambda: OuroborosDrafter(model, **SMALL), 2)).generate(prompts, settings)
         assert [answer.tokens for answer in together] == expected
 
 
@@ -95,20 +95,20 @@ def proposed(drafter, text=(3, 4, 5, 6)):
     """What is drafted behind a text, the last token being the base token."""
     with torch.inference_mode():
         tokens = torch.tensor(text)
-        drafter.begin(tokens[:-1], 200)
-        drafter.observe(VerifiedStep.of_prompt(tokens[:-1], torch.zeros(len(tokens) - 1, 32), tokens[-1]))
+        drafter.begin(0, tokens[:-1], 200)
+        drafter.observe(VerifiedStep.of_prompt(tokens[:-1], torch.zeros(len(tokens) - 1, 32), tokens[-1:]))
         return drafter.propose()
 
 
 def verified(drafter, tree, said):
     """The target says `said` at the base token and at every node."""
-    one, said = torch.tensor([6]), torch.tensor(said)
-    drafter.observe(VerifiedStep(one, said[:1], torch.zeros(1, 32), one[0] - 5, said, tree=tree))
+    one, said = torch.tensor([[6]]), torch.tensor([said])
+    drafter.observe(VerifiedStep(one, said[:, :1], torch.zeros(1, 1, 32), one[0] - 5, said, tree=tree))
 
 
 def trunk_of(model, count):
     drafter = DraftModelDrafter(model, k=count)
-    return proposed(drafter).tokens.tolist()
+    return proposed(drafter).tokens[0].tolist()
 
 
 def test_the_newest_phrases_lengthen_the_draft_and_share_what_they_have_in_common():
@@ -120,8 +120,8 @@ def test_the_newest_phrases_lengthen_the_draft_and_share_what_they_have_in_commo
         drafter.pool.add(phrase)
     tree = proposed(drafter)
     check_tree(tree)
-    assert tree.tokens.tolist() == [first, last, 30, 41, 42, 31, 32]
-    assert tree.parents.tolist() == [-1, 0, 1, 2, 3, 2, 5]
+    assert tree.tokens[0].tolist() == [first, last, 30, 41, 42, 31, 32]
+    assert tree.parents[0].tolist() == [-1, 0, 1, 2, 3, 2, 5]
     assert (drafter.max_nodes, drafter.max_depth) == (2 + 2 * 3, 2 + 3)
 
 
@@ -132,8 +132,8 @@ def test_phrases_behind_the_base_token_stand_beside_the_trunk():
     for phrase in ((6, first, 20), (6, 8, 21), (last, 30, 31)):
         drafter.pool.add(phrase)
     tree = proposed(drafter)
-    assert tree.tokens.tolist() == [first, last, 30, 31, 8, 21, 20]
-    assert tree.parents.tolist() == [-1, 0, 1, 2, -1, 4, 0]
+    assert tree.tokens[0].tolist() == [first, last, 30, 31, 8, 21, 20]
+    assert tree.parents[0].tolist() == [-1, 0, 1, 2, -1, 4, 0]
 
 
 def test_matching_runs_of_a_refused_draft_become_phrases():
@@ -146,7 +146,7 @@ def test_matching_runs_of_a_refused_draft_become_phrases():
     trunk = trunk_of(model, 7)
     drafter = OuroborosDrafter(model, gamma=7, p=3, **LITERAL, **{**OFF, "from_verification": 1})
     tree = proposed(drafter)
-    assert tree.tokens.tolist() == trunk
+    assert tree.tokens[0].tolist() == trunk
     verified(drafter, tree, [trunk[0] + 1, trunk[1], trunk[2] + 1, *trunk[3:], 0])
     assert len(drafter.pool) == 2
     assert tuple(trunk[3:6]) in drafter.pool.newest(trunk[3], 9) and tuple(trunk[4:7]) in drafter.pool.newest(
@@ -163,7 +163,7 @@ def test_unused_phrases_of_an_accepted_draft_are_set_right():
     for phrase in ((last, 30, 31), (last, 20, 21)):
         drafter.pool.add(phrase)
     tree = proposed(drafter)
-    assert tree.tokens.tolist() == [last, 20, 21, 30, 31]
+    assert tree.tokens[0].tolist() == [last, 20, 21, 30, 31]
     verified(drafter, tree, [last, 20, 50, 51, 60, 61])
     assert drafter.pool.newest(last, 9) == [(last, 20, 60), (last, 20, 21)]
     assert agreement((last, 20, 21), [20, 50, 51]) == 1 and agreement((last, 30, 31), [20, 60, 61]) == 0

@@ -7,7 +7,7 @@ import torch
 
 from draft_heads.inference.drafters.heads.level_tree import grow_tree
 from draft_heads.inference.drafters.heads.medusa import RankPaths
-from tests.inference.trees import check_tree
+from tests.inference.trees import check_tree, only
 
 
 @pytest.mark.parametrize(
@@ -19,17 +19,17 @@ def test_it_is_the_best_tree_of_its_size(levels, max_nodes, classes):
     for seed in range(6):
         torch.manual_seed(seed)
         log_probs = (3 * torch.randn(levels, classes)).log_softmax(-1)
-        tree = paths.best_tree(log_probs[: paths.depth], vocabulary)
+        tree = only(paths.best_tree(log_probs[None, : paths.depth], vocabulary))
         grown = grow_tree(
-            log_probs[0],
-            lambda level, tokens, parents, found=log_probs: found[level].expand(len(tokens), -1),
+            log_probs[:1],
+            lambda level, tokens, parents, found=log_probs: found[level].expand(*tokens.shape, -1),
             max_nodes,
             levels,
             vocabulary,
         )
         check_tree(tree)
         assert len(tree) == len(grown)
-        assert tree.log_probs.sort().values.tolist() == pytest.approx(grown.log_probs.sort().values.tolist())
+        assert tree.log_probs.sort().values.tolist() == pytest.approx(grown.log_probs[0].sort().values.tolist())
         for node, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist())):
             level = depth_of(tree.parents.tolist(), node)
             before = float(tree.log_probs[parent]) if parent >= 0 else 0.0
@@ -60,5 +60,5 @@ def test_the_list_is_short_and_has_every_ancestor():
 
 def test_certain_tokens_come_behind_their_parents():
     sure = torch.tensor([0.0, -50.0]).expand(3, -1)
-    tree = RankPaths(3, 3, 2).best_tree(sure)
+    tree = only(RankPaths(3, 3, 2).best_tree(sure[None]))
     assert (tree.tokens.tolist(), tree.parents.tolist()) == ([0, 0, 0], [-1, 0, 1])

@@ -38,7 +38,7 @@ def test_steps_of_a_small_answer():
 
 
 def test_the_longest_path_counts():
-    tree = DraftTree.build(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([-1, -1, 1, 0, 2]))
+    tree = DraftTree.build(torch.tensor([[4, 5, 6, 7, 8]]), torch.tensor([[-1, -1, 1, 0, 2]]))
     assert accepted_sources(tree, [5, 6, 8, 1]) == [0, 0, 0]
     assert accepted_sources(tree, [5, 6]) == [0, 0]
     assert accepted_sources(tree, [4, 6]) == [0]

@@ -20,7 +20,7 @@ from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.verify import TypicalAcceptance
 from tests.inference.datastores import write_datastore
-from tests.inference.models import ScriptedDrafter, make_head, small_model
+from tests.inference.models import ScriptedDrafter, in_slots, make_head, small_model
 from tests.inference.text_drafters import begin, proposal
 from tests.tiny_chat import save_target
 
@@ -107,7 +107,7 @@ def test_a_stop_rule_cuts_at_the_length_that_it_returns(llama, llama_prompts, ru
     assert (answer.tokens, answer.finish_reason) == (expected.tokens, "stop")
     assert len(answer.tokens) == {"at the newest": 9, "before it": 4, "of all": 0, "ahead": 11, "at the limit": 2}[rule]
     assert sum(answer.accept_lengths) == len(answer.tokens) == len(answer.sources)
-    (batched,) = BatchEngine(llama, VanillaDrafter, 1).generate([prompt], settings)
+    (batched,) = BatchEngine(llama, VanillaDrafter()).generate([prompt], settings)
     assert batched.tokens == answer.tokens and sum(batched.accept_lengths) == len(answer.tokens)
 
 
@@ -159,9 +159,13 @@ def test_engines_share_the_plain_loop(llama, llama_prompts):
 
 def test_a_batch_needs_new_drafters(llama):
     one = NgramDrafter()
-    with pytest.raises(ValueError, match="make_drafter returned one twice; make a new one in each call"):
-        BatchEngine(llama, lambda: one, 2)
-    BatchEngine(llama, lambda: one, 1)
+    with pytest.raises(ValueError, match="got one twice; make a new one for each"):
+        in_slots(lambda: one, 2)
+    BatchEngine(llama, one)
+    with pytest.raises(ValueError, match="one text at a time; got a drafter of 2 slots; use BatchEngine"):
+        DecodingEngine(llama, in_slots(NgramDrafter, 2))
+    with pytest.raises(ValueError, match="slots must be a whole number of at least 1; got 0"):
+        build_drafter(DrafterSpec.parse("ngram"), llama, 8, slots=0)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -93,9 +93,9 @@ def test_a_head_drafts_from_its_layers_as_it_was_trained(target, head):
         found = []
         for count in (anchors + 1).tolist():
             other = drafter_for(head, target, 8)
-            other.begin(ids[0, :count], count)
+            other.begin(0, ids[0, :count], count)
             with torch.inference_mode():
-                rows = ids[0, :count], hidden[0, :count], ids[0, count], aux_hidden[0, :count]
+                rows = ids[0, :count], hidden[0, :count], ids[0, count : count + 1], aux_hidden[0, :count]
                 other.observe(VerifiedStep.of_prompt(*rows))
                 found.append(other.propose())
         return found

@@ -18,14 +18,14 @@ def whole_step(target, text, layers):
     index = torch.arange(len(rows))[None]
     hidden, aux_hidden = target.forward_rows(rows[None], torch.ones_like(index), index, layers)
     return VerifiedStep.of_prompt(
-        rows, hidden[0], torch.tensor(text[-1]), None if aux_hidden is None else aux_hidden[0]
+        rows, hidden[0], torch.tensor(text[-1:]), None if aux_hidden is None else aux_hidden[0]
     )
 
 
 def cut(step, start, count, padding):
     """The step that commits `count` tokens from `start` on; `padding` further rows repeat the last of them."""
     index = torch.arange(start, start + count + padding).clamp(max=start + count - 1)
-    return step.map(lambda values: values[index] if values.dim() else torch.tensor(count))
+    return step.map(lambda values: values[:, index] if values.dim() > 1 else torch.tensor([count]))
 
 
 @settings(max_examples=4 * settings.default.max_examples)  # there are a dozen kinds of drafters
@@ -41,11 +41,11 @@ def test_a_draft_depends_on_the_text_alone(data, name, written):
         return
     for text in written:  # the second text starts where the first one's state lies
         whole = whole_step(target, text, drafter.target_layers)
-        drafter.begin(whole.tokens, CAPACITY)
+        drafter.begin(0, whole.tokens[0], CAPACITY)
         drafter.observe(whole)
         expected = drafter.propose().map(torch.clone)
         prompt = data.draw(st.integers(1, len(text) - 1))
-        drafter.begin(whole.tokens[:prompt], CAPACITY)
+        drafter.begin(0, whole.tokens[0, :prompt], CAPACITY)
         drafter.observe(cut(whole, 0, prompt, 0))
         done = prompt
         while done < len(text) - 1:

@@ -69,16 +69,16 @@ class Watched(ScriptedDrafter):
         super().__init__([], 4)
         self.chains, self.seen = chains, []
 
-    def observe(self, step):
+    def observe(self, step, slot=None):
         super().observe(step)
-        self.seen.append((step.tokens.tolist(), step.hidden[:, 0].tolist(), int(step.base), int(step.count)))
+        self.seen.append((step.tokens[0].tolist(), step.hidden[0, :, 0].tolist(), int(step.base), int(step.count)))
 
-    def begin(self, prompt, capacity):
+    def begin(self, slot, prompt, capacity):
         self.committed, self.position = 0, 0
 
     def propose(self):
-        tokens = torch.tensor(self.chains[self.position])
-        return DraftTree.build(tokens, torch.arange(len(tokens)) - 1)
+        tokens = torch.tensor([self.chains[self.position]])
+        return DraftTree.build(tokens, torch.arange(tokens.shape[1])[None] - 1)
 
 
 def test_the_worked_example_takes_three_steps_for_five_tokens():

@@ -1,10 +1,12 @@
 """What the drafters of trained heads share.
 
-Shapes: G key/value heads, C capacity, C' visible slots, D head size, Q new rows.
+Shapes: B texts, G key/value heads, C capacity, C' visible rows of a text, D head size, Q new rows, A newly committed
+tokens.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from draft_heads.heads.config import check_tree_temperature
 from draft_heads.inference.drafters.base import Builder, Drafter
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.options import TreeOptions
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
 
 
@@ -45,71 +48,80 @@ class RotationTable:
         return [self._table]
 
     def __call__(self, positions: Tensor) -> Rotation:
-        """The rotation of `positions [Q]` for states [1, Q, H]."""
-        cos, sin = self._table.index_select(0, positions)[None, None].unbind(3)
+        """The rotation of `positions [B, Q]` for states [B, Q, H]."""
+        rows = self._table.index_select(0, positions.flatten()).unflatten(0, positions.shape)
+        cos, sin = rows[:, None].unbind(3)
         return cos, sin
 
 
 class BlockCache:
-    """Keys and values that a head's block has read: a buffer `[C, 2·G, D]` of which the first C' slots are visible.
+    """Keys and values that a head's block has read: a buffer `[B, C, 2·G, D]` of which the first C' rows are visible.
 
-    The number of rows in use stays on the device: slots are tensors, and masks hide what lies after them.
+    The number of rows in use stays on the device: places are tensors, and masks hide what lies after them.
     """
 
-    def __init__(self, head: DraftHead, slots_per_token: int = 1) -> None:
+    def __init__(self, head: DraftHead, texts: int, rows_per_token: int = 1) -> None:
         config = head.config
-        self._heads, self._slots_per_token = config.num_key_value_heads, slots_per_token
-        self._store = self._rows = next(head.parameters()).new_zeros(0, 2 * self._heads, config.head_dim)
-        self._views: dict[int, Tensor] = {}
+        self._heads, self._rows_per_token = config.num_key_value_heads, rows_per_token
+        self._store = next(head.parameters()).new_zeros(texts, 0, 2 * self._heads, config.head_dim)
+        self._visible = self._store
 
     def reserve(self, tokens: int) -> None:
-        """Room for `tokens` tokens, all visible; allocates only where there is too little."""
-        slots, (size, *shape) = tokens * self._slots_per_token, self._store.shape
-        if size < slots:
-            self._store = self._store.new_zeros(-(-slots // 256) * 256, *shape)
-            self._views.clear()
-        self.set_visible_length(len(self._store))
+        """Room for `tokens` tokens of each text, all visible; allocates only where there is too little."""
+        rows, (texts, size, *shape) = tokens * self._rows_per_token, self._store.shape
+        if size < rows:
+            grown = self._store.new_zeros(texts, -(-rows // 256) * 256, *shape)
+            grown[:, :size] = self._store
+            self._store = grown
+        self._visible = self._store
 
     def set_visible_length(self, tokens: int) -> None:
-        """Only the first `tokens` tokens are read and written until the next call."""
-        slots = -(-tokens * self._slots_per_token // 16) * 16  # attention is slower over odd numbers of keys
-        slots = min(slots, len(self._store))
-        if slots not in self._views:
-            self._views[slots] = self._store[:slots]
-            torch._dynamo.maybe_mark_dynamic(self._views[slots], 0)  # compiled programs serve any length
-        self._rows = self._views[slots]
+        """Only the first `tokens` tokens of each text are read until the next call."""
+        rows = -(-tokens * self._rows_per_token // 16) * 16  # attention is slower over odd numbers of keys
+        self._visible = self._store[:, :rows]
+
+    def of(self, texts: slice) -> BlockCache:
+        """The cache of some of the texts, over the same memory."""
+        part = copy(self)
+        part._store, part._visible = self._store[texts], self._visible[texts]
+        return part
 
     def memory(self) -> list[Tensor]:
         return [self._store]
 
     @property
     def keys(self) -> Tensor:
-        """[1, G, C', D]"""
-        return self._rows[:, : self._heads].transpose(0, 1)[None]
+        """[B, G, C', D]"""
+        return self._visible[:, :, : self._heads].transpose(1, 2)
 
     @property
     def values(self) -> Tensor:
-        """[1, G, C', D]"""
-        return self._rows[:, self._heads :].transpose(0, 1)[None]
+        """[B, G, C', D]"""
+        return self._visible[:, :, self._heads :].transpose(1, 2)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put rows `[1, G, Q, D]` at `slots [Q]`; a compiled program copies the buffer if `keys` is written instead."""
-        self._rows.index_copy_(0, slots, torch.cat([keys, values], dim=1)[0].transpose(0, 1))
+    def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rows `[B, G, Q, D]` at `places [B, Q]` of each text."""
+        texts, size = self._store.shape[:2]
+        if texts > 1:
+            places = places + torch.arange(0, texts * size, size, device=places.device)[:, None]
+        rows = torch.cat([keys, values], dim=1).transpose(1, 2).flatten(0, 1)
+        self._store.flatten(0, 1).index_copy_(0, places.flatten(), rows)
 
     def index(self) -> Tensor:
-        """[C'], every slot's number."""
-        return torch.arange(len(self._rows), device=self._rows.device)
+        """[C'], every row's place."""
+        return torch.arange(self._visible.shape[1], device=self._store.device)
 
-    def entering(self, slots: Tensor, causal: bool) -> Attend:
-        """Attention that writes Q rows at ascending `slots [Q]`; each sees all slots up to its own or the last of them.
+    def entering(self, places: Tensor, causal: bool) -> Attend:
+        """Attention that writes Q rows at ascending `places [B, Q]`; each sees all up to its own or the last of them.
 
-        Worked example: rows at slots 2, 3 see slots 0 … 2 and 0 … 3 if causal, else both 0 … 3.
+        Worked example: rows at places 2, 3 see places 0 … 2 and 0 … 3 if causal, else both 0 … 3.
         """
-        visible = self.index() <= (slots[:, None] if causal else slots[-1])
+        visible = self.index() <= (places[..., None] if causal else places[:, -1:, None])  # [B, Q or 1, C']
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            self.write(slots, keys, values)
-            return folded_attention(queries, self.keys, self.values, visible.expand(queries.shape[2], -1))
+            self.write(places, keys, values)
+            mask = visible[:, None].expand(-1, -1, queries.shape[2], -1)
+            return folded_attention(queries, self.keys, self.values, mask)
 
         return attend
 
@@ -130,11 +142,14 @@ class HeadOptions(TreeOptions):
 
 
 class HeadDrafter(Drafter):
-    """Made from (head, view, max_nodes, **options), for decoding by `for_target`; `propose` needs an observed prefill.
+    """Made from (head, view, max_nodes, slots, **options), for decoding by `for_target`; `propose` needs an observed
+    prefill.
 
-    length  [] int64, the committed tokens that it has observed
+    length  [B] int64, the committed tokens of each text that it has observed
     caches  of what the head's blocks have read
     view    of the target, as it is when a text begins; with `reads_lm_head` of the head's draft vocabulary only
+
+    A subclass implements `read` (newly committed tokens) and `propose`, which reads what `read` returned in `state`.
     """
 
     loads = "RUN/head"
@@ -142,7 +157,7 @@ class HeadDrafter(Drafter):
     options: HeadOptions
     reads_lm_head: ClassVar[bool] = False  # it scores its drafts with the target's LM head
 
-    def __new__(cls, head: Any, view: Any = None, max_nodes: int = 32, **options: Any) -> Self:
+    def __new__(cls, head: Any, *given: Any, **options: Any) -> Self:
         """ValueError for a head of another kind, before anything of it is read."""
         if head.config.kind != cls.kind:
             raise ValueError(
@@ -156,6 +171,7 @@ class HeadDrafter(Drafter):
         head: Any,
         view: TargetView,
         options: HeadOptions,
+        slots: int,
         levels: int,
         caches: Sequence[BlockCache] = (),
         after: int = 0,
@@ -174,7 +190,9 @@ class HeadDrafter(Drafter):
         self.max_nodes = options.max_nodes
         self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
-        self.length = torch.zeros((), dtype=torch.long, device=view.device)
+        self.slots = slots
+        self.length = torch.zeros(slots, dtype=torch.long, device=view.device)
+        self.state: tuple[Tensor, ...] = ()  # [B, …] each
         self._caches, self._after = caches, after
         self._kept: list[BlockCache | RotationTable] = [*caches]
         if block is not None:
@@ -182,12 +200,14 @@ class HeadDrafter(Drafter):
             self._kept.append(self._rotation)
 
     @classmethod
-    def for_target(cls, head: DraftHead, target: Target, max_nodes: int = 32, **options: Any) -> HeadDrafter:
+    def for_target(
+        cls, head: DraftHead, target: Target, max_nodes: int = 32, slots: int = 1, **options: Any
+    ) -> HeadDrafter:
         """For decoding: made from a copy of the head and a view of the target that are fast for few rows."""
         head = prepare_for_drafting(head)
         view = target.drafting_view(head) if cls.reads_lm_head else target.view()
         make: Any = cls
-        drafter: HeadDrafter = make(head, view, max_nodes, **options)
+        drafter: HeadDrafter = make(head, view, max_nodes, slots, **options)
         return drafter
 
     def _of_draft_vocab(self, view: TargetView) -> TargetView:
@@ -201,7 +221,7 @@ class HeadDrafter(Drafter):
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> HeadDrafter:
         """See `Drafter.from_options`."""
-        return cls.for_target(build.head(cls.kind, path), build.target, **options)
+        return cls.for_target(build.head(cls.kind, path), build.target, slots=build.slots, **options)
 
     def settings(self) -> dict[str, Any]:
         """See `Drafter.settings`; with the temperature in use, also where it is the checkpoint's."""
@@ -210,9 +230,9 @@ class HeadDrafter(Drafter):
     def memory(self) -> list[Tensor]:
         return [self.length, *(buffer for kept in self._kept for buffer in kept.memory())]
 
-    def begin(self, prompt: Tensor, capacity: int) -> None:
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         self.view = self._of_draft_vocab(self.view.current())
-        self.length.zero_()
+        self.length[slot : slot + 1].zero_()
         for kept in self._kept:
             kept.reserve(capacity + self._after)
 
@@ -220,6 +240,20 @@ class HeadDrafter(Drafter):
         for cache in self._caches:
             cache.set_visible_length(tokens + self._after)
 
-    def _new_slots(self, states: Tensor) -> Tensor:
-        """[A] positions of newly committed tokens, whose states are `[A, …]`."""
-        return self.length + torch.arange(len(states), device=states.device)
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
+        every = slot is None or self.slots == 1
+        texts = slice(None) if slot is None or every else slice(slot, slot + 1)
+        states = self.read(step, texts)
+        self.length[texts].add_(step.count)
+        if not every:
+            before = self.state or [state.expand(self.slots, *state.shape[1:]) for state in states]
+            states = tuple(old.slice_scatter(new, 0, texts.start, texts.stop) for old, new in zip(before, states))
+        self.state = states
+
+    @abstractmethod
+    def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
+        """Read the newly committed tokens of these texts; returns what `propose` needs of each, `[B, …]`."""
+
+    def _places(self, tokens: Tensor, texts: slice) -> Tensor:
+        """[B, A], the positions of newly committed `tokens [B, A]` of these texts."""
+        return self.length[texts, None] + torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,8 +1,8 @@
 """Drafting with a Chimera head: level by level, every node with its own k-gram and its own ancestors.
 
-Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden, C capacity.
+Shapes: B texts, n committed tokens, A newly committed ones, W nodes of a level, H hidden.
 
-The block reads h_1 … h_n, g_1 … g_n and the drafted tokens' g: h and g of a token lie side by side (slots 2i+1 and 2i)
+The block reads h_1 … h_n, g_1 … g_n and the drafted tokens' g: h and g of a token lie side by side (rows 2i+1 and 2i)
 in one buffer, since attention ignores the order of keys; drafts lie after them and are overwritten.
 """
 
@@ -20,6 +20,7 @@ from draft_heads.configs.options import option
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.chimera import ChimeraHead, KGramEncoder
+from draft_heads.heads.windows import rows_at
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
 from draft_heads.inference.drafters.heads.level_tree import LevelAttention, LevelTreeOptions, grow_tree
@@ -51,8 +52,8 @@ class KGramCache:
         self.hits = self.reloads = self.misses = 0
 
     def lookup(self, grams: Tensor, encode: Callable[[Tensor], Tensor]) -> Tensor:
-        """g [W, H] of k-grams [W, k]; `encode` maps [w, k] to [w, H]."""
-        keys = [tuple(gram) for gram in grams.tolist()]
+        """g [B, W, H] of k-grams [B, W, k]; `encode` maps [w, k] to [w, H]."""
+        keys = [tuple(gram) for gram in grams.flatten(0, 1).tolist()]
         distinct = dict.fromkeys(keys)
         unseen = [key for key in distinct if key not in self.table and key not in self.evicted]
         fresh = dict(zip(unseen, encode(grams.new_tensor(unseen)).unbind())) if unseen else {}
@@ -66,7 +67,7 @@ class KGramCache:
                 self.reloads += 1
             else:
                 self.table[key] = fresh[key].clone()  # a row would keep all of `encode`'s
-        found = torch.stack([self.table[key] for key in keys])
+        found = torch.stack([self.table[key] for key in keys]).unflatten(0, grams.shape[:2])
         while len(self.table) > self.size:
             oldest, encoding = self.table.popitem(last=False)
             self.evicted[oldest] = encoding.cpu()
@@ -88,7 +89,9 @@ class ChimeraDrafter(HeadDrafter):
     title = "level by level, each node with the k-gram that ends at it"
     options_type = ChimeraOptions
 
-    def __init__(self, head: ChimeraHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+    def __init__(
+        self, head: ChimeraHead, view: TargetView, max_nodes: int = 32, slots: int = 1, **options: Any
+    ) -> None:
         """options: see `ChimeraOptions`."""
         chosen = ChimeraOptions(max_nodes=max_nodes, **options)
         if chosen.kgram_cache and not isinstance(head.encoder, KGramEncoder):
@@ -96,48 +99,49 @@ class ChimeraDrafter(HeadDrafter):
                 f"kgram_cache needs a head with encoder kgram; this one has {head.config.encoder}; drop the option"
             )
         attending = isinstance(head.encoder, DecoderBlock)
-        self._fusion, self._encoder = BlockCache(head, slots_per_token=2), BlockCache(head) if attending else None
+        self._fusion = BlockCache(head, slots, rows_per_token=2)
+        self._encoder = BlockCache(head, slots) if attending else None
         caches = [self._fusion] if self._encoder is None else [self._fusion, self._encoder]
         after = (chosen.max_nodes + 1) * head.config.heads + 1
-        super().__init__(head, view, chosen, head.config.heads, caches, after, head.block)
+        super().__init__(head, view, chosen, slots, head.config.heads, caches, after, head.block)
         self.chain = chosen.tree == "chain"
         self.cache = KGramCache(chosen.kgram_cache) if chosen.kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
         self.carries_over = self.cache is not None
-        self._recent = torch.full((head.config.order - 1,), -1, device=self.view.device)
-        self._last: Tensor  # h_n, [H]
-        self._base: Tensor
+        self._recent = torch.full((slots, head.config.order - 1), -1, device=self.view.device)
 
     def memory(self) -> list[Tensor]:
         return [*super().memory(), self._recent]
 
-    def begin(self, prompt: Tensor, capacity: int) -> None:
-        super().begin(prompt, capacity)
-        self._recent.fill_(-1)
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
+        super().begin(slot, prompt, capacity)
+        self._recent[slot : slot + 1].fill_(-1)
 
-    def observe(self, step: VerifiedStep) -> None:
-        head = self.head
+    def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
+        """h_n [B, H] and the base token [B]."""
+        head, recent = self.head, self._recent[texts]
         hidden = head.target_states(step.hidden, step.aux_hidden)
-        text = torch.cat([self._recent, step.tokens])
-        encoded = self._encode(text, step.tokens)
-        both = torch.stack([encoded, hidden], dim=1).flatten(0, 1)[None]
-        rows = 2 * self.length + torch.arange(both.shape[1], device=hidden.device)
+        text = torch.cat([recent, step.tokens], dim=1)
+        encoded = self._encode(text, step.tokens, texts)
+        both = torch.stack([encoded, hidden], dim=2).flatten(1, 2)
+        rows = 2 * self.length[texts, None] + torch.arange(both.shape[1], device=hidden.device)
         keys_values = head.block.context_keys_values(both, self._rotation(rows // 2))
-        self._fusion.write(rows, *keys_values)
-        self.length += step.count
-        self._recent.copy_(text[step.count + torch.arange(len(self._recent), device=text.device)])
-        self._last, self._base = hidden[-1], step.base
+        self._fusion.of(texts).write(rows, *keys_values)
+        recent.copy_(text.gather(1, step.count[:, None] + torch.arange(recent.shape[1], device=text.device)))
+        return hidden[:, -1], step.base
 
-    def _encode(self, text: Tensor, tokens: Tensor) -> Tensor:
-        """g [A, H] of the newly committed tokens."""
+    def _encode(self, text: Tensor, tokens: Tensor, texts: slice) -> Tensor:
+        """g [B, A, H] of the newly committed tokens."""
         head, view = self.head, self.view
         if self._encoder is None:
-            return self._encode_grams(text.unfold(0, head.config.order, 1))
-        slots, states = self._new_slots(tokens), view.embed(tokens).to(head.dtype)
-        return head.encoder(states[None], self._rotation(slots), self._encoder.entering(slots, causal=True))[0]
+            return self._encode_grams(text.unfold(1, head.config.order, 1))
+        places, states = self._places(tokens, texts), view.embed(tokens).to(head.dtype)
+        attend = self._encoder.of(texts).entering(places, causal=True)
+        encoded: Tensor = head.encoder(states, self._rotation(places), attend)
+        return encoded
 
     def _encode_grams(self, grams: Tensor) -> Tensor:
-        """g [W, H] of k-grams [W, k] (−1: before the first token), through the cache where there is one."""
+        """g [B, W, H] of k-grams [B, W, k] (−1: before the first token), through the cache where there is one."""
 
         def encode(some: Tensor) -> Tensor:
             encoded: Tensor = self.head.encoder(gram_states(self.head, self.view, some))
@@ -152,30 +156,31 @@ class ChimeraDrafter(HeadDrafter):
 
     def propose(self) -> DraftTree:
         head, levels, most = self.head, self.head.config.heads, self.max_nodes * self.head.config.heads
+        last, base = self.state
         fusion, encoder = LevelAttention(self._fusion, 2 * self.length, head.block.heads, most), None
         if self._encoder is not None:
             encoder = LevelAttention(self._encoder, self.length, head.block.heads, most)
-        grams = self._recent[None]  # [W, k−1], the tokens before a node's own
+        grams = self._recent[:, None]  # [B, W, k−1], the tokens before a node's own
         if self.cache is None:
-            grams = gram_states(head, self.view, grams)  # or [W, k−1, H], their embeddings
-        cos, sin = self._rotation(self.length + torch.arange(levels, device=self.length.device))  # of every level
+            grams = gram_states(head, self.view, grams)  # or [B, W, k−1, H], their embeddings
+        positions = self.length[:, None] + torch.arange(levels, device=self.length.device)
+        cos, sin = self._rotation(positions)  # of every level
 
         def level_log_probs(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal grams
             rotation = cos[:, :, level : level + 1], sin[:, :, level : level + 1]
             if encoder is not None:
                 encoder.enter(parents)
-                encoded = head.encoder(self.view.embed(tokens)[None].to(head.dtype), rotation, encoder)
+                encoded = head.encoder(self.view.embed(tokens).to(head.dtype), rotation, encoder)
             else:
                 own = tokens if self.cache is not None else head.token_states(tokens, self.view)
-                grams = torch.cat([grams[parents], own[:, None]], dim=1)
-                encoded = (head.encoder(grams) if self.cache is None else self._encode_grams(grams))[None]
-                grams = grams[:, 1:]
+                grams = torch.cat([rows_at(grams, parents), own[:, :, None]], dim=2)
+                encoded = head.encoder(grams) if self.cache is None else self._encode_grams(grams)
+                grams = grams[:, :, 1:]
             fusion.enter(parents)
-            fused = head.fuse(encoded, rotation, fusion)[0]
-            logits = head.head_logits(level, self._last.expand(len(tokens), -1), fused, self.view)
+            fused = head.fuse(encoded, rotation, fusion)
+            logits = head.head_logits(level, last[:, None].expand_as(fused), fused, self.view)
             return tempered(logits.float().log_softmax(-1), head.config.tree_temperature)
 
-        root = torch.zeros(1, dtype=torch.long, device=self._base.device)
-        first = level_log_probs(0, self._base[None], root)[0]
+        first = level_log_probs(0, base[:, None], torch.zeros_like(base)[:, None])[:, 0]
         return grow_tree(first, level_log_probs, self.max_nodes, levels, head.draft_vocab, self.chain)

@@ -1,6 +1,6 @@
 """Drafting with a CTC head: T frames in one pass over the cached context, then a trie of collapsed candidates.
 
-Shapes: n committed tokens, A newly committed ones, T frames, H hidden, C capacity.
+Shapes: B texts, n committed tokens, A newly committed ones, T frames, H hidden.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CTCDrafter(HeadDrafter):
     title = "a tree of collapsed CTC candidates"
     options_type = CTCOptions
 
-    def __init__(self, head: CTCHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+    def __init__(self, head: CTCHead, view: TargetView, max_nodes: int = 32, slots: int = 1, **options: Any) -> None:
         """options: see `CTCOptions`."""
         chosen = CTCOptions(max_nodes=max_nodes, **options)
         tree = chosen.tree
@@ -48,48 +48,44 @@ class CTCDrafter(HeadDrafter):
                 f"tree={tree} takes frames for independent; got a head with label_context {head.config.label_context}, "
                 "whose frames depend on the label before; leave it out"
             )
-        super().__init__(head, view, chosen, head.config.frames, [BlockCache(head)], after=2 * head.config.frames + 1)
+        caches, frames = [BlockCache(head, slots)], head.config.frames
+        super().__init__(head, view, chosen, slots, frames, caches, after=2 * frames + 1)
         if tree == "prefix" and self.view.device.type == "cpu":
             library.load_library()  # compile now, not during the first answer
         self.tree = tree
         self.on_device = tree in ("prefix", "chain")  # the trees of the published code are built on the host
-        self._state: Tensor  # c_n, [H]
-        self._base: Tensor
 
-    def observe(self, step: VerifiedStep) -> None:
-        head = self.head
+    def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
+        """c_n [B, H] and the base token [B]."""
+        head, places = self.head, self._places(step.tokens, texts)
         hidden = head.target_states(step.hidden, step.aux_hidden)
-        states = head.context_states(hidden, step.next_tokens, self.view)[None]  # [1, A, H]
-        slots = self._new_slots(hidden)
-        rotation = head.block.rotation(slots[None] + 1)
-        self._caches[0].write(slots, *head.block.context_keys_values(states, rotation))
-        self.length += step.count
-        self._state, self._base = states[0, -1], step.base
+        states = head.context_states(hidden, step.next_tokens, self.view)  # [B, A, H]
+        keys_values = head.block.context_keys_values(states, head.block.rotation(places + 1))
+        self._caches[0].of(texts).write(places, *keys_values)
+        return states[:, -1], step.base
 
     def frames(self) -> Tensor:
-        """[T, H], what the LM head reads for each frame at the present anchor."""
-        head = self.head
-        base_position = self.length.expand(1, 1)
+        """[B, T, H], what the LM head reads for each frame at the present anchor of each text."""
+        head, cache, base_position = self.head, self._caches[0], self.length[:, None]
+        states = self.state[0][:, None]
         if head.config.chained:
             # c_n itself opens the chain, so the context ends before it
-            cache = self._caches[0]
-            sees = (cache.index() < self.length - 1)[None, None]
+            sees = (cache.index() < base_position - 1)[:, None]
             attend_chain = chain_attention((cache.keys, cache.values), sees)
-            return head.chain_frames(self._state[None, None], base_position, attend_chain, self.view)[0, 0]
+            return head.chain_frames(states, base_position, attend_chain, self.view)[:, 0]
         # frames see the whole context and each other; they lie after the context, overwritten each step
-        slots = self.length + torch.arange(head.config.frames, device=self.length.device)
-        attend = self._caches[0].entering(slots, causal=False)
-        return head.draft_frames(self._state[None, None], base_position, attend)[0, 0]
+        places = base_position + torch.arange(head.config.frames, device=base_position.device)
+        return head.draft_frames(states, base_position, cache.entering(places, causal=False))[:, 0]
 
     def propose(self) -> DraftTree:
-        """The tree of collapsed candidates of the frames."""
+        """The trees of collapsed candidates of the frames."""
         head, view, frames, temperature = self.head, self.view, self.frames(), self.head.config.tree_temperature
         bias_of = None
         if head.config.label_context:
             log_probs = head.frame_logits(frames, view) / temperature
 
             def bias_of(classes: Tensor | None) -> Tensor:
-                tokens = self._base[None] if classes is None else head.draft_tokens(classes)
+                tokens = self.state[1][:, None] if classes is None else head.draft_tokens(classes)
                 bias: Tensor = head.label_bias(tokens, view) / temperature
                 return bias
 

@@ -1,6 +1,6 @@
-"""Builds the draft tree of collapsed candidates from the frames of a CTC head.
+"""Builds the draft trees of collapsed candidates from the frames of a CTC head.
 
-Shapes: T frames, V vocabulary, M nodes, C labels considered, P alignments.
+Shapes: B texts, T frames, V vocabulary, M nodes of a tree, C labels considered, P alignments.
 
 Every tree is a trie of *collapsed* candidates: a node's position in the text is its depth in the trie, and it sees
 exactly its ancestors. Alignments, blanks and repeats leave no trace in it.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draft_heads.heads.prefix_scores import PrefixState, child_scores, empty_prefix, extend, from_entry, runs
+from draft_heads.heads.windows import rows_at
 from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.native import library
@@ -38,7 +39,7 @@ def build_tree(
     vocabulary: Tensor | None = None,
     bias_of: Callable[[Tensor | None], Tensor] | None = None,
 ) -> DraftTree:
-    """The draft tree of one anchor's frames `[T, V+1]` (blank last): at most `max_nodes` nodes.
+    """The draft trees of the frames of B anchors, `[B, T, V+1]` (blank last): at most `max_nodes` nodes each.
 
     vocabulary [V]: the token of each class but the blank; None: the class is the token. bias_of: see `prefix_tree`.
     Raises ValueError for an unknown mode or a budget below one node.
@@ -47,12 +48,13 @@ def build_tree(
         raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {mode!r}")
     check_max_nodes(max_nodes)
     if mode == "prefix" and bias_of is None and _native(log_probs):
-        deepest = min(max_depth or len(log_probs), max_nodes)
-        tree = DraftTree.build(*library.ctc_prefix_tree(log_probs.exp(), max_nodes, deepest))
+        deepest, probs = min(max_depth or log_probs.shape[1], max_nodes), log_probs.exp()
+        found = (library.ctc_prefix_tree(of_text, max_nodes, deepest) for of_text in probs)
+        tree = DraftTree.stack([DraftTree.build(*(x[None] for x in one)) for one in found])
     elif mode in ("prefix", "chain"):
         tree = prefix_tree(log_probs, max_nodes, max_depth, bias_of=bias_of, chain=mode == "chain")
     else:
-        tree = alignment_tree(log_probs, max_nodes, collapse=mode == "raw")
+        tree = DraftTree.stack([alignment_tree(of_text, max_nodes, mode == "raw") for of_text in log_probs])
     return tree if vocabulary is None else replace(tree, tokens=vocabulary[tree.tokens])
 
 
@@ -71,25 +73,31 @@ class PlainEmissions:
     """
 
     def __init__(self, log_probs: Tensor, considered: int) -> None:
-        """log_probs [T, V+1], blank last."""
-        probs, blank = log_probs.exp().split([log_probs.shape[1] - 1, 1], dim=1)
-        self._blank_runs, self.labels = runs(blank[:, 0]), torch.arange(probs.shape[1], device=probs.device)
-        if considered < probs.shape[1]:
-            self.labels = probs.sum(0).topk(considered, sorted=False).indices
-            probs = probs[:, self.labels]
-        self._probs, self._entered = probs, from_entry(probs.T, probs.T, self._blank_runs)
+        """log_probs [B, T, V+1], blank last."""
+        probs, blank = log_probs.exp().split([log_probs.shape[-1] - 1, 1], dim=-1)
+        self._blank_runs, self.labels = runs(blank[..., 0]), every_label(log_probs)
+        if considered < probs.shape[-1]:
+            self.labels = probs.sum(1).topk(considered, sorted=False).indices
+            probs = probs.gather(2, self.labels[:, None].expand(-1, probs.shape[1], -1))
+        self._probs, self._entered = probs, from_entry(probs.mT, probs.mT, self._blank_runs)
 
     def start(self) -> PrefixState:
         """The empty prefix."""
         return empty_prefix(self._blank_runs)
 
     def child_scores(self, state: PrefixState) -> Tensor:
-        """Ψ [M, C] of every child."""
+        """Ψ [B, M, C] of every child."""
         return child_scores(state, self._probs)
 
     def extend(self, state: PrefixState, parent: Tensor, column: Tensor) -> PrefixState:
-        """The states of the chosen children, whose `column` among the C labels is given."""
-        return extend(state, parent, column, self._entered[column])
+        """The states of the chosen children, whose `column [B, M]` among the C labels is given."""
+        return extend(state, parent, column, rows_at(self._entered, column))
+
+
+def every_label(log_probs: Tensor) -> Tensor:
+    """[B, V], all labels of frames `[B, T, V+1]`."""
+    texts, _, classes = log_probs.shape
+    return torch.arange(classes - 1, device=log_probs.device).expand(texts, -1)
 
 
 class ContextEmissions:
@@ -99,37 +107,39 @@ class ContextEmissions:
     """
 
     def __init__(self, logits: Tensor, bias_of: Callable[[Tensor | None], Tensor]) -> None:
-        """logits [T, V+1], blank last; bias_of: of classes [M] as the label before, `[M, V+1]`; None: of the base."""
-        self.labels = torch.arange(logits.shape[1] - 1, device=logits.device)
+        """logits [B, T, V+1], blank last; bias_of: of classes [B, M] as the label before, `[B, M, V+1]`; None: of the
+        base token, `[B, 1, V+1]`."""
+        self.labels = every_label(logits)
         self._frames, self._bias_of = (logits - logits.amax(-1, keepdim=True)).exp(), bias_of
-        self._last_level = self._weights(None)  # F [M, V+1] and 1 / Z [M, T] of the last level's prefixes
+        self._last_level = self._weights(None)  # F [B, M, V+1] and 1 / Z [B, M, T] of the last level's prefixes
 
     def _weights(self, classes: Tensor | None) -> tuple[Tensor, Tensor]:
         bias = self._bias_of(classes)
         factor = (bias - bias.amax(-1, keepdim=True)).exp()
-        return factor, (factor @ self._frames.T).clamp(min=1e-37).reciprocal()
+        return factor, (factor @ self._frames.mT).clamp(min=1e-37).reciprocal()
 
     def _blank_runs(self) -> Tensor:
         factor, inverse = self._last_level
-        return runs(self._frames[:, -1] * factor[:, -1:] * inverse)  # [M, T, T]
+        return runs(self._frames[:, None, :, -1] * factor[..., -1:] * inverse)  # [B, M, T, T]
 
     def start(self) -> PrefixState:
         """The empty prefix."""
-        return empty_prefix(self._blank_runs())
+        return empty_prefix(self._blank_runs()[:, 0])
 
     def child_scores(self, state: PrefixState) -> Tensor:
-        """Ψ [M, V] of every child."""
+        """Ψ [B, M, V] of every child."""
         factor, inverse = self._last_level
-        scores = ((state.either * inverse) @ self._frames[:, :-1]) * factor[:, :-1]
-        return scores if state.last is None else scores.scatter(1, state.last[:, None], state.repeated)
+        scores = ((state.either * inverse) @ self._frames[..., :-1]) * factor[..., :-1]
+        return scores if state.last is None else scores.scatter(-1, state.last[..., None], state.repeated)
 
     def extend(self, state: PrefixState, parent: Tensor, column: Tensor) -> PrefixState:
         """The states of the chosen children."""
         factor, inverse = self._last_level
-        own = self._frames[:, column].T  # [M, T]
-        entering = own * factor[parent, column][:, None] * inverse[parent]
+        own = self._frames.gather(2, column[:, None].expand(-1, self._frames.shape[1], -1)).mT  # [B, M, T]
+        before = factor.flatten(1).gather(1, parent * factor.shape[-1] + column)
+        entering = own * before[..., None] * rows_at(inverse, parent)
         self._last_level = factor, inverse = self._weights(column)
-        stays = own * factor.gather(1, column[:, None]) * inverse
+        stays = own * factor.gather(2, column[..., None]) * inverse
         return extend(state, parent, column, from_entry(entering, stays, self._blank_runs()))
 
 
@@ -141,35 +151,37 @@ def prefix_tree(
     bias_of: Callable[[Tensor | None], Tensor] | None = None,
     chain: bool = False,
 ) -> DraftTree:
-    """The `max_nodes` prefixes of highest Ψ over all depths; equal scores: the shorter prefix first.
+    """The `max_nodes` prefixes of highest Ψ over all depths, of each text's frames `[B, T, V+1]`; equal scores: the
+    shorter prefix first.
 
     In torch operations: the reference for `native/ctc_prefix_tree.cpp`, and the search on GPUs and in other types.
     bias_of: see `ContextEmissions`, which then reads `log_probs` as logits. chain: one prefix a depth.
 
-    The children of a level's nodes are one [M, T]×[T, C] product, whose M best are the next level; ancestors score at
-    least as high, so no node of the answer is lost.
+    The children of a level's nodes are one [M, T]×[T, C] product a text, whose M best are the next level; ancestors
+    score at least as high, so no node of the answer is lost.
     """
     emissions: PlainEmissions | ContextEmissions
     if bias_of is None:
         emissions = PlainEmissions(log_probs, labels_considered or 4 * max_nodes + 32)
     else:
         emissions = ContextEmissions(log_probs, bias_of)
-    state, considered = emissions.start(), len(emissions.labels)
+    state, considered = emissions.start(), emissions.labels.shape[1]
     beam = -1  # the tree's index of the level's first prefix
     scores: list[Tensor] = []
     columns: list[Tensor] = []
     parents: list[Tensor] = []
-    deepest = min(max_depth or len(log_probs), max_nodes)
+    deepest = min(max_depth or log_probs.shape[1], max_nodes)
     for depth in range(deepest):
-        level = emissions.child_scores(state)
-        width = 1 if chain else min(max_nodes - depth, level.numel())  # a prefix brings `depth` shorter ones along
-        best, flat = level.flatten().topk(width)
-        found = sum(map(len, scores))
+        level = emissions.child_scores(state).flatten(1)
+        width = 1 if chain else min(max_nodes - depth, level.shape[1])  # a prefix brings `depth` shorter ones along
+        best, flat = level.topk(width)
+        found = sum(one.shape[1] for one in scores)
         if found >= max_nodes and host_sync_allowed(best.device):
-            among_best = best > torch.cat(scores).topk(max_nodes).values[-1]  # of the others no child is, either
-            best, flat = best[among_best], flat[among_best]
-            if not len(best):
+            among_best = best > torch.cat(scores, dim=1).topk(max_nodes).values[:, -1:]  # of the others no child is
+            kept = int(among_best.sum(1).amax())
+            if not kept:
                 break
+            best, flat = best[:, :kept], flat[:, :kept]
         parent, column = flat // considered, flat % considered
         scores.append(best)
         columns.append(column)
@@ -178,8 +190,9 @@ def prefix_tree(
             state = emissions.extend(state, parent, column)
             beam = found
 
-    all_scores = torch.cat(scores)
-    tree = DraftTree.build(emissions.labels[torch.cat(columns)], torch.cat(parents), all_scores.clamp(min=1e-37).log())
+    all_scores = torch.cat(scores, dim=1)
+    labels = emissions.labels.gather(1, torch.cat(columns, dim=1))
+    tree = DraftTree.build(labels, torch.cat(parents, dim=1), all_scores.clamp(min=1e-37).log())
     return tree.take(best_indices(all_scores, max_nodes))  # of equals the shorter prefix; parents before children
 
 
@@ -212,7 +225,8 @@ def until_blank(alignment: list[int], blank: int) -> list[int]:
 
 
 def alignment_tree(log_probs: Tensor, max_nodes: int, collapse: bool, top_k: int = 10) -> DraftTree:
-    """The trie of the most probable alignments' candidates, built on the host until it holds `max_nodes` nodes."""
+    """The trie of the candidates of one text's most probable alignments in frames `[T, V+1]`, built on the host until
+    it holds `max_nodes` nodes."""
     to_candidate = collapsed if collapse else until_blank
     blank = log_probs.shape[-1] - 1
     paths, totals = best_alignments(log_probs, 8 * max_nodes + 64, top_k)

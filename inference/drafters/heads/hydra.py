@@ -1,6 +1,6 @@
 """Drafting with Hydra heads: level by level, every node with the tokens of its own path.
 
-Shapes: n committed tokens, A newly committed ones, W nodes of a level, H hidden, C capacity.
+Shapes: B texts, n committed tokens, A newly committed ones, W nodes of a level, H hidden.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.hydra import HydraHead
+from draft_heads.heads.windows import rows_at
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter
 from draft_heads.inference.drafters.heads.level_tree import LevelTreeOptions, grow_tree
@@ -26,38 +27,37 @@ class HydraDrafter(HeadDrafter):
     title = "level by level, each node with its own path"
     options_type = LevelTreeOptions
 
-    def __init__(self, head: HydraHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+    def __init__(self, head: HydraHead, view: TargetView, max_nodes: int = 32, slots: int = 1, **options: Any) -> None:
         """options: see `LevelTreeOptions`."""
         chosen = LevelTreeOptions(max_nodes=max_nodes, **options)
-        caches = [BlockCache(head)] if head.config.prefix_attention else []
-        super().__init__(head, view, chosen, head.config.heads, caches, after=head.config.heads + 1)
+        caches = [BlockCache(head, slots)] if head.config.prefix_attention else []
+        super().__init__(head, view, chosen, slots, head.config.heads, caches, after=head.config.heads + 1)
         self.chain = chosen.tree == "chain"
-        self._state: Tensor  # s_n, [H]
-        self._base: Tensor
 
-    def observe(self, step: VerifiedStep) -> None:
+    def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
+        """s_n [B, H] and the base token [B]."""
         head = self.head
         hidden = head.target_states(step.hidden, step.aux_hidden)
         for cache in self._caches:
-            slots = self._new_slots(hidden)
-            rotation = head.prefix.rotation(slots[None])
-            hidden = head.prefix(hidden[None], rotation, cache.entering(slots, causal=True))[0]
+            places = self._places(step.tokens, texts)
+            hidden = head.prefix(hidden, head.prefix.rotation(places), cache.of(texts).entering(places, causal=True))
         # rows after the last committed one see more than they should: take that one itself
-        self._state = hidden.index_select(0, step.count[None] - 1)[0]
-        self._base = step.base
-        self.length += step.count
+        last = step.count[:, None] - 1
+        if self.slots > 1:
+            last = last.clamp(min=0)  # a slot without a text
+        return rows_at(hidden, last)[:, 0], step.base
 
     def propose(self) -> DraftTree:
-        head, view = self.head, self.view
-        paths = head.token_states(self._base, view)[None, None]  # [W, tokens known, H]
+        head, view, (state, base) = self.head, self.view, self.state
+        paths = head.token_states(base, view)[:, None, None]  # [B, W, tokens known, H]
 
         def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
             nonlocal paths
-            paths = torch.cat([paths[parents], head.token_states(tokens, view)[:, None]], dim=1)
+            paths = torch.cat([rows_at(paths, parents), head.token_states(tokens, view)[:, :, None]], dim=2)
             return log_probs(level)
 
         def log_probs(level: int) -> Tensor:
-            states = self._state.expand(len(paths), -1)
+            states = state[:, None].expand(-1, paths.shape[1], -1)
             return tempered(head.next_log_probs(level, states, paths), head.config.tree_temperature)
 
-        return grow_tree(log_probs(0)[0], expand, self.max_nodes, head.config.heads, head.draft_vocab, self.chain)
+        return grow_tree(log_probs(0)[:, 0], expand, self.max_nodes, head.config.heads, head.draft_vocab, self.chain)

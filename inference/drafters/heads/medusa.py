@@ -1,6 +1,6 @@
 """Drafting with Medusa heads: K distributions from one hidden state, combined into the best tree.
 
-Shapes: K levels, V vocabulary, R most ranks of a level, C paths of a list, M nodes of the tree.
+Shapes: B texts, K levels, V vocabulary, R most ranks of a level, C paths of a list, M nodes of the tree.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class RankPaths:
         self.parents = torch.tensor(parents, device=device)
 
     def likeliest(self, log_probs: Tensor, vocabulary: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """[K, R] of each level of `log_probs [K, V]` the likeliest tokens, best first, and their log-probabilities."""
+        """Of each level of `log_probs [B, K, V]` the R likeliest tokens, best first, and their log-probabilities."""
         top, columns = log_probs.topk(self.most)
         return columns if vocabulary is None else vocabulary[columns], top
 
     def best_tree(self, log_probs: Tensor, vocabulary: Tensor | None = None) -> DraftTree:
-        """The best `max_nodes` drafts of `log_probs [K, V]`; vocabulary [V]: the token of each column, None: itself."""
+        """The best `max_nodes` drafts of `log_probs [B, K, V]`; vocabulary [V]: each column's token, None: itself."""
         tokens, top = self.likeliest(log_probs, vocabulary)
         padded = torch.nn.functional.pad(top, (0, 1))  # 0 beyond a path's end
-        scores = padded.gather(1, self.ranks.T).sum(0)
-        tree = DraftTree.build(tokens[self.levels, self.last], self.parents, scores)
+        scores = padded.gather(2, self.ranks.T.expand(len(padded), -1, -1)).sum(1)  # [B, C]
+        tree = DraftTree.build(tokens[:, self.levels, self.last], self.parents.expand_as(scores), scores)
         return tree.take(best_indices(scores, self.max_nodes))
 
 
@@ -90,41 +90,42 @@ class MedusaDrafter(HeadDrafter):
     title = "the best combinations of K independent distributions"
     options_type = MedusaOptions
 
-    def __init__(self, head: MedusaHead, view: TargetView, max_nodes: int = 32, **options: Any) -> None:
+    def __init__(self, head: MedusaHead, view: TargetView, max_nodes: int = 32, slots: int = 1, **options: Any) -> None:
         """options: see `MedusaOptions`."""
         chosen = MedusaOptions(max_nodes=max_nodes, **options)
         tree, heads = chosen.tree, chosen.heads
         if heads > head.config.heads:
             raise ValueError(f"heads is a number from 1 to the checkpoint's {head.config.heads}; got {heads}; 0: all")
-        super().__init__(head, view, chosen, heads or head.config.heads)
+        super().__init__(head, view, chosen, slots, heads or head.config.heads)
         self.tree = tree
         self.on_device = tree != "raw"  # the collapsed trees of the published code are built on the host
         self.proposes_levels = tree == "best"
         self._paths = RankPaths(self.max_depth, self.max_nodes, head.config.classes, view.device)
         self._used = (heads or head.config.heads) if tree != "best" else self.max_depth  # heads that are computed
-        self._last: Tensor  # h_n, [H]
 
-    def observe(self, step: VerifiedStep) -> None:
-        aux_hidden = None if step.aux_hidden is None else step.aux_hidden[-1]
-        self._last = self.head.target_states(step.hidden[-1], aux_hidden)
+    def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
+        """h_n [B, H]."""
+        aux_hidden = None if step.aux_hidden is None else step.aux_hidden[:, -1]
+        return (self.head.target_states(step.hidden[:, -1], aux_hidden),)
 
     def propose(self) -> DraftTree:
         log_probs, vocabulary = self._log_probs(), self.head.draft_vocab
         if self.tree == "best":
             return self._paths.best_tree(log_probs, vocabulary)
         if self.tree == "chain":
-            best, tokens = log_probs[: self.max_depth].max(-1)
+            best, tokens = log_probs[:, : self.max_depth].max(-1)
             tokens = tokens if vocabulary is None else vocabulary[tokens]
-            return DraftTree.build(tokens, torch.arange(len(tokens), device=tokens.device) - 1, best.cumsum(0))
+            parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+            return DraftTree.build(tokens, parents, best.cumsum(1))
         never_blank = torch.nn.functional.pad(log_probs, (0, 1), value=-torch.inf)
         return build_tree(never_blank, self.max_nodes, self.tree, vocabulary=vocabulary)
 
     def propose_levels(self) -> Tensor:
-        """[2, K, R] float64: the R likeliest tokens of each level, best first, and their log-probabilities."""
+        """[B, 2, K, R] float64: the R likeliest tokens of each level, best first, and their log-probabilities."""
         tokens, log_probs = self._paths.likeliest(self._log_probs(), self.head.draft_vocab)
-        return torch.stack([tokens.double(), log_probs.double()])
+        return torch.stack([tokens.double(), log_probs.double()], dim=1)
 
     def _log_probs(self) -> Tensor:
-        """[K, V] of the heads that are used."""
-        head = self.head
-        return tempered(head.draft_log_probs(self._last, self._used), head.config.tree_temperature)
+        """[B, K, V] of the heads that are used."""
+        head, (last,) = self.head, self.state
+        return tempered(head.draft_log_probs(last, self._used), head.config.tree_temperature)

@@ -7,7 +7,7 @@ in every step: a part that one text does not need may be the best one for the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,69 +17,73 @@ from torch import Tensor
 from draft_heads.configs.options import option
 from draft_heads.inference.drafters.base import Drafter, check_max_nodes
 from draft_heads.inference.drafters.hybrid.calibration import Calibration
-from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, Source, TreeSource
+from draft_heads.inference.drafters.hybrid.merge import LevelSource, MergedTree, PhraseSource, TreeSource, columns_of
 from draft_heads.inference.drafters.options import DrafterOptions
 from draft_heads.inference.drafters.text.base import committed_tokens
 from draft_heads.inference.step import VerifiedStep
-from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 
 
 class _Part:
-    """One drafter of a hybrid: what it proposes in this step, what it brought so far."""
+    """One drafter of a hybrid: what it proposes in this step for each text, what it brought so far."""
 
-    def __init__(self, name: str, drafter: Any, target: Target) -> None:
+    def __init__(self, name: str, drafter: Any) -> None:
         self.name, self.drafter = name, drafter
-        self.tree = DraftTree.empty(target.device)  # its own of this step
         self.all_layers: tuple[int, ...] = ()  # of the target, that `VerifiedStep.aux_hidden` holds
-        self.rows: list[int] = []  # of the forward, for each row of its own tree, if it reads choices
-        self.source: Source
+        self.sources: list[PhraseSource | LevelSource | TreeSource]  # of each text
+        slots = range(drafter.slots)
         if drafter.extends_paths:
-            self.source = PhraseSource(drafter.table)
+            self.sources = [PhraseSource(drafter.of_slot(slot).table) for slot in slots]
         else:
-            self.source = LevelSource() if drafter.proposes_levels else TreeSource()
-        self._draft: Callable[[VerifiedStep], DraftTree | Tensor] = self._observe_and_propose
-        if drafter.on_device and target.compiled:
-            self._draft = program(self._observe_and_propose, target.device)
+            self.sources = [LevelSource() if drafter.proposes_levels else TreeSource() for _ in slots]
+        self.tree: DraftTree | None = None  # its own trees of this step
+        self.rows: list[list[int]] = [[] for _ in slots]  # of the forward, for each row of its own tree
         self.accepted = self.needed = 0
 
-    def draft(self, step: VerifiedStep) -> None:
-        """Take a step in and hand the drafts after it to the source; n-grams have read it already."""
+    def observe(self, step: VerifiedStep, slot: int | None) -> None:
+        """Read a step as the part alone would see it; n-grams have read it already."""
         if self.drafter.extends_paths:
             return
         if step.aux_hidden is not None:
             step = replace(step, aux_hidden=self._own_layers(step.aux_hidden))
-        if self.drafter.on_device:  # compiled programs would be made anew for every list
-            step = replace(step, new_tokens=None, read_choices=None)
-        # a prompt has a length of its own and is not compiled for
-        drafts = self._observe_and_propose(step) if step.tree is None else self._draft(self._with_own_tree(step))
-        self.source.set(drafts)  # type: ignore[attr-defined]
-        if not self.drafter.proposes_levels:
-            assert isinstance(drafts, DraftTree)
-            self.tree = drafts
+        if self.drafter.reads_choices and step.tree is not None and step.choices is not None:
+            read = step.choices.tolist() if step.read_choices is None else step.read_choices
+            # −1 is the choice at nodes that were not verified
+            own = [[given[row] if row >= 0 else -1 for row in rows] for given, rows in zip(read, self.rows)]
+            longest = max(map(len, own))
+            padded = torch.tensor([rows + [-1] * (longest - len(rows)) for rows in own], device=step.choices.device)
+            step = replace(step, choices=padded, read_choices=own, tree=self.tree)
+        self.drafter.observe(step, slot)
 
     def _own_layers(self, aux_hidden: Tensor) -> Tensor | None:
-        """[A, k·H] of the part's own k layers, from those of all parts."""
+        """[B, A, k·H] of the part's own k layers, from those of all parts."""
         if not self.drafter.target_layers:
             return None
         width = aux_hidden.shape[-1] // len(self.all_layers)
         states = aux_hidden.split(width, dim=-1)
         return torch.cat([states[self.all_layers.index(layer)] for layer in self.drafter.target_layers], dim=-1)
 
-    def _observe_and_propose(self, step: VerifiedStep) -> DraftTree | Tensor:
-        self.drafter.observe(step)
-        drafts: DraftTree | Tensor
-        drafts = self.drafter.propose_levels() if self.drafter.proposes_levels else self.drafter.propose()
-        return drafts
+    def draft(self) -> None:
+        """Hand the drafts of all texts to their sources, with one copy to the host."""
+        if self.drafter.extends_paths:
+            return
+        if self.drafter.proposes_levels:
+            columns = self.drafter.propose_levels()
+        else:
+            self.tree = self.drafter.propose()
+            columns = columns_of(self.tree)
+        for source, of_text in zip(self.sources, columns.tolist()):
+            source.set(of_text)  # type: ignore[union-attr]
 
-    def _with_own_tree(self, step: VerifiedStep) -> VerifiedStep:
-        """The step as a part that reads choices proposed it; −1 is the choice at nodes that were not verified."""
-        if not self.drafter.reads_choices or step.choices is None:
-            return step
-        read = step.choices.tolist() if step.read_choices is None else step.read_choices
-        own = [read[row] if row >= 0 else -1 for row in self.rows]
-        return replace(step, choices=torch.tensor(own), read_choices=own, tree=self.tree)
+
+class _Text:
+    """What a hybrid keeps of the text in a slot; its calibration stays for the next."""
+
+    def __init__(self) -> None:
+        self.calibration = Calibration()
+        self.merged: MergedTree | None = None
+        self.running = False  # its prefill has been observed, and it has not ended
 
 
 @dataclass(frozen=True)
@@ -102,29 +106,29 @@ class HybridDrafter(Drafter):
     def __init__(
         self, parts: Sequence[tuple[str, Drafter]], target: Target, max_nodes: int = 32, **options: Any
     ) -> None:
-        """parts: names and drafters; max_nodes: of the merged tree; options: see `HybridOptions`."""
+        """parts: names and drafters, of as many slots each; max_nodes: of a tree; options: see `HybridOptions`."""
         if len(parts) < 2:
             raise ValueError(f"a hybrid has at least 2 parts; got {len(parts)}; join them by +")
         self.options = HybridOptions(**options)
         self.target = target
+        self.slots = parts[0][1].slots
         self.budget = check_max_nodes(max_nodes)
-        self.parts = [_Part(name, drafter, target) for name, drafter in parts]
+        self.parts = [_Part(name, drafter) for name, drafter in parts]
         for part in self.parts:
             part.all_layers = self.target_layers
         self.sources = tuple(name for name, _ in parts)
-        tables = [part.drafter.table for part in self.parts if part.drafter.extends_paths]
-        self._table = max(tables, key=lambda table: table.n, default=None)
+        extending = [drafter for _, drafter in parts if drafter.extends_paths]
+        tables = [[drafter.of_slot(slot).table for drafter in extending] for slot in range(self.slots)]  # type: ignore[attr-defined]
+        self._tables = [max(of_text, key=lambda table: table.n, default=None) for of_text in tables]
         deepest = max(drafter.max_depth for _, drafter in parts)
         trees = max((drafter.max_depth for _, drafter in parts if not drafter.extends_paths), default=0)
-        usual_depth = max(deepest, trees + 4) if tables else deepest
+        usual_depth = max(deepest, trees + 4) if extending else deepest
         self._deepest_node = min(self.options.depth or usual_depth, self.budget)
         self.max_nodes = self.budget + sum(drafter.max_nodes for _, drafter in parts if drafter.reads_choices)
         self.max_depth = max(self._deepest_node, deepest)  # window rows may be deeper than merged nodes
         self.vocabulary = max(drafter.vocabulary for _, drafter in parts)
-        self._calibration = Calibration()
+        self._texts = [_Text() for _ in range(self.slots)]
         self._steps = 0
-        self._step: VerifiedStep | None = None
-        self._merged: MergedTree | None = None
 
     @property
     def target_layers(self) -> tuple[int, ...]:
@@ -135,25 +139,37 @@ class HybridDrafter(Drafter):
         for part in self.parts:
             yield from part.drafter.members()
 
-    def begin(self, prompt: Tensor, capacity: int) -> None:
-        self._merged = self._step = None
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
+        text = self._texts[slot]
+        text.merged, text.running = None, False
         for part in self.parts:
-            part.drafter.begin(prompt, capacity + self.max_depth + 1)  # a step may bring rows deeper than its own tree
+            part.drafter.begin(
+                slot, prompt, capacity + self.max_depth + 1
+            )  # a step may bring rows deeper than its tree
 
     def set_visible_length(self, tokens: int) -> None:
         for part in self.parts:
             part.drafter.set_visible_length(tokens)
 
-    def observe(self, step: VerifiedStep) -> None:
-        """Learn from what was accepted; parts that draft trees of their own observe the step when they draft."""
-        self._step = step
-        new = committed_tokens(step)
-        if self._merged is not None:
-            self._steps += 1
-            self._credit(self._merged.learn(new))
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
+        """Learn from what was accepted of each text, then let the parts observe the step."""
+        for row, index in enumerate(range(self.slots) if slot is None else [slot]):
+            text = self._texts[index]
+            text.running = text.running or step.tree is None
+            if not text.running:
+                continue
+            new = committed_tokens(step, row)
+            if not new:  # the answer has ended
+                text.running = False
+                continue
+            if text.merged is not None:
+                self._steps += 1
+                self._credit(text.merged.learn(new))
+            for part in self.parts:
+                if part.drafter.extends_paths:
+                    part.drafter.of_slot(index).read(new)
         for part in self.parts:
-            if part.drafter.extends_paths:
-                part.drafter.read(new)
+            part.observe(step, slot)
 
     def _credit(self, accepted: list[tuple[int, int]]) -> None:
         """Count for each part the accepted tokens it proposed first, and those that only it brought."""
@@ -163,17 +179,24 @@ class HybridDrafter(Drafter):
             part.needed += sum(needs >> place & 1 for _, needs in accepted)
 
     def propose(self) -> DraftTree:
-        """The merged tree, and after it the window rows of parts that read the target's choices there."""
-        assert self._step is not None, "observe the prefill before proposing"
+        """The merged trees, and after each the window rows of parts that read the target's choices there."""
         for part in self.parts:
-            part.draft(self._step)
-        sources = [part.source for part in self.parts]
-        merged = MergedTree(sources, self._calibration, self.budget, self._deepest_node, self._table)
-        for place, part in enumerate(self.parts):
-            if part.drafter.reads_choices and isinstance(part.source, TreeSource):
-                part.rows = merged.append_window_rows(place, part.source)
-        self._merged = merged
-        return merged.as_tree(self.target.device)
+            part.draft()
+        device = self.target.device
+        trees = [
+            self._merge(slot, text).as_tree(device) if text.running else DraftTree.empty(device)
+            for slot, text in enumerate(self._texts)
+        ]
+        return DraftTree.stack(trees)
+
+    def _merge(self, slot: int, text: _Text) -> MergedTree:
+        sources = [part.sources[slot] for part in self.parts]
+        merged = MergedTree(sources, text.calibration, self.budget, self._deepest_node, self._tables[slot])
+        for place, (part, source) in enumerate(zip(self.parts, sources)):
+            if part.drafter.reads_choices and isinstance(source, TreeSource):
+                part.rows[slot] = merged.append_window_rows(place, source)
+        text.merged = merged
+        return merged
 
     def settings(self) -> dict[str, Any]:
         """See `Drafter.settings`; under `parts` those of each part."""

@@ -57,13 +57,12 @@ class TreeSource:
         self.log_probs: list[float] = []
         self.window_rows: list[int] = []
 
-    def set(self, tree: DraftTree) -> None:
-        """This step's tree; rows that are no candidates are left out."""
-        packed = torch.stack([x.double() for x in (tree.tokens, tree.parents, tree.log_probs, tree.candidate)])
-        tokens, parents, log_probs, candidate = packed.tolist()  # one copy to the host
+    def set(self, columns: list[list[float]]) -> None:
+        """This step's tree, as `columns_of` has it; rows that are no candidates are left out."""
+        tokens, parents, log_probs, candidate = columns
         self.tokens, self.parents, self.log_probs = list(map(int, tokens)), list(map(int, parents)), log_probs
         self.window_rows = [node for node, may in enumerate(candidate) if not may]
-        self._children = [{} for _ in range(len(tree) + 1)]  # by parent, the base token first
+        self._children = [{} for _ in range(len(tokens) + 1)]  # by parent, the base token first
         for node, (token, parent, log_prob, may) in enumerate(zip(self.tokens, self.parents, log_probs, candidate)):
             if may:
                 gap = log_prob - (log_probs[parent] if parent >= 0 else 0.0)
@@ -75,6 +74,11 @@ class TreeSource:
         return found, OTHER if found else None
 
 
+def columns_of(tree: DraftTree) -> Tensor:
+    """[B, 4, M] float64, what a merge reads of trees: tokens, parents, log-probabilities, candidates."""
+    return torch.stack([x.double() for x in (tree.tokens, tree.parents, tree.log_probs, tree.candidate)], dim=1)
+
+
 class LevelSource:
     """Distributions that do not depend on what was drafted, one for each depth (Medusa)."""
 
@@ -83,10 +87,10 @@ class LevelSource:
         self._least = max(log(least), LEAST) if least else LEAST
         self._levels: list[Proposals] = []
 
-    def set(self, levels: Tensor) -> None:
-        """[2, K, R] float64: for K depths R tokens, best first, and their log-probabilities."""
+    def set(self, columns: list[list[list[float]]]) -> None:
+        """[2, K, R]: for K depths R tokens, best first, and their log-probabilities."""
         self._levels = []
-        for tokens, log_probs in zip(*levels.tolist()):
+        for tokens, log_probs in zip(*columns):
             proposed: Proposals = {}
             for token, log_prob in zip(tokens, log_probs):
                 if proposed and log_prob < self._least:
@@ -227,7 +231,7 @@ class MergedTree:
     def as_tree(self, device: torch.device) -> DraftTree:
         """The nodes as tensors; window rows are no candidates."""
         tree = DraftTree.of_lists(self.tokens, self.parents, self.log_probs, self.source, device)
-        tree.candidate[self._candidate_nodes :] = False
+        tree.candidate[:, self._candidate_nodes :] = False
         return tree
 
     def learn(self, followed: Sequence[int]) -> list[tuple[int, int]]:

@@ -5,6 +5,8 @@ Shapes: n tokens of a text, A newly committed ones, M nodes, R = M+1 rows of a f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -142,7 +144,7 @@ class DraftLoop:
         base, drafted = fresh[-1:], list[int]()
         while True:
             step = self._verify_and_commit(base, self.inner.propose())
-            new = step.next_tokens.tolist()[: int(step.count)]
+            new = step.next_tokens[0].tolist()[: int(step.count)]
             drafted += new
             if len(drafted) >= count and not self.inner.reads_choices:
                 return drafted
@@ -150,7 +152,7 @@ class DraftLoop:
             self._observed_drafts += new
             if len(drafted) >= count:
                 return drafted
-            base = step.next_tokens[-1:]
+            base = step.base
 
     def _update_inner(self, text: list[int]) -> None:
         """The inner drafter observes the text up to its base token; all of it if it has observed another text."""
@@ -161,17 +163,14 @@ class DraftLoop:
         tokens = torch.tensor(text[start:], device=self.model.device)
         hidden = self._hidden[start : len(text) - 1].clone()  # a drafter may keep it
         aux_hidden = None if self._aux is None else self._aux[start : len(text) - 1].clone()
+        step = VerifiedStep.of_prompt(tokens[:-1], hidden, tokens[-1:], aux_hidden)
         if extends:
-            count = torch.full_like(tokens[0], len(hidden))
-            tree = DraftTree.empty(tokens.device)
-            self.inner.observe(VerifiedStep(tokens[:-1], tokens[1:], hidden, count, tree=tree, aux_hidden=aux_hidden))
+            self.inner.observe(replace(step, tree=DraftTree.empty(tokens.device)))  # no prompt
+        elif self._observed:
+            self.inner.rewind(step, self._capacity)
         else:
-            step = VerifiedStep.of_prompt(tokens[:-1], hidden, tokens[-1], aux_hidden)
-            if self._observed:
-                self.inner.rewind(step, self._capacity)
-            else:
-                self.inner.begin(step.tokens, self._capacity)
-                self.inner.observe(step)
+            self.inner.begin(0, tokens[:-1], self._capacity)
+            self.inner.observe(step)
         self._observed, self._observed_drafts = len(text), []
 
     def _verify_and_commit(self, base: Tensor, tree: DraftTree) -> VerifiedStep:
@@ -179,11 +178,12 @@ class DraftLoop:
         assert self.inner is not None and self._hidden is not None
         cache = self.cache
         cache.set_visible_length(1 + max(len(tree), self.inner.max_depth))
-        step = self._verify(base, tree.map(lambda x: x[None]), cache).sequence(0, tree)
+        step = self._verify(base, tree, cache)
         self.forwards += 1
         start, accepted = cache.bound, int(step.count)
         cache.bound = start + accepted
-        self._keep(start, step.hidden[:accepted], None if step.aux_hidden is None else step.aux_hidden[:accepted])
+        aux_hidden = None if step.aux_hidden is None else step.aux_hidden[0, :accepted]
+        self._keep(start, step.hidden[0, :accepted], aux_hidden)
         return step
 
     def _keep(self, start: int, hidden: Tensor, aux_hidden: Tensor | None) -> None:

@@ -42,8 +42,8 @@ class ModelDrafter(TextDrafter):
         """The tokens as the draft model reads them: a target with more rows may write one that it has no row for."""
         return tokens if max(tokens, default=0) <= self._last_row else [min(t, self._last_row) for t in tokens]
 
-    def begin(self, prompt: Tensor, capacity: int) -> None:
-        super().begin(prompt, capacity)
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
+        super().begin(slot, prompt, capacity)
         self.loop.begin(capacity)
 
     def start(self) -> None:

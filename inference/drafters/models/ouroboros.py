@@ -96,8 +96,8 @@ class OuroborosDrafter(ModelDrafter):
             for start in range(max(0, end - len(tokens) - length + 1), end - length + 1):
                 self.pool.add(self._text[start : start + length])
 
-    def observe(self, step: VerifiedStep) -> None:
-        super().observe(step)
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
+        super().observe(step, slot)
         choices = target_choices(step, self._proposed) if self.options.from_verification else None
         if choices is not None:
             self._learn(self.readable(choices))

@@ -1,4 +1,4 @@
-"""Drafters that read the text only; their tables of token ids are on the host."""
+"""Drafters that read the text only, one text each; their tables of token ids are on the host."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TextDrafter(Drafter):
     def read(self, tokens: list[int]) -> None:
         """Read the next tokens of the text."""
 
-    def begin(self, prompt: Tensor, capacity: int) -> None:
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         self.start()
 
-    def observe(self, step: VerifiedStep) -> None:
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
         self.read(committed_tokens(step))
 
     def chain(self, tokens: Sequence[int]) -> DraftTree:
@@ -47,12 +47,12 @@ class TextDrafter(Drafter):
         return DraftTree.of_lists(tokens, parents, log_probs, [0] * len(tokens), self.device)
 
 
-def committed_tokens(step: VerifiedStep) -> list[int]:
-    """The tokens that a step added to the text: its accepted drafts and the new base token; first the prompt."""
+def committed_tokens(step: VerifiedStep, text: int = 0) -> list[int]:
+    """The tokens that a step added to a text: its accepted drafts and the new base token; first the prompt."""
     if step.new_tokens is not None:
-        return step.new_tokens
-    new = step.next_tokens.tolist()[: int(step.count)]
-    return new if step.tree is not None else [int(step.tokens[0]), *new]
+        return step.new_tokens[text]
+    new: list[int] = step.next_tokens[text].tolist()[: int(step.count[text])]
+    return new if step.tree is not None else [int(step.tokens[text, 0]), *new]
 
 
 def target_choices(step: VerifiedStep, proposed: DraftTree | None) -> list[int] | None:
@@ -64,7 +64,7 @@ def target_choices(step: VerifiedStep, proposed: DraftTree | None) -> list[int] 
         return None
     size, tree = len(proposed), step.tree
     if tree is not proposed and not (
-        torch.equal(tree.tokens[:size], proposed.tokens) and torch.equal(tree.parents[:size], proposed.parents)
+        torch.equal(tree.tokens[:, :size], proposed.tokens) and torch.equal(tree.parents[:, :size], proposed.parents)
     ):
         return None
-    return (step.choices.tolist() if step.read_choices is None else step.read_choices)[: 1 + size]
+    return (step.choices.tolist() if step.read_choices is None else step.read_choices)[0][: 1 + size]

@@ -75,7 +75,7 @@ class LookaheadDrafter(TextDrafter):
         cells = range((n - 1) * self.width)
         self._cell_parents = [cell - (1 if cell < self.width else self.width) for cell in cells]
 
-    def begin(self, prompt: Tensor, capacity: int) -> None:
+    def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         """Forget the last text's phrases; fill the window's first row with random prompt tokens."""
         if self._owns_pool:
             self.pool.clear()
@@ -86,7 +86,7 @@ class LookaheadDrafter(TextDrafter):
         self._proposed = None  # phrases and window are as useful for another text
         self.observe(text)
 
-    def observe(self, step: VerifiedStep) -> None:
+    def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
         """Fill the window row by row; once it is full, every step gives N-grams."""
         choices = target_choices(step, self._proposed)
         if choices is not None:
@@ -108,7 +108,7 @@ class LookaheadDrafter(TextDrafter):
         tokens = [token for row in self._rows for token in row] + trie.tokens
         below = [parent + cells if parent >= 0 else -1 for parent in trie.parents]
         tree = self.tree(tokens, self._cell_parents[:cells] + below, [0.0] * len(tokens))
-        tree.candidate[:cells] = False
+        tree.candidate[:, :cells] = False
         self._proposed = tree
         return tree
 

@@ -41,7 +41,7 @@ def test_every_form_of_prompt_is_checked(target):
     messages = [{"role": "user", "content": TEXT}]
     ids = render_prompt(target.tokenizer, messages)
     assert 300 in ids
-    engine, batch = DecodingEngine(target, VanillaDrafter()), BatchEngine(target, VanillaDrafter, 2)
+    engine, batch = DecodingEngine(target, VanillaDrafter()), BatchEngine(target, VanillaDrafter(slots=2))
     for prompt in (TEXT, messages, ids):
         for decode in (engine.generate, lambda one: next(engine.stream(one)), lambda one: batch.generate([[5], one])):
             with pytest.raises(ValueError, match=TOLD.format("a prompt")):
@@ -58,7 +58,7 @@ def test_a_batch_takes_every_form_of_prompt(target):
         [{"role": "user", "content": "Hi"}],
         render_prompt(target.tokenizer, [conversation("Hi")["messages"][0]]),
     ]
-    answers = BatchEngine(target, VanillaDrafter, 3).generate(forms)
+    answers = BatchEngine(target, VanillaDrafter(slots=3)).generate(forms)
     assert len({tuple(answer.tokens) for answer in answers}) == 1
 
 
