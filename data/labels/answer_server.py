@@ -14,9 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from threading import Thread
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from draft_heads.data.labels.answers import Answer
@@ -62,40 +60,19 @@ class AnswerServer:
     ) -> list[Answer]:
         """One greedy answer per prompt, in order; `limits` as in `data.labels.answers.answer_prompts`.
 
-        Ctrl-C and errors end it at once, whatever the server does, because nothing waits for daemon threads (an
-        executor would wait for its own).
+        Ctrl-C and errors end it at once, whatever the server does: the pool drops what was not sent yet and does not
+        wait for its threads (those of concurrent.futures would be waited for).
         """
-        jobs: SimpleQueue[tuple[int, list[int], int]] = SimpleQueue()
-        done: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
-        for number, (prompt, limit) in enumerate(zip(prompts, limits)):
-            jobs.put((number, prompt, limit))
 
-        def work() -> None:
-            with suppress(Empty):
-                while True:
-                    number, prompt, limit = jobs.get_nowait()
-                    try:
-                        done.put((number, self._answer(prompt, limit)))
-                    except Exception as error:
-                        done.put((number, error))
+        def answer(job: tuple[int, tuple[list[int], int]]) -> tuple[int, Answer]:
+            number, (prompt, limit) = job
+            return number, self._answer(prompt, limit)
 
-        for _ in range(min(self._concurrency, len(prompts))):
-            Thread(target=work, daemon=True).start()
         answers: dict[int, Answer] = {}
-        try:
-            while len(answers) < len(prompts):
-                try:
-                    number, answer = done.get(timeout=1)
-                except Empty:  # a Ctrl-C that came just before the wait is noticed here
-                    continue
-                if isinstance(answer, Exception):
-                    raise answer
-                answers[number] = answer
+        with ThreadPool(min(self._concurrency, len(prompts)) or 1) as pool:
+            for number, found in pool.imap_unordered(answer, enumerate(zip(prompts, limits))):
+                answers[number] = found
                 progress(1)
-        finally:
-            with suppress(Empty):
-                while True:  # drop the requests that were not sent yet
-                    jobs.get_nowait()
         return [answers[number] for number in range(len(prompts))]
 
     def _answer(self, prompt: list[int], limit: int) -> Answer:
