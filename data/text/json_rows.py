@@ -87,32 +87,27 @@ def _parsed_line(line: bytes) -> Any:
 
 
 def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    decoder = json.JSONDecoder()
+    decoder, row = json.JSONDecoder(), 0
     position = _skip_space(text, text.index("[") + 1)
-    row = 0
-    while position < len(text) and text[position] != "]":
-        row += 1
-        try:
+    try:
+        while not text.startswith("]", position):
+            row += 1
             record, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise MalformedJson(
-                f"{path}, row {row}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON "
-                "array cannot be read past this point: repair it, or write one row per line (JSONL)"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise MalformedJson(f"{path}, row {row}: JSON that cannot be read: {error}; repair the row") from None
-        yield f"row {row}", record
-        position = _skip_space(text, position)
-        if position < len(text) and text[position] == ",":
-            position = _skip_space(text, position + 1)
-        elif position < len(text) and text[position] != "]":
-            raise MalformedJson(f"{path}, row {row}: malformed JSON: no ',' or ']' after the row; repair the file")
-    if position >= len(text):
+            yield f"row {row}", record
+            position = _skip_space(text, position)
+            if text.startswith(",", position):
+                position = _skip_space(text, position + 1)
+            elif not text.startswith("]", position):
+                raise json.JSONDecodeError("no ',' or ']' after the row", text, position)
+        if text[position + 1 :].strip():
+            raise json.JSONDecodeError("text after the end of the array", text, position + 1)
+    except json.JSONDecodeError as error:
         raise MalformedJson(
-            f"{path}: malformed JSON: the array is cut short after {row} rows, it has no ']'; repair the file"
-        )
-    if text[position + 1 :].strip():
-        raise MalformedJson(f"{path}: malformed JSON: text after the end of the array; repair the file")
+            f"{path}, row {row}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON "
+            "array cannot be read past this point: repair it, or write one row per line (JSONL)"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise MalformedJson(f"{path}, row {row}: JSON that cannot be read: {error}; repair the row") from None
 
 
 def _skip_space(text: str, position: int) -> int:
