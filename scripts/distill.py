@@ -98,8 +98,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     }
     bad_rows = [BadRow(**bad) for bad in manifest["data"]["bad_rows"]]
     for row in (row for shard in manifest["shards"] for row in shard.get("trimmed", ())):  # for the target's tokens
-        reason, _, detail = row["reason"].partition(": ")
-        bad_rows.append(BadRow(row["place"], reason, detail, row["kept_turns"]))
+        bad_rows.append(BadRow.of(row["place"], row["reason"], row["kept_turns"]))
     for key, name in names.items():
         value = counts.get(key)
         table.add_row(name, "–" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}")

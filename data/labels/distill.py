@@ -117,29 +117,23 @@ def distill(
         processes.wait()
         if processes.rank == 0:
             folder.finish()
-            _log_left_out(folder.manifest)
         processes.wait()
-    _check_rows(folder, distiller.max_length)
+    if processes.rank == 0:
+        _report_left_out(folder.manifest, distiller.max_length)
     return folder.manifest
 
 
-def _log_left_out(manifest: dict[str, Any]) -> None:
-    """A line for each reason for which conversations were dropped or trimmed."""
-    bad_rows = []
-    for row in (row for shard in manifest["shards"] for row in [*shard["skipped"], *shard.get("trimmed", ())]):
-        reason, _, detail = row["reason"].partition(": ")
-        bad_rows.append(BadRow(row["place"], reason, detail, row.get("kept_turns", 0)))
+def _report_left_out(manifest: dict[str, Any], max_length: int) -> None:
+    """Log each reason for which conversations were dropped or trimmed; ValueError where none is left."""
+    dropped = [row for shard in manifest["shards"] for row in shard["skipped"]]
+    trimmed = [row for shard in manifest["shards"] for row in shard.get("trimmed", ())]
+    bad_rows = [BadRow.of(row["place"], row["reason"], row.get("kept_turns", 0)) for row in [*dropped, *trimmed]]
     for line in count_by_reason(bad_rows):
         logger.warning("%s: %s", manifest["data"]["source"], line)
-
-
-def _check_rows(folder: ShardFolder, max_length: int) -> None:
-    """ValueError where every conversation was left out."""
-    left_out = [row for shard in folder.manifest["shards"] for row in shard["skipped"]]
-    if left_out and not folder.manifest["counts"]["rows"]:
+    if dropped and not manifest["counts"]["rows"]:
         raise ValueError(
-            f"no row is left: all {len(left_out)} are left out, the first, {left_out[0]['place']}, because "
-            f"{left_out[0]['reason']}; choose a max_length above {max_length} or other rows, and set overwrite"
+            f"no row is left: all {len(dropped)} are left out, the first, {dropped[0]['place']}, because "
+            f"{dropped[0]['reason']}; choose a max_length above {max_length} or other rows, and set overwrite"
         )
 
 
@@ -254,11 +248,10 @@ def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | Non
             f"engine openai asks a server for no generation settings but repetition_penalty; {target.name} has "
             f"{settings_text(further)} in its generation_config.json; use engine local, or take them out of a copy"
         )
-    ends, vocab_size = target.end_token_ids, target.vocab_size
     server = AnswerServer(
         options.base_url,
-        end_token_ids=ends,
-        vocab_size=vocab_size,
+        end_token_ids=target.end_token_ids,
+        vocab_size=target.vocab_size,
         model=options.model_name,
         concurrency=options.concurrency,
         cut_loops=options.cut_loops,

@@ -62,6 +62,12 @@ class BadRow:
     detail: str = ""  # "turn 4", or what is wrong with the JSON
     kept_turns: int = 0  # 0: the row is dropped
 
+    @classmethod
+    def of(cls, place: str, error: object, kept_turns: int = 0) -> BadRow:
+        """The fault that an error's text `reason: detail` names."""
+        reason, _, detail = str(error).partition(": ")
+        return cls(place, reason, detail, kept_turns)
+
     @property
     def outcome(self) -> str:
         return "trimmed" if self.kept_turns else "dropped"
@@ -223,8 +229,7 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
         messages = with_system(messages, further.system)
         _check_encodable(further.system, further.extra)
     except ConversationError as error:
-        reason, _, detail = str(error).partition(": ")
-        return "", Conversation([], {}), [BadRow(place, reason, detail)]
+        return "", Conversation([], {}), [BadRow.of(place, error)]
     if missing := _missing_part(messages, generate):
         messages = []
         if not faults:
