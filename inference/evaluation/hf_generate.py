@@ -24,7 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draft_heads.data.generation_config import generate_config, with_config, without_processors
+from draft_heads.data.generation_config import generate_config, with_config
 from draft_heads.inference.generation import Generation, GenerationSettings, room
 from draft_heads.inference.sampling import Sampling, gumbel
 from draft_heads.inference.target.target import Target
@@ -72,9 +72,8 @@ def hf_generate(
 ) -> list[int]:
     """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it."""
     ids_1L = torch.tensor([list(prompt)], device=target.device)
-    config = generate_config(target.model, limit, settings.ends(target))
-    if settings.processors is not None:  # they stand for the checkpoint's
-        config = without_processors(config)
+    own_processors = settings.processors is None  # else those of the settings stand for the checkpoint's
+    config = generate_config(target.model, limit, settings.ends(target), own_processors)
     processors = [*(settings.processors or ()), *sampling_processors(settings.sampling)]
     output_1L = with_config(target.model, config).generate(
         input_ids=ids_1L,
