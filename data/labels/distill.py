@@ -37,10 +37,9 @@ from draft_heads.configs.options import dtype_name, explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.generation_config import processor_settings, settings_text
-from draft_heads.data.labels.answer_server import AnswerServer
+from draft_heads.data.generation_config import processor_settings
 from draft_heads.data.labels.distill_options import DistillOptions
-from draft_heads.data.labels.distiller import Answerer, Distiller
+from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labels.labeller import Labeller
 from draft_heads.data.labels.shards import ShardFolder
@@ -73,7 +72,7 @@ def distill(
     where every conversation is left out.
     Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
-    distiller = Distiller(target, options, server_answerer(target, options))
+    distiller = Distiller(target, options)
     loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
     processes = Processes.from_environment()
     with processes.first_alone() as first:
@@ -233,38 +232,11 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     }
 
 
-def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | None:
-    """The server that answers with `engine="openai"`; None when the target itself answers.
-
-    ValueError for a target whose own generation settings change its answers in a way that no server can be asked for.
-    """
-    if options.engine == "local":
-        return None
-    assert options.base_url is not None
-    own = processor_settings(target.model.generation_config)
-    penalty = own.pop("repetition_penalty", 1.0)
-    if further := {name: own[name] for name in own.keys() - {"renormalize_logits", "remove_invalid_values"}}:
-        raise ValueError(
-            f"engine openai asks a server for no generation settings but repetition_penalty; {target.name} has "
-            f"{settings_text(further)} in its generation_config.json; use engine local, or take them out of a copy"
-        )
-    server = AnswerServer(
-        options.base_url,
-        end_token_ids=target.end_token_ids,
-        vocab_size=target.vocab_size,
-        model=options.model_name,
-        concurrency=options.concurrency,
-        cut_loops=options.cut_loops,
-        repetition_penalty=penalty,
-    )
-    return server.answers
-
-
 def preview(target: Labeller, loaded: Conversations, count: int, options: DistillOptions) -> None:
     """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
     chosen = loaded.dataset.select(range(min(count, len(loaded.dataset))))
     console = plain_console()
-    for row in Distiller(target, options, server_answerer(target, options)).rows(chosen):
+    for row in Distiller(target, options).rows(chosen):
         console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")
         if row.skipped is not None:
             console.print(f"skipped: {row.skipped}")

@@ -10,6 +10,7 @@ import datasets
 import torch
 
 from draft_heads.configs.options import DTYPES
+from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.answers import Answer, answer_prompts
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
@@ -48,6 +49,7 @@ class Distiller:
     """Turns conversations into labelled rows; `distill` adds the files."""
 
     def __init__(self, target: Labeller, options: DistillOptions, answerer: Answerer | None = None) -> None:
+        """answerer: None asks the target itself, or the server of `options`"""
         target.refresh()
         if not target.end_token_ids:
             raise ValueError(
@@ -66,6 +68,8 @@ class Distiller:
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
         target.check_layers(options.target_layers)
+        if answerer is None and options.engine == "openai":
+            answerer = AnswerServer(target, options).answers
         self._answerer = answerer or (
             lambda prompts, limits, progress: answer_prompts(
                 target, prompts, limits, options.batch_size, options.cut_loops, progress
