@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ _OTHER_FORMATS = {
     *(".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xml", ".yaml", ".yml", ".pkl", ".npy", ".xls", ".xlsx"),
     *(".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".gz", ".bz2", ".xz", ".zst", ".safetensors"),
 }
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class MalformedJson(ValueError):
@@ -56,22 +58,19 @@ def read_rows(source: str, split: str | None = None, config: str | None = None) 
 
 
 def _file_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    first, number = b"", 0
-    while not first:
-        line, number = file.readline(), number + 1
-        if not line:
-            raise MalformedJson(f"{path} is empty; pass a file with at least one row")
-        first = line.removeprefix(b"\xef\xbb\xbf").strip()
-    if first.startswith(b"["):
+    lines = enumerate(file, start=1)
+    start, first = next((one for one in lines if one[1].removeprefix(_BYTE_ORDER_MARK).strip()), (0, b""))
+    if not start:
+        raise MalformedJson(f"{path} is empty; pass a file with at least one row")
+    if first.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         try:
-            yield from _array_rows(path, (line + file.read()).decode("utf-8-sig"))
+            yield from _array_rows(path, (first + file.read()).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise MalformedJson(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
         return
-    while line:
+    for number, line in chain([(start, first)], lines):
         if line.strip():
             yield f"line {number}", _parsed_line(line)
-        line, number = file.readline(), number + 1
 
 
 def _parsed_line(line: bytes) -> Any:
