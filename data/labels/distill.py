@@ -24,6 +24,8 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +91,10 @@ def distill(
     processes.check_shared(Path(output), "output")
     folder = folder or ShardFolder.join(output)
     starts = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
-    # units of this process's shards: answers to generate, or conversations to label
-    sizes = [[distiller.count_units(record) for record in _shard(loaded, start, options)] for start in starts]
-    total, done = sum(map(sum, sizes)), 0
+    ends = [min(start + options.shard_rows, len(loaded.dataset)) for start in starts]
+    shards = [loaded.dataset.select(range(start, end)) for start, end in zip(starts, ends)]  # of this process
+    sizes = [sum(map(distiller.count_units, shard)) for shard in shards]
+    total, done = sum(sizes), 0
     show_progress = show_progress and processes.rank == 0
     resume_hint = folder.resume_hint if processes.rank == 0 else lambda: ""  # the first process collects
 
@@ -107,10 +110,10 @@ def distill(
             show(distiller.unit, done, total)
 
         distiller.advance = advance
-        for number, start in enumerate(starts):
-            done = sum(map(sum, sizes[:number]))  # conversations that end early leave answers out
+        for number, shard in enumerate(shards):
+            done = sum(sizes[:number])  # conversations that end early leave answers out
             advance(0)
-            _write_shard(folder, distiller, _shard(loaded, start, options), start)
+            _write_shard(folder, distiller, shard, starts[number])
         done = total
         advance(0)
         processes.wait()
@@ -134,11 +137,6 @@ def _report_left_out(manifest: dict[str, Any], max_length: int) -> None:
             f"no row is left: all {len(dropped)} are left out, the first, {dropped[0]['place']}, because "
             f"{dropped[0]['reason']}; choose a max_length above {max_length} or other rows, and set overwrite"
         )
-
-
-def _shard(loaded: Conversations, start: int, options: DistillOptions) -> datasets.Dataset:
-    """The conversations of the shard that starts at a row."""
-    return loaded.dataset.select(range(start, min(start + options.shard_rows, len(loaded.dataset))))
 
 
 def select_conversations(source: str, options: DistillOptions) -> Conversations:
@@ -248,10 +246,8 @@ def preview(target: Labeller, loaded: Conversations, count: int, options: Distil
 def mark_trained(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
     """The text of `ids`, special tokens shown, runs of `mask` between ⟦ ⟧ and in colour where there is one."""
     text = Text()
-    start = 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or mask[end] != mask[start]:
-            run = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            text.append(f"⟦{run}⟧" if mask[start] else str(run), style=_TRAINED if mask[start] else "")
-            start = end
+    for trained, run in groupby(zip(mask, ids), key=itemgetter(0)):
+        part = [token for _, token in run]
+        decoded = tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text.append(f"⟦{decoded}⟧" if trained else str(decoded), style=_TRAINED if trained else "")
     return text
