@@ -5,6 +5,7 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from copy import copy
 from functools import cached_property
@@ -19,7 +20,7 @@ from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_file, check_settings
 from draft_heads.data.text.chat_template import load_tokenizer
-from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids, scaffold_of
+from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids
 from draft_heads.inference.target import labels, sharded, views
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
@@ -30,6 +31,8 @@ from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
 from draft_heads.inference.target.weights import WeightsSeen, merge_weights, take_in_changes
+
+logger = logging.getLogger(__name__)
 
 TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
 """The id of a transformers model → the newest target that wraps it."""
@@ -268,8 +271,14 @@ class Target:
 
     @cached_property
     def scaffold(self) -> tuple[int, ...]:
-        """The tokens that the chat template puts before an answer (`TemplateProbe.scaffold`), if any."""
-        return scaffold_of(self.tokenizer, self.end_token_ids)
+        """The tokens that the chat template puts before an answer (`TemplateProbe.scaffold`), if that is known."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            return ()
+        try:
+            return self.renderer.probe.scaffold
+        except ValueError as error:
+            logger.warning("answers are shown whole: %s", error)
+            return ()
 
     @cached_property
     def renderer(self) -> ChatRenderer:
