@@ -46,13 +46,6 @@ def check_unicode(text: str) -> None:
         ) from None
 
 
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that mark turns and channels and are no text, EOS included."""
-    special = set(tokenizer.all_special_ids)
-    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frozenset(special - ({tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}))
-
-
 class ChatText:
     """Renders with one tokenizer's chat template.
 
@@ -75,10 +68,11 @@ class ChatText:
         template = tokenizer.get_chat_template()
         self.has_generation_block = bool(_GENERATION_BLOCK.search(template))
         self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
-        self._special = special_token_ids(tokenizer) | self._end_token_ids
+        added, no_mark = tokenizer.added_tokens_decoder, {tokenizer.bos_token_id, tokenizer.unk_token_id}
+        special = {*tokenizer.all_special_ids, *(token for token in added if added[token].special)}
+        self._special = frozenset(special - no_mark | self._end_token_ids)  # mark turns and channels, and are no text
         # beside them what else a tokenizer never splits, as DeepSeek's <｜User｜> or Gemma's runs of line breaks
-        added = {token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
-        self._marks = frozenset(self._special | added - {tokenizer.bos_token_id, tokenizer.unk_token_id})
+        self._marks = self._special | {token for token in added if added[token].content.strip()} - no_mark
         try:
             tokenizer.apply_chat_template([QUESTION], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
