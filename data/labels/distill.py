@@ -80,19 +80,17 @@ def distill(
     with processes.first_alone() as first:
         folder = ShardFolder.open(output, _header(distiller, loaded), overwrite) if first else None
         if folder is not None:
-            starts = folder.missing(len(loaded.dataset), options.shard_rows)
             if distiller.hidden_dtype is not None:
-                rows = [row for start in starts for row in range(start, start + options.shard_rows)]
-                rest = loaded.dataset.select([row for row in rows if row < len(loaded.dataset)])
+                missing = folder.missing(len(loaded.dataset), options.shard_rows)
+                rest = loaded.dataset.select([row for rows in missing for row in rows])
                 width = folder.manifest["target"]["fingerprint"]["hidden_size"] * (1 + len(options.target_layers))
                 tokens = distiller.count_tokens(rest)
                 print(check_disk(tokens, options.labels == "argmax", width, distiller.hidden_dtype, output))
             folder.begin()
     processes.check_shared(Path(output), "output")
     folder = folder or ShardFolder.join(output)
-    starts = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
-    ends = [min(start + options.shard_rows, len(loaded.dataset)) for start in starts]
-    shards = [loaded.dataset.select(range(start, end)) for start, end in zip(starts, ends)]  # of this process
+    own = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
+    shards = [loaded.dataset.select(rows) for rows in own]
     sizes = [sum(map(distiller.count_units, shard)) for shard in shards]
     total, done = sum(sizes), 0
     show_progress = show_progress and processes.rank == 0
@@ -113,7 +111,7 @@ def distill(
         for number, shard in enumerate(shards):
             done = sum(sizes[:number])  # conversations that end early leave answers out
             advance(0)
-            _write_shard(folder, distiller, shard, starts[number])
+            _write_shard(folder, distiller, shard, own[number].start)
         done = total
         advance(0)
         processes.wait()

@@ -124,10 +124,11 @@ class ShardFolder:
                 path.unlink()
         self._save()
 
-    def missing(self, rows: int, shard_rows: int) -> list[int]:
-        """The first source row of every shard that is not finished, of `rows` in all."""
+    def missing(self, rows: int, shard_rows: int) -> list[range]:
+        """The source rows of every shard that is not finished, of `rows` in all."""
         finished = {shard["first_row"] for shard in self.manifest["shards"]}
-        return [first for first in range(0, rows, shard_rows) if first not in finished]
+        firsts = [first for first in range(0, rows, shard_rows) if first not in finished]
+        return [range(first, min(first + shard_rows, rows)) for first in firsts]
 
     def write(
         self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], states: Sequence[str] = ()
