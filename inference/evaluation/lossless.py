@@ -25,7 +25,7 @@ from transformers import LogitsProcessorList
 from draft_heads.data.generation_config import process_logits
 from draft_heads.inference.evaluation.decoded import Difference
 from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
-from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.generation import GenerationSettings, room
 from draft_heads.inference.processors import processors_of
 from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import Target
@@ -53,17 +53,12 @@ class Oracle:
         self._answers.update(answers)
 
     def answer(self, prompt: Sequence[int]) -> list[int]:
-        """The new tokens of `generate` on `prompt`, EOS included, cut where the settings stop."""
+        """The new tokens of `generate` on `prompt`, EOS included, cut where the settings stop; ContextError if it does
+        not fit."""
         key = tuple(prompt)
         if key not in self._answers:
             settings, target = self.settings, self.target
-            room = min(settings.max_new_tokens, target.max_positions - len(key))
-            if room < 1:
-                raise ValueError(
-                    f"a prompt must leave room for one token: {len(key)} tokens, the target has "
-                    f"{target.max_positions} positions; shorten it"
-                )
-            tokens = hf_generate(target, key, settings, room)  # stops at EOS only
+            tokens = hf_generate(target, key, settings, self._limit(key))  # stops at EOS only
             self._answers[key] = tokens[: stop_length(tokens, settings, target.tokenizer)]
         return self._answers[key]
 
@@ -93,9 +88,11 @@ class Oracle:
         changed = None if own is None else (own, len(prompt))
         return gap_noise(self.target.model, (*prompt, *answer), self.target.device, changed)
 
+    def _limit(self, prompt: Sequence[int]) -> int:
+        return room(self.target, len(prompt), self.settings.max_new_tokens)
+
     def _processors(self, prompt: Sequence[int]) -> LogitsProcessorList | None:
-        limit = min(self.settings.max_new_tokens, self.target.max_positions - len(prompt))
-        return processors_of(self.target, self.settings, prompt, limit)
+        return processors_of(self.target, self.settings, prompt, self._limit(prompt))
 
     @torch.no_grad()
     def gap(self, prompt: Sequence[int], answer: Sequence[int], token: int, other: int) -> float:

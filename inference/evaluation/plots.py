@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from draft_heads.inference.evaluation.names import shown_names
+from draft_heads.inference.evaluation.metrics import shown_names
 
 Row = dict[str, Any]
 Report = dict[str, Any]

@@ -144,7 +144,7 @@ def test_stop_callable_and_stop_strings_cut_the_answer():
 def test_the_context_limit_ends_the_answer():
     target = make_target(torch.float64, max_positions=8)
     assert len(Oracle(target, settings()).answer(PROMPT)) == 3
-    with pytest.raises(ValueError, match="8 tokens, the target has 8 positions"):
+    with pytest.raises(ValueError, match="8 positions; the prompt has 8 tokens"):
         Oracle(target, settings()).answer(range(8))
 
 
