@@ -53,13 +53,10 @@ class MaskedAttention:
 
     def __init__(self, masks: dict[str, Tensor], repeat: int, dtype: torch.dtype) -> None:
         """masks: layer type → [B, R, C] bool, which keys each row sees; repeat = N/G; dtype of the states."""
-        self.biases = {layer_type: self._bias(mask, repeat, dtype) for layer_type, mask in masks.items()}
-
-    @staticmethod
-    def _bias(mask: Tensor, repeat: int, dtype: torch.dtype) -> Tensor:
-        """[B, R, C] bool → [B, 1, Q, C]: 0 where a key is seen, else −inf."""
-        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        return bias.repeat(1, repeat, 1)[:, None]
+        self.biases = {}  # [B, 1, Q, C] of each layer type: 0 where a key is seen, else −inf
+        for layer_type, mask in masks.items():
+            bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+            self.biases[layer_type] = bias.repeat(1, repeat, 1)[:, None]
 
     def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[B, G, Q, D] from queries [B, G, Q, D] and all keys and values [B, G, C, D]."""
