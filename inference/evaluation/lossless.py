@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -170,31 +170,20 @@ def top_two_gap(logits: Tensor) -> Tensor:
     return best[..., 0] - best[..., 1]
 
 
-@dataclass
+@dataclass(frozen=True)
 class LosslessCounts:
-    """Turns, their new tokens, and how the turns that are not identical differ."""
+    """How turns of so many new tokens in all were judged; None: identical."""
 
-    turns: int = 0
-    tokens: int = 0
-    differences: list[Difference] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, judged: Iterable[Difference | None], tokens: int) -> LosslessCounts:
-        """Count verdicts, None for an identical turn, over `tokens` new tokens."""
-        verdicts = list(judged)
-        return cls(len(verdicts), tokens, [difference for difference in verdicts if difference is not None])
+    judged: Sequence[Difference | None]
+    tokens: int
 
     @property
-    def identical_turns(self) -> int:
-        return self.turns - len(self.differences)
-
-    @property
-    def near_ties(self) -> int:
-        return sum(difference.near_tie for difference in self.differences)
+    def differences(self) -> list[Difference]:
+        return [difference for difference in self.judged if difference is not None]
 
     @property
     def unexplained(self) -> int:
-        return len(self.differences) - self.near_ties
+        return sum(not difference.near_tie for difference in self.differences)
 
     @property
     def flips_per_1000_tokens(self) -> float:
@@ -203,7 +192,9 @@ class LosslessCounts:
 
     def as_dict(self) -> dict[str, int]:
         """The four counts of `report.json`; identical_turns + near_ties + unexplained = turns."""
-        return {key: getattr(self, key) for key in ("identical_turns", "turns", "near_ties", "unexplained")}
+        turns, different, unexplained = len(self.judged), len(self.differences), self.unexplained
+        ties = different - unexplained
+        return {"identical_turns": turns - different, "turns": turns, "near_ties": ties, "unexplained": unexplained}
 
 
 def first_difference(expected: Sequence[int], received: Sequence[int]) -> int | None:
@@ -229,4 +220,4 @@ def judge_all(oracle: Oracle, answers: Iterable[tuple[Sequence[int], Sequence[in
     """Counts over (prompt, answer); the oracle answers all prompts before the first is judged: one noise for all."""
     answers = list(answers)
     tokens = sum(len(oracle.answer(prompt)) for prompt, _ in answers)
-    return LosslessCounts.of([judge(oracle, *answer) for answer in answers], tokens)
+    return LosslessCounts([judge(oracle, *answer) for answer in answers], tokens)

@@ -143,7 +143,7 @@ def _speedup(sums: Tensor) -> Tensor:
 def lossless_counts(records: Sequence[TurnRecord]) -> LosslessCounts:
     """Counts of identical, near-tie and unexplained turns, each judged at its first difference."""
     tokens = sum(len(record.generation.tokens) for record in records)
-    return LosslessCounts.of((record.difference for record in records), tokens)
+    return LosslessCounts([record.difference for record in records], tokens)
 
 
 def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:

@@ -261,7 +261,7 @@ def test_only_the_first_difference_counts():
 
 def test_counts_add_up():
     tie, gap = Difference(0, 1, 2, True), Difference(0, 1, 2, False)
-    total = LosslessCounts.of([None, tie, gap, None, None], 80)
+    total = LosslessCounts([None, tie, gap, None, None], 80)
     assert total.as_dict() == {"identical_turns": 3, "turns": 5, "near_ties": 1, "unexplained": 1}
     assert total.flips_per_1000_tokens == 2000 / 80
 
