@@ -10,13 +10,14 @@ D head size, C cache rows that are read (committed text, the forward's rows, gar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from draft_heads.heads.attention import compiled_flex
 from draft_heads.heads.block import grouped_attention
 
 
@@ -66,8 +67,6 @@ class MaskedAttention:
 class FlexTreeAttention:
     """The same masks as FlexAttention's mask functions; compiled on a GPU, where alone it is fast."""
 
-    _compiled: Callable[..., Any] | None = None
-
     def __init__(self, masks: dict[str, Tensor], repeat: int, dtype: torch.dtype) -> None:
         """See `MaskedAttention`."""
         self.repeat = repeat
@@ -83,11 +82,7 @@ class FlexTreeAttention:
     def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `MaskedAttention`. Query heads stay apart: torch splits the keys among blocks of the GPU only where
         a head has fewer than 128 rows."""
-        flex: Any = flex_attention
-        if queries.is_cuda:
-            if FlexTreeAttention._compiled is None:
-                FlexTreeAttention._compiled = torch.compile(flex_attention, dynamic=True)
-            flex = FlexTreeAttention._compiled
+        flex: Any = compiled_flex() if queries.is_cuda else flex_attention
         shared = queries.shape[1]
         of_heads = queries.unflatten(2, (self.repeat, -1)).flatten(1, 2)  # [B, N, R, D]
         block_mask, grouped = self.block_masks[layer_type], self.repeat > 1
