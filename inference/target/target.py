@@ -381,10 +381,6 @@ class Target:
         """A training batch's `hidden [B, L, H]` and `aux_hidden [B, L, k·H]`, cached or computed now."""
         if "hidden" in batch:
             return {name: batch[name] for name in ("hidden", "aux_hidden") if name in batch}
-        hidden, aux_hidden = self.forward_rows(
-            input_ids=batch["input_ids"],
-            segment_ids=batch["segment_ids"],
-            position_ids=batch["position_ids"],
-            target_layers=target_layers,
-        )
+        rows = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
+        hidden, aux_hidden = self.forward_rows(*rows, target_layers)
         return {"hidden": hidden} if aux_hidden is None else {"hidden": hidden, "aux_hidden": aux_hidden}
