@@ -62,8 +62,9 @@ def run(options: argparse.Namespace) -> None:
     render = ChatRenderer(tokenizer).prompt if options.questions else None
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
-        turns = list(recorded_turns(answers, questions, tokenizer, render))
-        evaluation = replay_all(options.answers.stem, drafters, questions, turns, progress)
+        name = options.answers.stem
+        turns = list(recorded_turns(name, answers, questions, tokenizer, render))
+        evaluation = replay_all(name, drafters, questions, turns, progress)
     files = {name: path.name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
     given = {name: getattr(options, name) for name in ("tokenizer", "max_nodes", "limit")}
     given["drafters"] = " ".join(options.drafters)

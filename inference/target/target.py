@@ -89,20 +89,17 @@ class Target:
         self.changes = 0  # how often the model was found to have other weights (`refresh`)
         self._drafted_below = 0  # 0: all rows of the LM head are chosen from
         self._whole: tuple[Target, Collection[int]] | None = None  # of a target without some of its layers
-        self._take_parts(model)
+        self._take_parts()
         self._check_placed()
         _use_exact_kernels(model, self.device, self.dtype)
         if self.split:
             sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
-        self._fused: FusedDecoder | None = None
-        self.modules_only = True  # the probe asks the modules
-        rules = set(logits_rules(self.config))
-        self.rule, self.one_size = probe(self) if runs or len(rules) > 1 else (rules.pop(), False)
-        self.modules_only = self.split or not (self.one_size and FusedDecoder.can_drive(model))
+        self._try_out()
         self.seen = None if self.split or not runs else WeightsSeen(model)
 
-    def _take_parts(self, model: Any) -> None:
+    def _take_parts(self) -> None:
         """The decoder, embedding and LM head, the last two whole where the model is split among processes."""
+        model = self.model
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
@@ -117,6 +114,14 @@ class Target:
         self.architecture = Architecture.of(self.config, self.decoder, self.name)
         self.layer_types, self.window = self.architecture.layer_types, self.architecture.window
         self.modules = ModuleDecoder(self.decoder, self.config, self.architecture, self.dtype)
+
+    def _try_out(self) -> None:
+        """Probe the modules: how they make logits, and whether a fused decoder may take their place."""
+        self._fused: FusedDecoder | None = None
+        self.modules_only = True  # the probe asks the modules
+        rules = set(logits_rules(self.config))
+        self.rule, self.one_size = probe(self) if self.runs or len(rules) > 1 else (rules.pop(), False)
+        self.modules_only = self.split or not (self.one_size and FusedDecoder.can_drive(self.model))
 
     def _check_placed(self) -> None:
         """Note the device of each layer; ValueError for one that lies on none."""
@@ -385,10 +390,6 @@ class Target:
         """A training batch's `hidden [B, L, H]` and `aux_hidden [B, L, k·H]`, cached or computed now."""
         if "hidden" in batch:
             return {name: batch[name] for name in ("hidden", "aux_hidden") if name in batch}
-        hidden, aux_hidden = self.forward_rows(
-            input_ids=batch["input_ids"],
-            segment_ids=batch["segment_ids"],
-            position_ids=batch["position_ids"],
-            target_layers=target_layers,
-        )
+        rows = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
+        hidden, aux_hidden = self.forward_rows(*rows, target_layers)
         return {"hidden": hidden} if aux_hidden is None else {"hidden": hidden, "aux_hidden": aux_hidden}
