@@ -161,7 +161,7 @@ class Bench:
                 start = self._now()
                 states = self.target.states_of(batch, layers) if arm == "ours" else self.plain_states(batch, layers)
                 forward = self._now()
-                loss = self.head(**batch, **states, target=self.view).total
+                loss = self.head(**batch | states, target=self.view).total
                 lost = self._now()
                 loss.backward()
                 total += float(loss.detach())
