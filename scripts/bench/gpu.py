@@ -45,8 +45,16 @@ from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, correctness, recipe_head
-from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, prompts, random_target, ratio, table
-from draft_heads.scripts.bench.scripted import ScriptedAcceptance
+from draft_heads.scripts.bench.decode import (
+    FullTrees,
+    ScriptedAcceptance,
+    generating,
+    in_turn,
+    prompts,
+    random_target,
+    ratio,
+    table,
+)
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.options import peak_flops
