@@ -133,16 +133,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
     """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
     heads, ends = options.hidden // 32, list(end_token_ids(tokenizer))
     marks = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = {"hidden_size": options.hidden, "intermediate_size": options.hidden * 5 // 2}
-    sizes |= {"num_hidden_layers": options.layers, "max_position_embeddings": 2 * options.max_length}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads}
     config = AutoConfig.for_model(
         "llama",
         vocab_size=len(tokenizer),
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 5 // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        max_position_embeddings=2 * options.max_length,
         initializer_range=options.hidden**-0.5,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
-        **sizes,
         **marks,
     )
     model = AutoModelForCausalLM.from_config(config)
@@ -338,9 +340,5 @@ def make(argv: list[str] | None = None) -> dict:
     return figures
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_status(lambda: make(argv))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(make))
