@@ -79,16 +79,16 @@ def cpu_seconds(command: list[str], log: Path) -> float:
 
 
 @contextmanager
-def ended_with_this(pool: ThreadPoolExecutor | None = None) -> Iterator[None]:
-    """Whatever ends the work inside ends the commands that run, and those that wait in the pool."""
-    try:
-        yield
-    except BaseException:
-        if pool is not None:
+def threads_for_commands(count: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool in which commands wait and run; whatever ends the work inside ends them too."""
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            yield pool
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-        for process in RUNNING:
-            process.terminate()
-        raise
+            for process in RUNNING:
+                process.terminate()
+            raise
 
 
 class Comparison:
@@ -122,32 +122,30 @@ class Comparison:
         """Processor seconds of a step of every head, kept in OUTPUT/step_seconds.json."""
         file = self.output / "step_seconds.json"
         found: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
+        short = ("--overwrite", "true", "--simulate_rows", "0", "--held_out", "8")
         for arm in self.arms:
-            if arm.name not in found:
-                took = []
-                for steps in CALIBRATION:
-                    folder = self.output / "calibration" / f"{arm.name}-{steps}"
-                    folder.parent.mkdir(exist_ok=True)
-                    short = ("--overwrite", "true", "--simulate_rows", "0", "--held_out", "8")
-                    took.append(self.train(arm, folder, steps, 0, *short))
-                found[arm.name] = (took[1] - took[0]) / (CALIBRATION[1] - CALIBRATION[0])
-                write_text(file, json.dumps(found, indent=1) + "\n")
-                print(f"{arm.name}: {found[arm.name]:.3f} processor seconds a step", flush=True)
+            if arm.name in found:
+                continue
+            folder = self.output / "calibration"
+            folder.mkdir(exist_ok=True)
+            few, many = (self.train(arm, folder / f"{arm.name}-{steps}", steps, 0, *short) for steps in CALIBRATION)
+            found[arm.name] = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
+            write_text(file, json.dumps(found, indent=1) + "\n")
+            print(f"{arm.name}: {found[arm.name]:.3f} processor seconds a step", flush=True)
         return found
 
-    def train_all(self) -> None:
-        """Train what has no head yet, `--jobs` at a time."""
+    def train_all(self, pool: ThreadPoolExecutor) -> None:
+        """Train what has no head yet."""
         args = self.args
         seconds = {} if args.steps else self.step_seconds()
-        with ThreadPoolExecutor(args.jobs) as pool, ended_with_this(pool):
-            waiting = []
-            for arm, folder in self.runs.values():
-                steps = args.steps or max(1, round(args.minutes * 60 / seconds[arm.name]))
-                if not (folder / "head" / "config.json").is_file():
-                    seed = int(folder.name.rpartition("-")[2])
-                    waiting.append((folder, steps, pool.submit(self.train, arm, folder, steps, seed)))
-            for folder, steps, result in waiting:
-                print(f"{folder.name}: {steps:,} steps, {result.result() / 60:.1f} processor minutes", flush=True)
+        waiting = []
+        for arm, folder in self.runs.values():
+            steps = args.steps or max(1, round(args.minutes * 60 / seconds[arm.name]))
+            if not (folder / "head" / "config.json").is_file():
+                seed = int(folder.name.rpartition("-")[2])
+                waiting.append((folder, steps, pool.submit(self.train, arm, folder, steps, seed)))
+        for folder, steps, result in waiting:
+            print(f"{folder.name}: {steps:,} steps, {result.result() / 60:.1f} processor minutes", flush=True)
 
     def measured(self, script: str, result: str, command: list[str]) -> Any:
         """What a script writes to the file OUTPUT/`result`, run unless it is there."""
@@ -250,8 +248,8 @@ def run() -> None:
     if args.minutes <= 0:
         raise ValueError(f"--minutes must be above 0; got {args.minutes:g}")
     comparison = Comparison(args)
-    with ended_with_this():
-        comparison.train_all()
+    with threads_for_commands(args.jobs) as pool:
+        comparison.train_all(pool)
         rows = comparison.rows()
     made = table(rows, [text.partition("=")[0] for text in args.benchmarks])
     result = {"benchmark": "heads", "minutes": None if args.steps else args.minutes, "rows": rows}
