@@ -150,11 +150,12 @@ class _Run:
                     self._end[index] = 0
             new_tokens.append(new)
         self.clock.lap("other")
-        running = self._end > 0
-        cache.lengths *= running
-        self._base = step.base
-        drafter.observe(replace(step, count=step.count * running, new_tokens=new_tokens))
-        self.clock.lap(self._drafting)
+        if any(self.slots):
+            running = self._end > 0
+            cache.lengths *= running
+            self._base = step.base
+            drafter.observe(replace(step, count=step.count * running, new_tokens=new_tokens))
+            self.clock.lap(self._drafting)
 
     def _verify(self, tree: DraftTree) -> VerifiedStep:
         settings, drafter = self.settings, self.drafter
