@@ -32,9 +32,8 @@ from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches, leave_signals_to_trainer
 from draft_heads.train.checkpoints import MarkComplete, read_marker
-from draft_heads.train.finite_losses import check_losses
 from draft_heads.train.held_out import loss_metrics, simulation_metrics
-from draft_heads.train.log import LogLastStep, LogMetrics, progress_callback
+from draft_heads.train.log import LogLastStep, LogMetrics, check_losses, progress_callback
 from draft_heads.train.optimizer import MuonWithAdamW, is_for_muon
 from draft_heads.train.schedule import wall_time_scheduler
 from draft_heads.train.stopping import Patience, StopOnSigterm, WallClock
