@@ -182,7 +182,7 @@ def _check_ranges(options: Any) -> None:
 
 
 def _check_intervals(options: Any) -> None:
-    """The end of the run, and intervals that are counted by it."""
+    """Intervals that the end of the run, or --patience, does not admit."""
     for name in ("save_steps", "eval_steps", "logging_steps"):
         if options.max_minutes and 0 < (getattr(options, name) or 0) < 1:
             raise ValueError(
@@ -193,11 +193,6 @@ def _check_intervals(options: Any) -> None:
         raise ValueError(
             f"--patience {options.patience} counts evaluations, got --eval_strategy no; pass --eval_strategy steps "
             "or drop --patience"
-        )
-    if options.max_minutes and options.max_steps > 0:
-        raise ValueError(
-            f"a run ends by time or by steps; got --max_minutes {options.max_minutes:g} and --max_steps "
-            f"{options.max_steps}; drop one of the two"
         )
 
 

@@ -34,7 +34,7 @@ from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches, le
 from draft_heads.train.checkpoints import MarkComplete, read_marker
 from draft_heads.train.held_out import loss_metrics, simulation_metrics
 from draft_heads.train.log import LogLastStep, LogMetrics, check_losses, progress_callback
-from draft_heads.train.optimizer import MuonWithAdamW, is_for_muon
+from draft_heads.train.optimizer import MuonWithAdamW
 from draft_heads.train.schedule import wall_time_scheduler
 from draft_heads.train.stopping import Patience, StopOnSigterm, WallClock
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -199,11 +199,11 @@ class DraftHeadTrainer(Trainer):
         return super()._clip_grad_norm(model)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        args, tables = self.args, self.model.tables
+        args = self.args
         if self.optimizer is None and args.head_optimizer == "muon":
             self.optimizer = MuonWithAdamW(
                 (model or self.model).named_parameters(),
-                matrices=lambda name, parameter: is_for_muon(name, parameter, tables),
+                tables=self.model.tables,
                 lr=args.learning_rate,
                 weight_decay=args.weight_decay,
                 betas=(args.adam_beta1, args.adam_beta2),
