@@ -165,7 +165,7 @@ def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
 def training_plan(trainer: DraftHeadTrainer) -> str:
     """Parameters, steps or minutes, rows, tokens and memory in a line; then a warning per line."""
     args: Any = trainer.args
-    rows: Any = trainer.train_dataset
+    rows = trainer.train_dataset
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory_sizes(trainer, trained).items())
     tokens = sum(min(length, trainer.longest) for length in row_lengths(rows))
