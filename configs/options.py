@@ -13,12 +13,23 @@ import torch
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
-def option(default: Any, help: str, choices: Sequence[Any] = (), least: int | None = None, const: Any = None) -> Any:
-    """A dataclass field that is a flag; `choices` and `least` are checked by `check_options`.
+Rule = tuple[str, Callable[[Any], bool]]
+"""What a value must be, in words, and whether it is."""
+
+
+def option(
+    default: Any,
+    help: str,
+    choices: Sequence[Any] = (),
+    least: int | None = None,
+    rule: Rule | None = None,
+    const: Any = None,
+) -> Any:
+    """A dataclass field that is a flag; `choices`, `least` and `rule` are checked by `check_options`.
 
     const: the value of the flag when it is given without one
     """
-    limits = {"choices": choices or None, "least": least, "const": const}
+    limits = {"choices": choices or None, "least": least, "rule": rule, "const": const}
     metadata = {"help": help, **{name: value for name, value in limits.items() if value is not None}}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -46,6 +57,9 @@ def check_options(options: Any, called: str = "--{}", remedy: str = "") -> None:
             check_number(name, value)
         if least is not None and value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}{end}")
+        wanted, holds = f.metadata.get("rule", ("", bool))
+        if wanted and not holds(value):
+            raise ValueError(f"{name} must be {wanted}; got {value}{end}")
 
 
 def value_types(hint: Any) -> tuple[Any, ...]:

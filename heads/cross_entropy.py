@@ -47,26 +47,16 @@ def soft_cross_entropy(
     weight: Tensor,
     hidden: Tensor,
     target: TargetView,
-    bias: Tensor | None = None,
-    chunk_bytes: int | None = None,
-) -> Tensor:
-    """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(hidden)) of the target, q from states and weight.
-
-    states [N, H], weight [V, H], hidden [N, H] of the target. In chunks, as `linear_cross_entropy`.
-    """
-    return soft_cross_entropies(states, weight, hidden, target, None, bias, chunk_bytes)[0]
-
-
-def soft_cross_entropies(
-    states: Tensor,
-    weight: Tensor,
-    hidden: Tensor,
-    target: TargetView,
-    row_weights: Tensor | None,
+    row_weights: Tensor | None = None,
     bias: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with `row_weights [N]` of the rows in the sum, and the unweighted loss of each row [N], detached."""
+    """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(hidden)) of the target, q from states and weight; and the
+    loss of each row [N], detached.
+
+    states [N, H], weight [V, H], hidden [N, H] of the target; row_weights [N] of the rows in the sum. In chunks, as
+    `linear_cross_entropy`.
+    """
     hidden = hidden.to(target.lm_head_weight.dtype)
 
     def wanted(rows: slice) -> Tensor:

@@ -84,7 +84,7 @@ def soft(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str,
         wanted = target.logits(read).softmax(-1)
         return F.cross_entropy(F.linear(states, lm_head), wanted, reduction="sum")
 
-    return [states, lm_head], {"chunked": lambda: soft_cross_entropy(states, lm_head, read, target), "plain": plain}
+    return [states, lm_head], {"chunked": lambda: soft_cross_entropy(states, lm_head, read, target)[0], "plain": plain}
 
 
 LOSSES = {"ctc": ctc, "cross_entropy": cross_entropy, "soft_cross_entropy": soft}

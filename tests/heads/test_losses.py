@@ -11,7 +11,6 @@ from draft_heads.heads.base import TargetView
 from draft_heads.heads.cross_entropy import (
     _fused_linear_cross_entropy,
     linear_cross_entropy,
-    soft_cross_entropies,
     soft_cross_entropy,
 )
 from draft_heads.heads.ctc_loss import ctc_loss_fused, ctc_loss_reference, interleave_blank, lattice_log_prob
@@ -207,7 +206,7 @@ def test_chunked_cross_entropies_equal_whole_logits_in_value_and_gradient(count,
             gradients(lambda x, w: F.cross_entropy(F.linear(x, w, bias), labels, reduction="sum")),
         ),
         (
-            gradients(lambda x, w: soft_cross_entropy(x, w, aims, target, **size)),
+            gradients(lambda x, w: soft_cross_entropy(x, w, aims, target, **size)[0]),
             gradients(lambda x, w: F.cross_entropy(F.linear(x, w, bias), wanted, reduction="sum")),
         ),
     ]
@@ -221,7 +220,7 @@ def test_weighted_rows_are_the_weighted_sum_of_their_losses(rows_per_chunk):
     states, weight, aims, shares = torch.randn(10, 8), torch.randn(13, 8), torch.randn(10, 8), torch.rand(10)
     target = TargetView(torch.nn.Embedding(13, 8), torch.randn(13, 8))
     leaves = [x.clone().requires_grad_() for x in (states, weight)]
-    loss, losses = soft_cross_entropies(*leaves, aims, target, shares, chunk_bytes=4 * 13 * rows_per_chunk)
+    loss, losses = soft_cross_entropy(*leaves, aims, target, shares, chunk_bytes=4 * 13 * rows_per_chunk)
     (2 * loss).backward()
     plain = [x.clone().requires_grad_() for x in (states, weight)]
     each = F.cross_entropy(F.linear(*plain), target.logits(aims).softmax(-1), reduction="none")
