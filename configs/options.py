@@ -29,7 +29,9 @@ def option(
 
     const: the value of the flag when it is given without one
     """
-    limits = {"choices": choices or None, "least": least, "rule": rule, "const": const}
+    if least is not None:
+        rule = f"at least {least}", lambda value: value >= least
+    limits = {"choices": choices or None, "rule": rule, "const": const}
     metadata = {"help": help, **{name: value for name, value in limits.items() if value is not None}}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -37,7 +39,7 @@ def option(
 
 
 def check_options(options: Any, called: str = "--{}", remedy: str = "") -> None:
-    """ValueError for the first option of a dataclass that is not the number its type says, no choice, or too small.
+    """ValueError for the first option of a dataclass that is no number its type admits, no choice, or breaks its rule.
 
     called: how an error writes the name of an option; remedy: what it ends with
     """
@@ -46,19 +48,16 @@ def check_options(options: Any, called: str = "--{}", remedy: str = "") -> None:
         if "help" not in f.metadata:
             continue
         name, value, types = called.format(f.name), getattr(options, f.name), value_types(hints[f.name])
-        choices, least = f.metadata.get("choices"), f.metadata.get("least")
+        choices, (wanted, holds) = f.metadata.get("choices"), f.metadata.get("rule", ("", lambda value: True))
         if value is None and type(None) in types:
             continue
         if choices and value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}{end}")
         if int in types:
-            check_whole(name, value, least, remedy)
+            check_whole(name, value, remedy=remedy)
         elif float in types:
             check_number(name, value)
-        if least is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}{end}")
-        wanted, holds = f.metadata.get("rule", ("", bool))
-        if wanted and not holds(value):
+        if not holds(value):
             raise ValueError(f"{name} must be {wanted}; got {value}{end}")
 
 

@@ -133,12 +133,8 @@ def check_together(
             "--packing would fill batches beyond --tokens_per_batch, whose rows are of similar length already; got "
             f"--packing and --tokens_per_batch {training.tokens_per_batch}; drop the one, or set the other to 0"
         )
-    check_metric(training.metric_for_best_model, head.offsets, bool(run.simulate_rows))
-
-
-def check_metric(metric: str | None, offsets: int, simulated: bool) -> None:
-    """ValueError for a --metric_for_best_model that an evaluation of a head with so many offsets does not measure."""
-    measured = ["loss", *(f"accuracy_{k + 1}" for k in range(offsets)), *["simulated_beta"] * simulated]
+    metric, offsets = training.metric_for_best_model, range(1, head.offsets + 1)
+    measured = ["loss", *(f"accuracy_{offset}" for offset in offsets), *["simulated_beta"] * bool(run.simulate_rows)]
     if metric is not None and metric.removeprefix("eval_") not in measured:
         raise ValueError(f"--metric_for_best_model must be one of {', '.join(measured)}; got {metric}")
 

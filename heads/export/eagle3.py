@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from draft_heads.configs.options import check_whole
+from draft_heads.heads.block import LLAMA_NAMES
 from draft_heads.heads.checkpoint import misfits
 from draft_heads.heads.draft_vocab import check_draft_vocab
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 
-BLOCK = {
-    "input_layernorm": "token_norm",
-    "hidden_norm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    **{f"self_attn.{name}_proj": f"{name}_proj" for name in "qkvo"},
-    **{f"mlp.{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")},
-}
+BLOCK = {**LLAMA_NAMES, "input_layernorm": "token_norm", "hidden_norm": "attention_norm"}
 """Their names of a layer's parts → this block's."""
 OUTSIDE = {"fc": "layer_projection", "norm": "norm", "lm_head": "lm_head"}
 ONLY = {
