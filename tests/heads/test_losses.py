@@ -128,7 +128,7 @@ def test_the_lattice_equals_enumeration_of_all_alignments(frames, vocabulary, pr
     ):
         labels = torch.zeros(1, 3, dtype=torch.long)
         labels[0, : len(wanted)] = torch.tensor(wanted, dtype=torch.long)
-        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1])
+        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1:])
         got = lattice_log_prob(emissions, labels, torch.tensor([len(wanted)]), torch.tensor([not prefix]))
         assert float(got.exp()) == pytest.approx(enumerate_probability(log_probs, list(wanted), prefix), abs=1e-12)
 
@@ -145,7 +145,7 @@ def test_a_decay_weighs_what_enumeration_says_of_each_label(decay, prefix):
             whole = enumerate_probability(log_probs, wanted, False)
             expected += decay ** len(wanted) * (math.log(whole or 1e-300) - chain[len(wanted)])
         labels = torch.tensor([[*wanted, *[0] * (3 - len(wanted))]])
-        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1])
+        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1:])
         given = labels, torch.tensor([len(wanted)]), torch.tensor([not prefix])
         got = lattice_log_prob(emissions, *given, decay=decay)
         if lattice_log_prob(emissions, *given) < -1e29:  # three equal labels need five frames
@@ -162,7 +162,7 @@ def test_gradients_of_a_decayed_loss_are_those_of_the_lattice_on_all_log_probabi
     log_probs = logits.log_softmax(-1)
     of_labels = log_probs.gather(2, values["labels"][:, None, :].expand(-1, log_probs.shape[1], -1))
     given = (values[name] for name in ("labels", "lengths", "closed"))
-    value = lattice_log_prob(interleave_blank(of_labels, log_probs[:, :, -1]), *given, decay=0.7)
+    value = lattice_log_prob(interleave_blank(of_labels, log_probs[:, :, -1:]), *given, decay=0.7)
     (-value[~infeasible].sum()).backward()
     assert torch.allclose(loss, -value[~infeasible].sum()) and loss < fused(values)[0]
     assert all(torch.allclose(got, leaf.grad, atol=1e-9) for got, leaf in zip(grads, leaves))
