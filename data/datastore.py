@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from draft_heads.data.common.files import checksum, names_path, write_text
+from draft_heads.data.common.files import checksum, names_path, read_manifest, write_text
 from draft_heads.data.fingerprint import tokenizer_hash
 from draft_heads.data.text.conversations import conversation_of, read_conversations
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError
@@ -103,18 +103,13 @@ def unsigned(largest: int) -> np.dtype[Any]:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path, remedy = folder / MANIFEST, "build it with scripts/build_datastore.py"
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_manifest(path, FORMAT_VERSION, remedy)
     except OSError as error:
         raise ValueError(f"a datastore is a folder with {MANIFEST}; {path}: {error.strerror}; {remedy}") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); {remedy}") from None
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path} must have format_version {FORMAT_VERSION}; got {version!r}; {remedy}")
     for name in ("tokens", "vocab_size", "depth"):
         if not isinstance(value := manifest.get(name), int) or value < 1:
             raise ValueError(f"{path}: {name} must be a positive whole number; got {value!r}; {remedy}")
-    return dict(manifest)
+    return manifest
 
 
 _REMEDY = "copy the folder again, or build it with scripts/build_datastore.py"
@@ -127,8 +122,8 @@ def _check_contents(folder: Path, manifest: dict[str, Any]) -> None:
         logger.warning("%s was built without checksums: damage in its files would not be noticed", folder)
         return
     for name in ARRAYS:
-        if (found := checksum(folder / f"{name}.npy")) != known.get(name):
-            path = folder / f"{name}.npy"
+        path = folder / f"{name}.npy"
+        if (found := checksum(path)) != known.get(name):
             raise ValueError(
                 f"{path} is damaged: its checksum is {found}, {MANIFEST} says {known.get(name)}; {_REMEDY}"
             )
@@ -136,17 +131,18 @@ def _check_contents(folder: Path, manifest: dict[str, Any]) -> None:
 
 def _memory_map(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     """A memory-mapped file of `size` numbers; ValueError when it is missing, truncated, or of another size or type."""
-    remedy = _REMEDY
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
-        raise ValueError(f"a datastore holds {path.name}; {path} cannot be read ({error.strerror}); {remedy}") from None
+        raise ValueError(
+            f"a datastore holds {path.name}; {path} cannot be read ({error.strerror}); {_REMEDY}"
+        ) from None
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is damaged or cut short ({error}); {remedy}") from None
+        raise ValueError(f"{path} is damaged or cut short ({error}); {_REMEDY}") from None
     if array.shape != (size,) or array.dtype != dtype:
         raise ValueError(
             f"{path} must hold {size:,} numbers of type {dtype} as {MANIFEST} says; it holds "
-            f"{array.dtype} of shape {array.shape}; {remedy}"
+            f"{array.dtype} of shape {array.shape}; {_REMEDY}"
         )
     return np.asarray(array)
 

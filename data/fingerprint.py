@@ -102,11 +102,9 @@ def check_fingerprint(made_for: dict[str, Any], target: dict[str, Any], what: st
     fine_tune: other weights, and with them another chat template, are allowed and reported in one line. A field that
     an older version did not write is not compared, which a line says too.
     """
-    expected = [*FIELDS, *WEIGHTS[: None if "scales_hash" in made_for else -1]]  # the values are hashed without it too
-    missing = [name for name in expected if name not in made_for and name in target]
-    different = [
-        name for name in (*FIELDS, *WEIGHTS) if name in made_for and name in target and made_for[name] != target[name]
-    ]
+    known = [name for name in (*FIELDS, *WEIGHTS) if name in target]
+    missing = [name for name in known if name not in (*made_for, "scales_hash")]  # scales are an addition to values
+    different = [name for name in known if name in made_for and made_for[name] != target[name]]
     weights = [name for name in different if name in WEIGHTS]
     others = [name for name in different if name not in WEIGHTS]  # their difference implies that of the weights
     if fine_tune and weights and set(others) <= {"chat_template_hash"}:

@@ -146,10 +146,12 @@ def check_settings(model: Any, name: str) -> None:
                 f"generation settings must suit the model; those of {name} are {settings_text(asked)}, "
                 f"which transformers cannot apply ({error}); correct its generation_config.json"
             ) from None
-    _log_settings(config, name)
-
-
-def _log_settings(config: GenerationConfig | None, name: str) -> None:
+        logger.info(
+            "the generation settings of %s ask for %s, which is applied to each token's logits on the host: steps "
+            "run neither compiled nor captured",
+            name,
+            settings_text(asked),
+        )
     if unapplied := unapplied_settings(config):
         instead = dict.fromkeys(NAMED[field][0] if field in NAMED else "unknown here" for field in unapplied)
         logger.warning(
@@ -157,13 +159,6 @@ def _log_settings(config: GenerationConfig | None, name: str) -> None:
             name,
             settings_text(unapplied),
             "; ".join(instead),
-        )
-    if applied := processor_settings(config):
-        logger.info(
-            "the generation settings of %s ask for %s, which is applied to each token's logits on the host: steps "
-            "run neither compiled nor captured",
-            name,
-            settings_text(applied),
         )
 
 
@@ -191,24 +186,21 @@ def process_logits(processors: LogitsProcessorList, text: torch.Tensor, logits: 
     return processors(text, logits.to(torch.float32, copy=True))  # type: ignore[arg-type]
 
 
-def generate_config(model: Any, max_new_tokens: int, end_token_ids: Sequence[int]) -> GenerationConfig:
-    """The checkpoint's own settings for `generate`, without those that are named, greedily and with our stop rules."""
+def generate_config(
+    model: Any, max_new_tokens: int, end_token_ids: Sequence[int], processors: bool = True
+) -> GenerationConfig:
+    """The checkpoint's own settings for `generate`, without those that are named, greedily and with our stop rules.
+
+    processors: keep what changes logits
+    """
     config = deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
-    for name in _unapplied_fields() | set(_WITHOUT_INFLUENCE):
+    for name in (*_unapplied_fields(), *_WITHOUT_INFLUENCE, *(() if processors else PROCESSORS)):
         if hasattr(config, name):
             setattr(config, name, None)
     config.do_sample, config.num_beams, config.max_new_tokens = False, 1, max_new_tokens
     config.eos_token_id, config.pad_token_id = list(end_token_ids) or None, (*end_token_ids, 0)[0]
     if not end_token_ids:  # it raises the logits of end tokens
         config.exponential_decay_length_penalty = None
-    return config
-
-
-def without_processors(config: GenerationConfig) -> GenerationConfig:
-    """The same, without what changes logits."""
-    config = deepcopy(config)
-    for name in PROCESSORS:
-        setattr(config, name, None)
     return config
 
 

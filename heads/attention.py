@@ -110,7 +110,7 @@ def dense_anchor_attention(
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+def compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True)
 
 
@@ -121,7 +121,7 @@ def flex_anchor_attention(
     count = anchors.shape[1] * per_anchor
     keys_count = left[0].shape[2] + (count if right is None else right[0].shape[2])
     block_mask = create_block_mask(visible, len(anchors), None, count, keys_count, device=anchors.device.type)
-    flex: Any = _compiled_flex() if anchors.is_cuda else flex_attention
+    flex: Any = compiled_flex() if anchors.is_cuda else flex_attention
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         halves = zip(left, (keys, values) if right is None else right)

@@ -64,7 +64,8 @@ def generate_fn(drafter: Drafter) -> Callable[..., Tensor]:
         check_config(generation_config, given.get("assistant_model"))
         check_arguments(model, input_ids, model_kwargs, given)
         check_criteria(stopping_criteria, len(input_ids))
-        draws = [{**sampling, "seed": random_seed()} if sampling else {} for _ in input_ids]  # equal prompts differ
+        # from torch's own generator; equal prompts differ
+        draws = [{**sampling, "seed": int(torch.randint(2**62, ()))} if sampling else {} for _ in input_ids]
         prompts = [ids[skip:].tolist() for ids, skip in zip(input_ids, padding)]
         with _evaluation_mode(model):
             if id(model) not in engines:
@@ -196,8 +197,3 @@ def sampling_options(
             raise ValueError(f"{', '.join(options)} need do_sample=True; got do_sample=False; set it or leave them out")
         return {}
     return {"temperature": 1.0, **options}
-
-
-def random_seed() -> int:
-    """From torch's own generator."""
-    return int(torch.randint(2**62, ()))

@@ -12,48 +12,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import LogitsProcessorList
 
 from draft_heads.data.generation_config import own_processors, process_logits
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 
 OF_THE_TEXT = (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
+    transformers.EncoderNoRepeatNGramLogitsProcessor,
+    transformers.EncoderRepetitionPenaltyLogitsProcessor,
+    transformers.ExponentialDecayLengthPenalty,
+    transformers.ForcedBOSTokenLogitsProcessor,
+    transformers.ForcedEOSTokenLogitsProcessor,
+    transformers.InfNanRemoveLogitsProcessor,
+    transformers.LogitNormalization,
+    transformers.MinLengthLogitsProcessor,
+    transformers.MinNewTokensLengthLogitsProcessor,
+    transformers.NoBadWordsLogitsProcessor,
+    transformers.NoRepeatNGramLogitsProcessor,
+    transformers.PrefixConstrainedLogitsProcessor,
+    transformers.RepetitionPenaltyLogitsProcessor,
+    transformers.SequenceBiasLogitsProcessor,
+    transformers.SuppressTokensAtBeginLogitsProcessor,
+    transformers.SuppressTokensLogitsProcessor,
 )
 """transformers' processors that depend on the text so far and remember nothing else: a path of a tree is a text."""
 

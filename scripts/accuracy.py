@@ -10,7 +10,6 @@ them, CTC ranks the tokens that continue them by its prefix scores, Medusa ignor
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -61,20 +60,15 @@ def table(results: dict[str, list[Any]]) -> str:
     return markdown_table(["head", "rank", *(f"offset {k + 1}" for k in offsets)], rows, len(offsets) + 2) + "\n"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    made = target_parser(__doc__)
-    made.add_argument(
-        "--heads", nargs="+", metavar="NAME=RUN/head", help="heads to compare, and their names in the table"
-    )
-    made.add_argument("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
-    made.add_argument("--rows", type=int, default=64, help="held-out rows to measure on (default 64)")
-    made.add_argument("--output", type=Path, help="folder for accuracy.json and accuracy.md")
-    made.add_argument("--overwrite", action="store_true", help="replace what was measured before in --output")
-    return made
-
-
-def run(args: argparse.Namespace) -> None:
+def run() -> None:
+    parser = target_parser(__doc__)
+    add = parser.add_argument
+    add("--heads", nargs="+", metavar="NAME=RUN/head", help="heads to compare, and their names in the table")
+    add("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
+    add("--rows", type=int, default=64, help="held-out rows to measure on (default 64)")
+    add("--output", type=Path, help="folder for accuracy.json and accuracy.md")
+    add("--overwrite", action="store_true", help="replace what was measured before in --output")
+    args = parse_with_config(parser, None, ("target", "heads", "dataset", "output"))
     named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
     if len(named) != len(args.heads):
         raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
@@ -92,19 +86,13 @@ def run(args: argparse.Namespace) -> None:
     rows = RunOptions(args.target, args.dataset, target_adapter=args.target_adapter, held_out=args.rows)
     data = {name: load_data(rows, target, head.config.target_layers, "--rows") for name, head in heads.items()}
     results = {}
-    for name, head in heads.items():
-        _, held_out, _, collator = data[name]
-        results[name] = accuracies(head, target, held_out, collator)
+    for name, (_, held_out, _, collator) in data.items():
+        results[name] = accuracies(heads[name], target, held_out, collator)
     (args.output / "accuracy.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (args.output / "accuracy.md").write_text(table(results), encoding="utf-8")
     print(table(results))
     print(f"written: {args.output / 'accuracy.md'}")
 
 
-def main() -> int:
-    required = ("target", "heads", "dataset", "output")
-    return exit_status(lambda: run(parse_with_config(parser(), None, required)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

@@ -25,18 +25,6 @@ from draft_heads.inference.evaluation.report import check_output
 from draft_heads.scripts.decoding_options import check_positive, script_parser
 
 
-def parser() -> argparse.ArgumentParser:
-    p = script_parser(__doc__)
-    p.add_argument("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz, dataset folder or hub id")
-    p.add_argument("--tokenizer", metavar="DIR|ID", help="the target's tokenizer")
-    p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
-    p.add_argument("--output", type=Path, help="folder to write")
-    p.add_argument("--limit", type=int, help="only the first N conversations")
-    p.add_argument("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
-    p.add_argument("--overwrite", action="store_true", help="replace a datastore in --output")
-    return p
-
-
 def run(options: argparse.Namespace) -> None:
     check_positive(options, "limit")
     check_output(options.output, options.overwrite, MANIFEST)
@@ -52,7 +40,16 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return exit_status(lambda: run(parse_with_config(parser(), arguments, ("dataset", "tokenizer", "output"))))
+    parser = script_parser(__doc__)
+    add = parser.add_argument
+    add("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz, dataset folder or hub id")
+    add("--tokenizer", metavar="DIR|ID", help="the target's tokenizer")
+    add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
+    add("--output", type=Path, help="folder to write")
+    add("--limit", type=int, help="only the first N conversations")
+    add("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
+    add("--overwrite", action="store_true", help="replace a datastore in --output")
+    return exit_status(lambda: run(parse_with_config(parser, arguments, ("dataset", "tokenizer", "output"))))
 
 
 if __name__ == "__main__":

@@ -72,8 +72,7 @@ class Chat:
         self.specs = {spec.name: spec for spec in distinct_specs(options.drafters)}
         self.specs.setdefault("vanilla", DrafterSpec.parse("vanilla"))
         self.engines: dict[str, DecodingEngine] = {}
-        self.drafter = next(iter(self.specs))
-        self.engine()  # a drafter that cannot be built raises here
+        self.use(next(iter(self.specs.values())))
         self.turns = 0
         self.reset(options.system)
 
@@ -82,26 +81,16 @@ class Chat:
         self.system = system
         self.messages = [{"role": "system", "content": system}] if system else []
 
-    def engine(self) -> DecodingEngine:
-        """The engine of the drafter in use, built when first needed."""
-        if self.drafter not in self.engines:
-            self.engines[self.drafter] = self.build(self.specs[self.drafter])
-        return self.engines[self.drafter]
-
-    def build(self, spec: DrafterSpec) -> DecodingEngine:
-        """A new engine; ValueError for a drafter that cannot be built."""
-        return DecodingEngine(self.target, build_drafter(spec, self.target, self.options.max_nodes))
+    def use(self, spec: DrafterSpec) -> None:
+        """Draft with it from now on, by an engine that is built when first needed; ValueError if it cannot be."""
+        if spec.name not in self.engines or self.specs[spec.name] is not spec:
+            drafter = build_drafter(spec, self.target, self.options.max_nodes)
+            self.engines[spec.name] = DecodingEngine(self.target, drafter)
+        self.specs[spec.name], self.drafter = spec, spec.name
 
     def switch(self, text: str) -> str:
-        """Use another drafter from now on; returns the names of all, the one in use in brackets."""
-        if text and text not in self.specs:
-            spec = DrafterSpec.parse(text)
-            self.engines[spec.name] = self.build(spec)
-            self.specs[spec.name], text = spec, spec.name
-        name = text or self.drafter
-        if name not in self.engines:
-            self.engines[name] = self.build(self.specs[name])
-        self.drafter = name
+        """Use another drafter, if one is named; returns the names of all, the one in use in brackets."""
+        self.use(self.specs.get(text or self.drafter) or DrafterSpec.parse(text))
         return ", ".join(f"({name})" if name == self.drafter else name for name in self.specs)
 
     def command(self, line: str) -> str | None:
@@ -123,7 +112,7 @@ class Chat:
         """
         asked = [*self.messages, {"role": "user", "content": message}]
         result, pieces = Generation(), TextPieces(self.target.tokenizer, scaffold=self.target.scaffold)
-        steps = self.engine().stream(asked, settings(self.options, self.turns), result)
+        steps = self.engines[self.drafter].stream(asked, settings(self.options, self.turns), result)
         try:
             for tokens in steps:
                 drafted = [source >= 0 for source in result.sources[len(result.sources) - len(tokens) :]]

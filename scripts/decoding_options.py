@@ -12,7 +12,7 @@ from typing import Any
 
 from draft_heads.configs.command_line import OptionParser, parse_with_config
 
-from draft_heads.configs.options import DTYPES, add_threads, dtype_from_name, dtype_name, use_threads
+from draft_heads.configs.options import DTYPES, add_threads, dtype_name, use_threads
 from draft_heads.data.common.files import write_text
 from draft_heads.data.common.processes import own_device
 from draft_heads.data.generation_config import processor_settings, unapplied_settings
@@ -53,6 +53,13 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
             raise ValueError(f"--{name} must be at least 1, got {smallest}")
 
 
+def check_new_folder(output: Path) -> None:
+    """ValueError unless --output is new, or an empty folder."""
+    if output.exists() and (output.is_file() or any(output.iterdir())):
+        found = "is a file; pick another" if output.is_file() else "has files; pick another, or empty it"
+        raise ValueError(f"--output must be a new or empty folder; {output} {found}")
+
+
 def target_parser(description: str | None) -> argparse.ArgumentParser:
     """The flags that `load_target` reads, and --config."""
     parser = script_parser(description)
@@ -86,7 +93,12 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
         metavar="NAME[=[KIND:]PATH[,key=value…][+…]]",
         help="--list_drafters shows them; vanilla always runs",
     )
-    add("--list_drafters", action=ListDrafters, help="print all drafters and their options, as Markdown, and end")
+    add(
+        "--list_drafters",
+        action="version",
+        version=drafters_table(),
+        help="print all drafters and their options, as Markdown, and end",
+    )
     add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files, named as you like (docs/decoding.md)")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
@@ -107,12 +119,9 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
             "--compile makes programs for one sequence at a time; got it with --batch_size "
             f"{options.batch_size}; leave one of them out"
         )
-    if options.acceptance not in ACCEPTANCE:
-        raise ValueError(f"--acceptance must be one of {', '.join(ACCEPTANCE)}, got {options.acceptance!r}")
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2^63; got {options.seed}")
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
-    dtype_from_name("--dtype", options.dtype)
     return options
 
 
@@ -141,8 +150,6 @@ def load_target(options: argparse.Namespace) -> Target:
 def configure_target(target: Target, options: argparse.Namespace) -> Target:
     """Apply --threads, --attention and --compile; returns the target."""
     use_threads(options.threads)
-    if options.attention not in TREE_ATTENTION:
-        raise ValueError(f"--attention must be one of {', '.join(TREE_ATTENTION)}, got {options.attention!r}")
     if options.attention != "masked":
         target.attend(options.attention)
     if options.compile:
@@ -179,17 +186,6 @@ def load_engines(
         return {spec.name: DecodingEngine(target, build_drafter(spec, target, max_nodes)) for spec in specs}
     builder = DrafterBuilder(target, max_nodes)
     return {spec.name: BatchEngine(target, partial(builder.build, spec), batch_size) for spec in specs}
-
-
-class ListDrafters(argparse.Action):
-    """The flag --list_drafters: print the table of drafters and end, as --help does."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **settings)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(drafters_table(), end="")
-        parser.exit()
 
 
 class IncrementalStop:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from pathlib import Path
 from typing import Any
 
-from draft_heads.configs.command_line import OptionParser, exit_status, parse_with_config
+from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from rich.table import Table
 
@@ -26,12 +25,12 @@ from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.text.conversations import BadRow, count_by_reason
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.decoding_options import check_positive, script_parser
 
 
-def parser() -> argparse.ArgumentParser:
-    """One flag per field of DistillOptions, the target's flags, input and output."""
-    p = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--config", type=Path, metavar="FILE.yaml", help="YAML file with values for these flags")
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Defaults, then --config, then flags; ValueError with a sentence for missing ones."""
+    p = script_parser(__doc__)
     p.add_argument("--target", help="folder or hub id of the target")
     p.add_argument("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz, dataset folder or hub id")
     p.add_argument("--output", help="folder to write")
@@ -43,15 +42,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     p.add_argument("--target_adapter", metavar="DIR", help="PEFT adapter merged into the target")
     add_threads(p)
-    return p
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Defaults, then --config, then flags; ValueError with a sentence for missing ones."""
-    p = parser()
     args = parse_with_config(p, argv, ("target", "dataset"))
-    if args.preview is not None and args.preview < 1:
-        raise ValueError(f"--preview must be at least 1; got {args.preview}")
+    check_positive(args, "preview")
     if args.output is None and not args.preview:
         raise ValueError("--output is required but for --preview; give it on the command line or in --config")
     return args
@@ -98,8 +90,7 @@ def summary(manifest: dict[str, Any], output: str) -> None:
     }
     bad_rows = [BadRow(**bad) for bad in manifest["data"]["bad_rows"]]
     for row in (row for shard in manifest["shards"] for row in shard.get("trimmed", ())):  # for the target's tokens
-        reason, _, detail = row["reason"].partition(": ")
-        bad_rows.append(BadRow(row["place"], reason, detail, row["kept_turns"]))
+        bad_rows.append(BadRow.of(row["place"], row["reason"], row["kept_turns"]))
     for key, name in names.items():
         value = counts.get(key)
         table.add_row(name, "–" if value is None else f"{value:.4f}" if isinstance(value, float) else f"{value:,}")

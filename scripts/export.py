@@ -24,7 +24,7 @@ from draft_heads.data.common.pretrained import layer_sizes, load_config
 from draft_heads.data.fingerprint import SIZES
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import FORMATS, check_kind, differences, read_folder, write_folder
-from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.scripts.decoding_options import check_new_folder, script_parser
 
 
 def run() -> bool:
@@ -35,10 +35,7 @@ def run() -> bool:
     parser.add_argument("--target", default="", help="the target's folder or hub id, if it is not where it was trained")
     parser.add_argument("--check", action="store_true", help="read the folder back and compare it with the head")
     args = parse_with_config(parser, None, ("head", "format", "output"))
-    if args.output.is_file():
-        raise ValueError(f"--output must be a new or empty folder; {args.output} is a file; pick another")
-    if args.output.exists() and any(args.output.iterdir()):
-        raise ValueError(f"--output must be a new or empty folder; {args.output} has files; pick another, or empty it")
+    check_new_folder(args.output)
     head = load_head(args.head)
     check_kind(head, args.format)
     name = args.target or head.config.target

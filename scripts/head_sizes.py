@@ -75,9 +75,5 @@ def run() -> None:
     print(f"{table(config)}\n\nGiB of GPU memory in training:\n\n{memory_table(config)}")
 
 
-def main() -> int:
-    return exit_status(run)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

@@ -22,7 +22,7 @@ from draft_heads.heads.checkpoint import read_json
 from draft_heads.heads.config import target_sizes
 from draft_heads.heads.export.formats import CONFIG, FORMATS, format_of, read_folder, read_tensors
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.scripts.decoding_options import check_new_folder, script_parser
 
 
 def run() -> None:
@@ -33,8 +33,7 @@ def run() -> None:
     parser.add_argument("--target_layers", type=int, nargs="*", default=[], help="EAGLE-3, if the folder names none")
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     args = parser.parse_args()
-    if args.output.exists() and any(args.output.iterdir()):
-        raise ValueError(f"--output must be a new or empty folder; {args.output} has files; pick another, or empty it")
+    check_new_folder(args.output)
     read = read_folder(args.head, args.format, args.target_layers)
     target = Target.from_pretrained(args.target, lend_to=torch.device("cpu"))
     sizes = target_sizes(target.config)

@@ -18,7 +18,6 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import FIELDS, target_fingerprint
 from draft_heads.data.text.chat_template import load_tokenizer
-from draft_heads.heads.base import DraftHead
 from draft_heads.heads.card import trained_for, trained_on
 from draft_heads.heads.checkpoint import PROVENANCE, load_head
 from draft_heads.heads.export.formats import formats_of
@@ -39,16 +38,11 @@ def described(path: str, target: dict[str, Any] | None) -> list[tuple[str, str]]
     rows.append(("its sizes", ", ".join(f"{name} {config[name]}" for name in SIZES)))
     own = {key: value for key, value in config.items() if key not in {*SIZES, *OF_THE_TARGET}}
     rows.append(("settings", ", ".join(f"{key} {value}" for key, value in own.items())))
-    rows.append(("exports", exports(head)))
+    formats = [f"{name} ({one.engines})" for name, one in formats_of(config["kind"]).items()]
+    rows.append(("exports", ", ".join(formats) or "none: only this project's engine knows its kind"))
     if target is not None:
         rows.append(("fits the target", fits(config["target_fingerprint"], target)))
     return rows + trained(head.provenance)
-
-
-def exports(head: DraftHead) -> str:
-    """The formats of scripts/export.py that hold such heads."""
-    found = [f"{name} ({one.engines})" for name, one in formats_of(head.config.kind).items()]
-    return ", ".join(found) or "none: only this project's engine knows its kind"
 
 
 def fits(made_for: dict[str, Any], target: dict[str, Any]) -> str:

@@ -20,8 +20,7 @@ from rich.table import Table
 
 from draft_heads.data.common.console import plain_console
 from draft_heads.inference.evaluation.decoded import DecodedFolder, TurnRecord
-from draft_heads.inference.evaluation.metrics import lossless_counts
-from draft_heads.inference.evaluation.names import shown_name
+from draft_heads.inference.evaluation.metrics import lossless_counts, shown_name
 from draft_heads.inference.evaluation.report import check_output, environment, write_json
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import describe_run, drafter_specs, load_engines, load_target, parse_options

@@ -48,7 +48,7 @@ from draft_heads.data.text.conversations import (
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
-from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.scripts.decoding_options import check_new_folder, script_parser
 from draft_heads.train.optimizer import Muon
 
 PRACTICE = 0.3  # share of the time spent on bare sums first: tables are learnt by repetition
@@ -69,20 +69,16 @@ INTEGERS = {
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = script_parser(__doc__, config=False)
-    parser.add_argument("--output", required=True, help="folder to write; must be empty or absent")
-    parser.add_argument(
-        "--dataset",
-        help="ShareGPT or messages: JSON(L) file, also .gz or hub id; default: the synthetic corpus",
-    )
-    parser.add_argument("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
-    parser.add_argument("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
-    parser.add_argument("--max_minutes", type=float, default=12, help="minutes of training (12)")
-    parser.add_argument(
-        "--store", choices=["float32", "bfloat16"], default="float32", help="dtype of the saved weights"
-    )
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="highest learning rate (0.003)")
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="folder to write; must be empty or absent")
+    add("--dataset", help="ShareGPT or messages: JSON(L) file, also .gz or hub id; default: the synthetic corpus")
+    add("--skip_bad_rows", action="store_true", help=SKIP_BAD_ROWS_HELP)
+    add("--tokenizer", help="folder or hub id of a tokenizer to reuse; default: train one")
+    add("--max_minutes", type=float, default=12, help="minutes of training (12)")
+    add("--store", choices=["float32", "bfloat16"], default="float32", help="dtype of the saved weights")
+    add("--learning_rate", type=float, default=3e-3, help="highest learning rate (0.003)")
     for name, (default, text) in INTEGERS.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} ({default})")
+        add(f"--{name}", type=int, default=default, help=f"{text} ({default})")
     add_threads(parser)
     options = parser.parse_args(argv)
     if options.hidden % 32 or options.hidden < 32:
@@ -92,8 +88,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("layers", "max_length", "max_minutes", "batch_tokens", "conversations", "questions"):
         if getattr(options, name) <= 0:
             parser.error(f"--{name} must be positive; got {getattr(options, name)}")
-    if Path(options.output).exists() and any(Path(options.output).iterdir()):
-        parser.error(f"--output {options.output} is not empty; empty it or name another folder")
+    check_new_folder(options.output)
     return options
 
 
@@ -133,16 +128,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast, options: argparse.Namespace)
     """A randomly initialised Llama; its weights are drawn wide enough to learn in a few thousand steps."""
     heads, ends = options.hidden // 32, list(end_token_ids(tokenizer))
     marks = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = {"hidden_size": options.hidden, "intermediate_size": options.hidden * 5 // 2}
-    sizes |= {"num_hidden_layers": options.layers, "max_position_embeddings": 2 * options.max_length}
-    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2 if heads % 2 == 0 else heads}
     config = AutoConfig.for_model(
         "llama",
         vocab_size=len(tokenizer),
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 5 // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        max_position_embeddings=2 * options.max_length,
         initializer_range=options.hidden**-0.5,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
-        **sizes,
         **marks,
     )
     model = AutoModelForCausalLM.from_config(config)
@@ -292,7 +289,7 @@ def make(argv: list[str] | None = None) -> dict:
     options, console = parse_options(argv), plain_console(stderr=True)
     use_threads(options.threads)
     torch.manual_seed(options.seed)
-    output = Path(options.output)
+    output = options.output
 
     with console.status("reading and tokenizing the corpus"):
         corpus, unseen = load_corpus(options)
@@ -338,9 +335,5 @@ def make(argv: list[str] | None = None) -> dict:
     return figures
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_status(lambda: make(argv))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(make))

@@ -77,7 +77,8 @@ def main() -> None:
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     target, distilled, report = str(TARGET), str(output / "distilled"), str(output / "report")
     steps = len(args.heads) + 2
-    layers = usual_layers(args.heads)
+    depth = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+    layers = max((head_classes(kind)[1].usual_layers(depth) for kind in args.heads), key=len)
 
     run(
         console, f"1/{steps} distil: the target answers, its tokens are the labels",
@@ -124,12 +125,6 @@ def next_commands() -> list[str]:
     """What to type next; where `python` is not this one, as below `make`, it begins with activating the environment."""
     same = Path(shutil.which("python") or "").parent == Path(sys.executable).parent
     return [*([] if same else [f". {shlex.quote(str(Path(sys.executable).parent / 'activate'))}"]), *NEXT]
-
-
-def usual_layers(kinds: list[str]) -> list[int]:
-    """The layers of the target that heads of these kinds read beside its last hidden state."""
-    depth = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
-    return max((head_classes(kind)[1].usual_layers(depth) for kind in kinds), key=len)
 
 
 NEXT = (

@@ -33,21 +33,6 @@ from draft_heads.scripts.decoding_options import check_positive, distinct_specs,
 from draft_heads.scripts.terminal import show_report
 
 
-def parser() -> argparse.ArgumentParser:
-    p = script_parser(__doc__)
-    p.add_argument("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
-    p.add_argument("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
-    p.add_argument("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
-    p.add_argument("--questions", type=Path, metavar="FILE.jsonl", help="the questions that were answered")
-    p.add_argument("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
-    p.add_argument("--output", type=Path, help="folder for the results")
-    p.add_argument("--overwrite", action="store_true", help="replace a finished run in --output")
-    p.add_argument("--limit", type=int, help="only the first N answered questions")
-    p.add_argument("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
-    add_threads(p)
-    return p
-
-
 def run(options: argparse.Namespace) -> None:
     console = plain_console()
     check_positive(options, "limit", "max_nodes")
@@ -62,8 +47,9 @@ def run(options: argparse.Namespace) -> None:
     render = ChatRenderer(tokenizer).prompt if options.questions else None
     clear_output(options.output)
     with progress_bar(console, "tokenising") as progress:
-        turns = list(recorded_turns(answers, questions, tokenizer, render))
-        evaluation = replay_all(options.answers.stem, drafters, questions, turns, progress)
+        name = options.answers.stem
+        turns = list(recorded_turns(name, answers, questions, tokenizer, render))
+        evaluation = replay_all(name, drafters, questions, turns, progress)
     files = {name: path.name if (path := getattr(options, name)) else None for name in ("answers", "questions")}
     given = {name: getattr(options, name) for name in ("tokenizer", "max_nodes", "limit")}
     given["drafters"] = " ".join(options.drafters)
@@ -72,8 +58,20 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    parser = script_parser(__doc__)
+    add = parser.add_argument
+    add("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
+    add("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
+    add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
+    add("--questions", type=Path, metavar="FILE.jsonl", help="the questions that were answered")
+    add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
+    add("--output", type=Path, help="folder for the results")
+    add("--overwrite", action="store_true", help="replace a finished run in --output")
+    add("--limit", type=int, help="only the first N answered questions")
+    add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
+    add_threads(parser)
     required = ("answers", "tokenizer", "drafters", "output")
-    return exit_status(lambda: run(parse_with_config(parser(), arguments, required)))
+    return exit_status(lambda: run(parse_with_config(parser, arguments, required)))
 
 
 if __name__ == "__main__":

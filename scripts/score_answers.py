@@ -9,7 +9,7 @@ Both files are FastChat JSONL with, per turn, steps (`idxs`, counted from 0, or 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
@@ -30,44 +30,40 @@ HEADER = ("category", "questions", "β (steps = idxs)", "β (steps = idxs + 1)",
 
 @dataclass
 class AnswerScore:
-    """Totals over questions of one drafter against a baseline; ratios are None without a denominator."""
+    """Answers of a drafter, each with a baseline's to the same question; ratios are None without a denominator."""
 
-    questions: int = 0
-    turns: int = 0
-    equal_texts: int = 0
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    baseline_tokens: int = 0
-    baseline_seconds: float = 0.0
+    pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
 
-    def add(self, answer: Answer, baseline: Answer) -> None:
-        """Count one question."""
-        self.questions += 1
-        self.turns += len(answer.turns)
-        self.equal_texts += [turn.text for turn in answer.turns] == [turn.text for turn in baseline.turns]
-        self.steps += sum(turn.steps for turn in answer.turns)
-        self.tokens += sum(turn.new_tokens for turn in answer.turns)
-        self.seconds += sum(turn.wall_time for turn in answer.turns)
-        self.baseline_tokens += sum(turn.new_tokens for turn in baseline.turns)
-        self.baseline_seconds += sum(turn.wall_time for turn in baseline.turns)
+    def total(self, figure: str, baseline: bool = False) -> float:
+        """The sum of one figure of `AnsweredTurn` over all turns, the drafter's or the baseline's."""
+        return sum(getattr(turn, figure) for pair in self.pairs for turn in pair[baseline].turns)
+
+    @property
+    def equal_texts(self) -> int:
+        """Questions whose turns are all those of the baseline."""
+        texts = [[[turn.text for turn in answer.turns] for answer in pair] for pair in self.pairs]
+        return sum(own == wanted for own, wanted in texts)
 
     @property
     def beta(self) -> float | None:
         """New tokens / target steps (idxs + 1 per turn)."""
-        return self.tokens / self.steps if self.steps else None
+        steps = self.total("steps")
+        return self.total("new_tokens") / steps if steps else None
 
     @property
     def beta_idxs(self) -> float | None:
         """New tokens / idxs: the prefill of every turn left out."""
-        idxs = self.steps - self.turns
-        return self.tokens / idxs if idxs > 0 else None
+        idxs = self.total("steps") - sum(len(answer.turns) for answer, _ in self.pairs)
+        return self.total("new_tokens") / idxs if idxs > 0 else None
 
     @property
     def gamma(self) -> float | None:
         """Baseline seconds per token / drafter seconds per token, each over all tokens of the file."""
-        timed = self.tokens and self.seconds and self.baseline_tokens
-        return (self.baseline_seconds / self.baseline_tokens) / (self.seconds / self.tokens) if timed else None
+        tokens, seconds = self.total("new_tokens"), self.total("wall_time")
+        wanted = self.total("new_tokens", baseline=True)
+        if not (tokens and seconds and wanted):
+            return None
+        return (self.total("wall_time", baseline=True) / wanted) / (seconds / tokens)
 
 
 def score_answers(
@@ -97,13 +93,8 @@ def score_answers(
     scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
     for key, answer in answers.items():
         for group in {None, categories[answer.question_id] if categories is not None else None}:
-            scores.setdefault(group, AnswerScore()).add(answer, baseline[key])
+            scores.setdefault(group, AnswerScore()).pairs.append((answer, baseline[key]))
     return scores
-
-
-def read_categories(path: Path) -> dict[QuestionId, str | None]:
-    """Category by question id, as `load_benchmark` reads both: rows without an id (GSM8K) are numbered from 0."""
-    return {question.question_id: question.category for question in load_benchmark("questions", str(path))}
 
 
 def format_table(scores: dict[str | None, AnswerScore]) -> str:
@@ -112,8 +103,8 @@ def format_table(scores: dict[str | None, AnswerScore]) -> str:
     for category in [*(key for key in scores if key is not None), None]:
         score = scores[category]
         ratios = ["-" if x is None else f"{x:.2f}" for x in (score.beta_idxs, score.beta, score.gamma)]
-        equal = f"{score.equal_texts}/{score.questions}"
-        rows.append((category or "all", str(score.questions), *ratios, equal))
+        questions = len(score.pairs)
+        rows.append((category or "all", str(questions), *ratios, f"{score.equal_texts}/{questions}"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
@@ -124,7 +115,8 @@ def run(arguments: list[str] | None) -> None:
     parser.add_argument("--baseline", type=Path, help="the target's own answers to the same questions")
     parser.add_argument("--questions", type=Path, help="questions with categories, for one row per category")
     options = parse_with_config(parser, arguments, ("answers", "baseline"))
-    categories = read_categories(options.questions) if options.questions else None
+    asked = load_benchmark("questions", str(options.questions)) if options.questions else None
+    categories = {question.question_id: question.category for question in asked} if asked else None
     print(format_table(score_answers(read_answers(options.answers), read_answers(options.baseline), categories)))
 
 

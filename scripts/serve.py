@@ -82,16 +82,15 @@ def run() -> bool:
             "works; --chat_template gives it one",
             file=sys.stderr,
         )
-    name = options.served_model_name or default_name(options.target)
+    folder = Path(options.target)
+    name = options.served_model_name or (folder.resolve().name if folder.is_dir() else options.target)
     if not key and options.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"anyone who reaches {options.host} can use this server; --api_key asks for a key", file=sys.stderr)
     limits = ServerLimits(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
     worker = Worker(engine, ServerMetrics(drafter.max_depth), options.max_waiting)
     app = create_app(worker, name, limits, key, options.max_body_kib * 1024)
     print(f"model {name!r}, drafter {options.drafter}", flush=True)
-    server = Server(
-        app, worker, options.shutdown_seconds, host=options.host, port=options.port, access_log=False
-    )  # fmt: skip
+    server = Server(app, worker, options.shutdown_seconds, host=options.host, port=options.port, access_log=False)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended by then
         server.run()
     return server.started
@@ -106,7 +105,7 @@ def api_key(options: argparse.Namespace) -> str | None:
                 f"an API key has printable ASCII characters and no blank at its ends; {name} is "
                 f"{'empty' if not key else 'another text'}; change it, or leave it out"
             )
-    return options.api_key or os.environ.get(API_KEY)
+    return options.api_key or given[API_KEY]
 
 
 def check_free(host: str, port: int) -> None:
@@ -119,11 +118,6 @@ def check_free(host: str, port: int) -> None:
             f"the server must be able to listen on --host and --port; {host} port {port}: {reason}; stop what uses it, "
             "or pick another (--port 0: any free one)"
         ) from None
-
-
-def default_name(target: str) -> str:
-    """A folder's own name, or the hub id."""
-    return Path(target).resolve().name if Path(target).is_dir() else target
 
 
 if __name__ == "__main__":

@@ -81,20 +81,6 @@ def fitting_prompts(questions: Sequence[Question], target: Target) -> list[list[
     return kept
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    made = target_parser(__doc__)
-    add = made.add_argument
-    add("--draft_model", help="folder or hub id of the draft model")
-    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="files of questions; each question's first turn is asked")
-    add("--output", type=Path, help="the JSON to write, for the drafter's option tuned=FILE")
-    add("--prompts", type=int, default=16, help="questions of each file, from its end (default 16)")
-    add("--new_tokens", type=int, default=64, help="longest answer (default 64)")
-    for name, flag in FLAGS.items():
-        add(f"--{flag}", type=int, nargs="+", default=list(GRIDS[name]), help=f"values of {name} to try")
-    return made
-
-
 def run(args: argparse.Namespace) -> None:
     check_positive(args, "prompts", "new_tokens", *FLAGS.values())
     if min(args.phrases) < 2:
@@ -113,8 +99,17 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    parser = target_parser(__doc__)
+    add = parser.add_argument
+    add("--draft_model", help="folder or hub id of the draft model")
+    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="files of questions; each question's first turn is asked")
+    add("--output", type=Path, help="the JSON to write, for the drafter's option tuned=FILE")
+    add("--prompts", type=int, default=16, help="questions of each file, from its end (default 16)")
+    add("--new_tokens", type=int, default=64, help="longest answer (default 64)")
+    for name, flag in FLAGS.items():
+        add(f"--{flag}", type=int, nargs="+", default=list(GRIDS[name]), help=f"values of {name} to try")
     required = ("target", "draft_model", "benchmarks", "output")
-    return exit_status(lambda: run(parse_with_config(parser(), arguments, required)))
+    return exit_status(lambda: run(parse_with_config(parser, arguments, required)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Use --rows no larger than the --held_out of training (64 unless it was set): the
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,10 +81,9 @@ def decoding_speed(
     }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    made = target_parser(__doc__)
-    add = made.add_argument
+def run() -> None:
+    parser = target_parser(__doc__)
+    add = parser.add_argument
     add("--head", metavar="RUN/head", help="folder or hub id of the trained head")
     add("--dataset", nargs="+", help="output of scripts/distill.py for this target, as in training")
     add("--output", type=Path, help="the JSON to write, for a drafter's option tuned=FILE")
@@ -93,10 +91,7 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=int, default=default, help=f"{text} (default {default})")
     add("--temperatures", type=float, nargs="+", default=list(GRID), help="temperatures to try")
     add("--nodes", type=int, nargs="+", default=list(NODES), help="numbers of nodes to try")
-    return made
-
-
-def run(args: argparse.Namespace) -> None:
+    args = parse_with_config(parser, None, ("target", "head", "dataset", "output"))
     for temperature in args.temperatures:
         check_tree_temperature(temperature)
     check_positive(args, "rows", "max_nodes", "prompts", "new_tokens", "nodes")
@@ -132,10 +127,5 @@ def run(args: argparse.Namespace) -> None:
     print(f"written: temperature {best:g} and {fastest} nodes in {args.output}")
 
 
-def main() -> int:
-    required = ("target", "head", "dataset", "output")
-    return exit_status(lambda: run(parse_with_config(parser(), None, required)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

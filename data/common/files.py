@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -18,7 +19,6 @@ from typing import Any, TextIO
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-
 
 _FULL = {
     errno.ENOSPC: "has {free:,.0f} MiB left",
@@ -75,6 +75,18 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def read_manifest(path: Path, version: int, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file of a `format_version`; ValueError, which ends with the remedy, for any other."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
+    found = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if found != version:
+        raise ValueError(f"{path} must have format_version {version}; got {found!r}; {remedy}")
+    return dict(manifest)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -52,22 +52,21 @@ class Processes:
     @contextmanager
     def first_alone(self) -> Iterator[bool]:
         """The first process (True) runs the block before the others; its ValueError is raised on all of them."""
-        if self.rank == 0:
-            failure: list[str | None] = [None]
-            try:
-                yield True
-            except (ValueError, OSError) as error:
-                failure = [str(error)]
-                raise
-            finally:
-                if self.count > 1:
-                    dist.broadcast_object_list(failure, src=0)
+        failure: list[str | None] = [None]
+        if self.rank:
+            dist.broadcast_object_list(failure, src=0)
+            if failure[0] is not None:
+                raise ValueError(failure[0])
+            yield False
             return
-        failure = [None]
-        dist.broadcast_object_list(failure, src=0)
-        if failure[0] is not None:
-            raise ValueError(failure[0])
-        yield False
+        try:
+            yield True
+        except (ValueError, OSError) as error:
+            failure = [str(error)]
+            raise
+        finally:
+            if self.count > 1:
+                dist.broadcast_object_list(failure, src=0)
 
     def check_shared(self, folder: Path, option: str) -> None:
         """ValueError on every process unless all see a file that the first one has just written to the folder."""

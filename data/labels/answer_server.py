@@ -13,13 +13,14 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from threading import Thread
+from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
+from draft_heads.data.generation_config import processor_settings, settings_text
 from draft_heads.data.labels.answers import Answer
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.labeller import Labeller
 from draft_heads.data.labels.loops import loop_start
 
 _TIMEOUT = 900.0  # seconds for one answer, which may wait in the server's queue
@@ -30,72 +31,52 @@ _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before a request that fail
 class AnswerServer:
     """A /v1/completions endpoint; ValueError when it cannot be reached or does not return the target's token ids."""
 
-    def __init__(
-        self,
-        base_url: str,
-        end_token_ids: Sequence[int],
-        vocab_size: int,
-        model: str | None,
-        concurrency: int,
-        cut_loops: bool,
-        repetition_penalty: float = 1.0,
-    ) -> None:
-        """repetition_penalty: that of the target's own generation settings"""
-        self.url = base_url.rstrip("/")
+    def __init__(self, target: Labeller, options: DistillOptions) -> None:
+        """The server of `options`, with the target's end tokens and its own generation settings.
+
+        ValueError for settings that change its answers in a way that no server can be asked for.
+        """
+        self.url = (options.base_url or "").rstrip("/")
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url {base_url} is no http(s) URL; pass for example http://127.0.0.1:8000/v1")
-        self._end_token_ids = list(end_token_ids)
-        self._vocab_size = vocab_size
-        self._concurrency = concurrency
-        self._cut_loops = cut_loops
+            raise ValueError(
+                f"base_url {options.base_url} is no http(s) URL; pass for example http://127.0.0.1:8000/v1"
+            )
+        own = processor_settings(target.model.generation_config)
+        penalty = own.pop("repetition_penalty", 1.0)
+        if further := {name: own[name] for name in own.keys() - {"renormalize_logits", "remove_invalid_values"}}:
+            raise ValueError(
+                f"engine openai asks a server for no generation settings but repetition_penalty; {target.name} has "
+                f"{settings_text(further)} in its generation_config.json; use engine local, or take them out of a copy"
+            )
         # a server may take others from its own copy of the generation config, and the text would not be the target's
-        self._penalties = {"repetition_penalty": repetition_penalty, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        self._penalties = {"repetition_penalty": penalty, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        self._end_token_ids, self._vocab_size = list(target.end_token_ids), target.vocab_size
+        self._concurrency, self._cut_loops = options.concurrency, options.cut_loops
         self._answered = time.monotonic()  # when the server last answered any request
-        if model is None:
+        self.model = options.model_name
+        if self.model is None:
             if not (models := self._call("/models", None).get("data")):
                 raise ValueError(f"base_url {self.url} serves no model; pass model_name")
-            model = str(models[0]["id"])
-        self.model = model
+            self.model = str(models[0]["id"])
 
     def answers(
         self, prompts: list[list[int]], limits: list[int], progress: Callable[[int], None] = lambda count: None
     ) -> list[Answer]:
         """One greedy answer per prompt, in order; `limits` as in `data.labels.answers.answer_prompts`.
 
-        Ctrl-C and errors end it at once, whatever the server does, because nothing waits for daemon threads (an
-        executor would wait for its own).
+        Ctrl-C and errors end it at once, whatever the server does: the pool drops what was not sent yet and does not
+        wait for its threads (those of concurrent.futures would be waited for).
         """
-        jobs: SimpleQueue[tuple[int, list[int], int]] = SimpleQueue()
-        done: SimpleQueue[tuple[int, Answer | Exception]] = SimpleQueue()
-        for number, (prompt, limit) in enumerate(zip(prompts, limits)):
-            jobs.put((number, prompt, limit))
 
-        def work() -> None:
-            with suppress(Empty):
-                while True:
-                    number, prompt, limit = jobs.get_nowait()
-                    try:
-                        done.put((number, self._answer(prompt, limit)))
-                    except Exception as error:
-                        done.put((number, error))
+        def answer(job: tuple[int, tuple[list[int], int]]) -> tuple[int, Answer]:
+            number, (prompt, limit) = job
+            return number, self._answer(prompt, limit)
 
-        for _ in range(min(self._concurrency, len(prompts))):
-            Thread(target=work, daemon=True).start()
         answers: dict[int, Answer] = {}
-        try:
-            while len(answers) < len(prompts):
-                try:
-                    number, answer = done.get(timeout=1)
-                except Empty:  # a Ctrl-C that came just before the wait is noticed here
-                    continue
-                if isinstance(answer, Exception):
-                    raise answer
-                answers[number] = answer
+        with ThreadPool(min(self._concurrency, len(prompts)) or 1) as pool:
+            for number, found in pool.imap_unordered(answer, enumerate(zip(prompts, limits))):
+                answers[number] = found
                 progress(1)
-        finally:
-            with suppress(Empty):
-                while True:  # drop the requests that were not sent yet
-                    jobs.get_nowait()
         return [answers[number] for number in range(len(prompts))]
 
     def _answer(self, prompt: list[int], limit: int) -> Answer:

@@ -24,6 +24,8 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,9 @@ from draft_heads.configs.options import dtype_name, explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.generation_config import processor_settings, settings_text
-from draft_heads.data.labels.answer_server import AnswerServer
+from draft_heads.data.generation_config import processor_settings
 from draft_heads.data.labels.distill_options import DistillOptions
-from draft_heads.data.labels.distiller import Answerer, Distiller
+from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labels.labeller import Labeller
 from draft_heads.data.labels.shards import ShardFolder
@@ -73,26 +74,25 @@ def distill(
     where every conversation is left out.
     Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
-    distiller = Distiller(target, options, server_answerer(target, options))
+    distiller = Distiller(target, options)
     loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
     processes = Processes.from_environment()
     with processes.first_alone() as first:
         folder = ShardFolder.open(output, _header(distiller, loaded), overwrite) if first else None
         if folder is not None:
-            starts = folder.missing(len(loaded.dataset), options.shard_rows)
             if distiller.hidden_dtype is not None:
-                rows = [row for start in starts for row in range(start, start + options.shard_rows)]
-                rest = loaded.dataset.select([row for row in rows if row < len(loaded.dataset)])
+                missing = folder.missing(len(loaded.dataset), options.shard_rows)
+                rest = loaded.dataset.select([row for rows in missing for row in rows])
                 width = folder.manifest["target"]["fingerprint"]["hidden_size"] * (1 + len(options.target_layers))
                 tokens = distiller.count_tokens(rest)
                 print(check_disk(tokens, options.labels == "argmax", width, distiller.hidden_dtype, output))
             folder.begin()
     processes.check_shared(Path(output), "output")
     folder = folder or ShardFolder.join(output)
-    starts = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
-    # units of this process's shards: answers to generate, or conversations to label
-    sizes = [[distiller.count_units(record) for record in _shard(loaded, start, options)] for start in starts]
-    total, done = sum(map(sum, sizes)), 0
+    own = folder.missing(len(loaded.dataset), options.shard_rows)[processes.rank :: processes.count]
+    shards = [loaded.dataset.select(rows) for rows in own]
+    sizes = [sum(map(distiller.count_units, shard)) for shard in shards]
+    total, done = sum(sizes), 0
     show_progress = show_progress and processes.rank == 0
     resume_hint = folder.resume_hint if processes.rank == 0 else lambda: ""  # the first process collects
 
@@ -108,44 +108,33 @@ def distill(
             show(distiller.unit, done, total)
 
         distiller.advance = advance
-        for number, start in enumerate(starts):
-            done = sum(map(sum, sizes[:number]))  # conversations that end early leave answers out
+        for number, shard in enumerate(shards):
+            done = sum(sizes[:number])  # conversations that end early leave answers out
             advance(0)
-            _write_shard(folder, distiller, _shard(loaded, start, options), start)
+            _write_shard(folder, distiller, shard, own[number].start)
         done = total
         advance(0)
         processes.wait()
         if processes.rank == 0:
             folder.finish()
-            _log_left_out(folder.manifest)
         processes.wait()
-    _check_rows(folder, distiller.max_length)
+    if processes.rank == 0:
+        _report_left_out(folder.manifest, distiller.max_length)
     return folder.manifest
 
 
-def _log_left_out(manifest: dict[str, Any]) -> None:
-    """A line for each reason for which conversations were dropped or trimmed."""
-    bad_rows = []
-    for row in (row for shard in manifest["shards"] for row in [*shard["skipped"], *shard.get("trimmed", ())]):
-        reason, _, detail = row["reason"].partition(": ")
-        bad_rows.append(BadRow(row["place"], reason, detail, row.get("kept_turns", 0)))
+def _report_left_out(manifest: dict[str, Any], max_length: int) -> None:
+    """Log each reason for which conversations were dropped or trimmed; ValueError where none is left."""
+    dropped = [row for shard in manifest["shards"] for row in shard["skipped"]]
+    trimmed = [row for shard in manifest["shards"] for row in shard.get("trimmed", ())]
+    bad_rows = [BadRow.of(row["place"], row["reason"], row.get("kept_turns", 0)) for row in [*dropped, *trimmed]]
     for line in count_by_reason(bad_rows):
         logger.warning("%s: %s", manifest["data"]["source"], line)
-
-
-def _check_rows(folder: ShardFolder, max_length: int) -> None:
-    """ValueError where every conversation was left out."""
-    left_out = [row for shard in folder.manifest["shards"] for row in shard["skipped"]]
-    if left_out and not folder.manifest["counts"]["rows"]:
+    if dropped and not manifest["counts"]["rows"]:
         raise ValueError(
-            f"no row is left: all {len(left_out)} are left out, the first, {left_out[0]['place']}, because "
-            f"{left_out[0]['reason']}; choose a max_length above {max_length} or other rows, and set overwrite"
+            f"no row is left: all {len(dropped)} are left out, the first, {dropped[0]['place']}, because "
+            f"{dropped[0]['reason']}; choose a max_length above {max_length} or other rows, and set overwrite"
         )
-
-
-def _shard(loaded: Conversations, start: int, options: DistillOptions) -> datasets.Dataset:
-    """The conversations of the shard that starts at a row."""
-    return loaded.dataset.select(range(start, min(start + options.shard_rows, len(loaded.dataset))))
 
 
 def select_conversations(source: str, options: DistillOptions) -> Conversations:
@@ -239,39 +228,11 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     }
 
 
-def server_answerer(target: Labeller, options: DistillOptions) -> Answerer | None:
-    """The server that answers with `engine="openai"`; None when the target itself answers.
-
-    ValueError for a target whose own generation settings change its answers in a way that no server can be asked for.
-    """
-    if options.engine == "local":
-        return None
-    assert options.base_url is not None
-    own = processor_settings(target.model.generation_config)
-    penalty = own.pop("repetition_penalty", 1.0)
-    if further := {name: own[name] for name in own.keys() - {"renormalize_logits", "remove_invalid_values"}}:
-        raise ValueError(
-            f"engine openai asks a server for no generation settings but repetition_penalty; {target.name} has "
-            f"{settings_text(further)} in its generation_config.json; use engine local, or take them out of a copy"
-        )
-    ends, vocab_size = target.end_token_ids, target.vocab_size
-    server = AnswerServer(
-        options.base_url,
-        end_token_ids=ends,
-        vocab_size=vocab_size,
-        model=options.model_name,
-        concurrency=options.concurrency,
-        cut_loops=options.cut_loops,
-        repetition_penalty=penalty,
-    )
-    return server.answers
-
-
 def preview(target: Labeller, loaded: Conversations, count: int, options: DistillOptions) -> None:
     """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
     chosen = loaded.dataset.select(range(min(count, len(loaded.dataset))))
     console = plain_console()
-    for row in Distiller(target, options, server_answerer(target, options)).rows(chosen):
+    for row in Distiller(target, options).rows(chosen):
         console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")
         if row.skipped is not None:
             console.print(f"skipped: {row.skipped}")
@@ -283,10 +244,8 @@ def preview(target: Labeller, loaded: Conversations, count: int, options: Distil
 def mark_trained(tokenizer: PreTrainedTokenizerBase, ids: list[int], mask: list[bool]) -> Text:
     """The text of `ids`, special tokens shown, runs of `mask` between ⟦ ⟧ and in colour where there is one."""
     text = Text()
-    start = 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or mask[end] != mask[start]:
-            run = tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            text.append(f"⟦{run}⟧" if mask[start] else str(run), style=_TRAINED if mask[start] else "")
-            start = end
+    for trained, run in groupby(zip(mask, ids), key=itemgetter(0)):
+        part = [token for _, token in run]
+        decoded = tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text.append(f"⟦{decoded}⟧" if trained else str(decoded), style=_TRAINED if trained else "")
     return text

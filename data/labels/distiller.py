@@ -10,6 +10,7 @@ import datasets
 import torch
 
 from draft_heads.configs.options import DTYPES
+from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.answers import Answer, answer_prompts
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
@@ -48,6 +49,7 @@ class Distiller:
     """Turns conversations into labelled rows; `distill` adds the files."""
 
     def __init__(self, target: Labeller, options: DistillOptions, answerer: Answerer | None = None) -> None:
+        """answerer: None asks the target itself, or the server of `options`"""
         target.refresh()
         if not target.end_token_ids:
             raise ValueError(
@@ -66,6 +68,8 @@ class Distiller:
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
         target.check_layers(options.target_layers)
+        if answerer is None and options.engine == "openai":
+            answerer = AnswerServer(target, options).answers
         self._answerer = answerer or (
             lambda prompts, limits, progress: answer_prompts(
                 target, prompts, limits, options.batch_size, options.cut_loops, progress
@@ -126,19 +130,17 @@ class Distiller:
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
         """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
-        if self.options.labels == "argmax":
-            return sum(len(self._new_row(i, record).ids) for i, record in enumerate(conversations))
         total = 0
         for i, record in enumerate(conversations):
             row = self._new_row(i, record)
             try:
-                total += sum(self._longest_rows(row))
+                total += len(row.ids) + sum(self._longest_rows(row))
             except ConversationError as error:
                 self._reject(row, error)
         return total
 
     def _longest_rows(self, row: Row) -> Iterator[int]:
-        """The most tokens of every row that the generated answers of a conversation may be in.
+        """The most tokens of every row that the generated answers of a conversation may be in; none without `pending`.
 
         A row goes on while the next prompt begins with the prompt and the answer before it; short answers show that.
         """
@@ -146,7 +148,7 @@ class Distiller:
         texts = [self.renderer.text(messages[: turn + 1], True, row.extra) for turn in row.pending]
         for answers, (turn, text, later) in enumerate(zip(row.pending, texts, [*texts[1:], None]), start=1):
             goes_on = later is not None and later.startswith(text) and later[len(text) :].lstrip().startswith("a")
-            if self.renderer.may_rewrite or not goes_on:
+            if self.renderer.probe.may_rewrite or not goes_on:
                 prompt = len(self.renderer.prompt(messages[: turn + 1], row.extra))
                 yield min(self.max_length, prompt + answers * self.options.max_new_tokens)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,13 +13,10 @@ from draft_heads.configs.options import dtype_name
 STATE_COLUMNS = ("hidden", "aux_hidden")
 """Columns of a dataset: what the LM head reads, and the outputs of `target_layers` side by side."""
 
-_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 def hidden_bytes(hidden_LH: Tensor) -> bytes:
     """The raw little-endian bytes of `hidden_LH`; Arrow has no bfloat16."""
-    carrier = _INTEGER_OF_SIZE[hidden_LH.element_size()]
-    return hidden_LH.contiguous().view(carrier).numpy().tobytes()
+    return hidden_LH.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def cast_for_storage(hidden_LH: Tensor, dtype: torch.dtype, row: str) -> Tensor:
@@ -41,7 +37,7 @@ def cast_for_storage(hidden_LH: Tensor, dtype: torch.dtype, row: str) -> Tensor:
 
 def hidden_from_bytes(raw: bytes, length: int, dtype: torch.dtype) -> Tensor:
     """The [length, H] tensor of type `dtype` that `hidden_bytes` wrote."""
-    return torch.from_numpy(np.frombuffer(raw, dtype=f"<i{dtype.itemsize}").copy()).view(dtype).reshape(length, -1)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(length, -1)
 
 
 def check_disk(tokens: int, exact: bool, hidden_size: int, dtype: torch.dtype, output: str) -> str:

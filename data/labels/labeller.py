@@ -91,15 +91,12 @@ def checked_ids(target: Labeller, ids: list[int], text: str = "a prompt") -> lis
     """
     if ids and not 0 <= min(ids) <= max(ids) < target.vocab_size:
         outside = next(token for token in ids if not 0 <= token < target.vocab_size)
+        tokenizer = target.tokenizer
+        named = tokenizer is not None and 0 <= outside < len(tokenizer)
+        spelled = f" ({tokenizer.convert_ids_to_tokens(outside)!r})" if named else ""
         raise ConversationError(
             f"token ids are 0 to {target.vocab_size - 1}, the vocabulary of {target.name}; got {outside}"
-            f"{_spelled(target.tokenizer, outside)} in {text}; encode it with this target's tokenizer, or, if that has "
+            f"{spelled} in {text}; encode it with this target's tokenizer, or, if that has "
             "added tokens, resize the model's embedding and train it"
         )
     return ids
-
-
-def _spelled(tokenizer: Any, token: int) -> str:
-    """` ('<tool>')`, where the tokenizer knows the token."""
-    known = tokenizer is not None and 0 <= token < len(tokenizer)
-    return f" ({tokenizer.convert_ids_to_tokens(token)!r})" if known else ""

@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,17 @@ from uuid import uuid4
 import datasets
 import pyarrow as pa
 
-from draft_heads.data.common.files import LOCK, checksum, lock_folder, names_path, write_text
+from draft_heads.data.common.files import LOCK, checksum, lock_folder, names_path, read_manifest, write_text
 from draft_heads.data.common.processes import TOKEN, Processes
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+_OWN_FILES = re.compile(
+    rf"{re.escape(MANIFEST)}|\.{re.escape(MANIFEST)}\.partial|{re.escape(LOCK)}|{re.escape(TOKEN)}.*"
+    r"|\.*shard-.*\.(arrow|arrow\.tmp|json|json\.partial)"
+)
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
 
@@ -84,7 +89,7 @@ class ShardFolder:
             raise ValueError(f"output {output} is a file; pass a folder")
         goes_on = (folder / MANIFEST).exists() and not overwrite
         there = folder.iterdir() if folder.exists() and not goes_on else ()
-        if foreign := sorted(path.name for path in there if not _is_own_file(path)):
+        if foreign := sorted(path.name for path in there if not _OWN_FILES.fullmatch(path.name)):
             raise ValueError(f"output {output} holds other files ({', '.join(foreign[:3])}); pass a new folder")
         fresh = {"format_version": FORMAT_VERSION, **header, "shards": [], "counts": {}, "complete": False}
         opened = cls(folder, fresh)
@@ -115,14 +120,15 @@ class ShardFolder:
             (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
         named = {MANIFEST, LOCK, *(shard["file"] for shard in self.manifest["shards"])}
         for path in self.folder.iterdir():
-            if _is_own_file(path) and path.name not in named:
+            if _OWN_FILES.fullmatch(path.name) and path.name not in named:
                 path.unlink()
         self._save()
 
-    def missing(self, rows: int, shard_rows: int) -> list[int]:
-        """The first source row of every shard that is not finished, of `rows` in all."""
+    def missing(self, rows: int, shard_rows: int) -> list[range]:
+        """The source rows of every shard that is not finished, of `rows` in all."""
         finished = {shard["first_row"] for shard in self.manifest["shards"]}
-        return [first for first in range(0, rows, shard_rows) if first not in finished]
+        firsts = [first for first in range(0, rows, shard_rows) if first not in finished]
+        return [range(first, min(first + shard_rows, rows)) for first in firsts]
 
     def write(
         self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], states: Sequence[str] = ()
@@ -257,17 +263,7 @@ def _checksum(path: Path, changed: int) -> str:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); make the folder again with overwrite") from None
-    version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {version}, this program reads {FORMAT_VERSION}; make it again with overwrite"
-        )
-    return manifest
+    return read_manifest(folder / MANIFEST, FORMAT_VERSION, "make the folder again with overwrite")
 
 
 def _differences(manifest: dict[str, Any], header: dict[str, Any]) -> list[str]:
@@ -286,14 +282,3 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, inner in value.items():
         flat |= _flatten(inner, f"{prefix}.{key}" if prefix else key)
     return flat
-
-
-def _is_own_file(path: Path) -> bool:
-    return (
-        path.name in {MANIFEST, LOCK, f".{MANIFEST}.partial"}
-        or path.name.startswith(TOKEN)
-        or (
-            path.name.lstrip(".").startswith("shard-")
-            and path.name.endswith((".arrow", ".arrow.tmp", ".json", ".json.partial"))
-        )
-    )

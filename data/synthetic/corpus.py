@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from draft_heads.data.synthetic.code import draw_code
 from draft_heads.data.synthetic.problems import draw_drill, draw_problem
 from draft_heads.data.synthetic.texts import Topic, read_texts, topics
 
@@ -52,6 +51,18 @@ def draw_dialogue(rng: random.Random, kind: str) -> tuple[tuple, str, str, list[
         (turn["question"], _sentence(turn["answer"].format(**slots))) for turn in rng.sample(forms["follow_ups"], 2)
     ]
     return (kind, *(slots[key] for key in first["keys"])), question, answer, follow_ups
+
+
+def draw_code(rng: random.Random) -> tuple[tuple, str, str, list[tuple[str, str]]]:
+    """A random small programming task as (content that decides its split, question, answer, follow-up turns)."""
+    texts = read_texts("code")
+    index, verb = rng.randrange(len(texts["tasks"])), rng.choice(texts["verbs"])
+    item, k = rng.choice(read_texts("words")["items"]), rng.randint(2, 99)
+    one = item.removesuffix("s")
+    slots = {"verb": verb, "item": item, "one": one, "One": one.capitalize(), "k": k}
+    task = texts["tasks"][index]
+    follow_ups = [(turn["question"], turn["answer"].format(**slots)) for turn in rng.sample(texts["follow_ups"], 2)]
+    return ("code", index, verb, item, k), task["question"].format(**slots), task["answer"].format(**slots), follow_ups
 
 
 def _phrases(topic: Topic, prefix: str) -> dict[str, str]:

@@ -12,12 +12,13 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from draft_heads.data.text.template_probe import QUESTION, Messages, TemplateProbe, as_parts, roles_of_parts
-from draft_heads.data.text.template_reads import unread_key
 
 Extra = Mapping[str, Any] | None
 """What else the chat template of one conversation reads, by name: `tools`, `documents`, …"""
 
 PLACEHOLDER = "PLACEHOLDERFORTHEANSWER"
+
+_OF_A_RESULT = ("tool_call_id", "name")  # name the call that a tool's turn answers; templates may do without
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -45,13 +46,6 @@ def check_unicode(text: str) -> None:
         ) from None
 
 
-def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that mark turns and channels and are no text, EOS included."""
-    special = set(tokenizer.all_special_ids)
-    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return frozenset(special - ({tokenizer.bos_token_id, tokenizer.unk_token_id} - {tokenizer.eos_token_id}))
-
-
 class ChatText:
     """Renders with one tokenizer's chat template.
 
@@ -71,12 +65,14 @@ class ChatText:
                 "tokenizer (a folder with tokenizer.json)"
             )
         self.tokenizer = tokenizer
-        self.has_generation_block = bool(_GENERATION_BLOCK.search(tokenizer.get_chat_template()))
+        template = tokenizer.get_chat_template()
+        self.has_generation_block = bool(_GENERATION_BLOCK.search(template))
         self._end_token_ids = {*end_token_ids, tokenizer.eos_token_id} - {None}
-        self._special = special_token_ids(tokenizer) | self._end_token_ids
+        added, no_mark = tokenizer.added_tokens_decoder, {tokenizer.bos_token_id, tokenizer.unk_token_id}
+        special = {*tokenizer.all_special_ids, *(token for token in added if added[token].special)}
+        self._special = frozenset(special - no_mark | self._end_token_ids)  # mark turns and channels, and are no text
         # beside them what else a tokenizer never splits, as DeepSeek's <｜User｜> or Gemma's runs of line breaks
-        added = {token for token, added in tokenizer.added_tokens_decoder.items() if added.content.strip()}
-        self._marks = frozenset(self._special | added - {tokenizer.bos_token_id, tokenizer.unk_token_id})
+        self._marks = self._special | {token for token in added if added[token].content.strip()} - no_mark
         try:
             tokenizer.apply_chat_template([QUESTION], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
@@ -93,7 +89,7 @@ class ChatText:
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path!r} cannot be used: {error}; pass another chat_template"
             ) from None
-        self.probe = TemplateProbe(self.text, self._encode, frozenset(self._special), self._marks)
+        self.probe = TemplateProbe(template, self.text, self._encode, self._special, self._marks)
         self._rules_shown: set[str] = set()  # the roles that end conversations in which a system text is shown
 
     @cached_property
@@ -104,12 +100,7 @@ class ChatText:
     @cached_property
     def closing(self) -> frozenset[int]:
         """`TemplateProbe.closing`; every special token where the template refuses the samples that show it."""
-        return frozenset(self._special) if self.probe.closing is None else self.probe.closing
-
-    @cached_property
-    def may_rewrite(self) -> bool:
-        """See `TemplateProbe.may_rewrite`."""
-        return self.probe.may_rewrite(self.tokenizer.get_chat_template())
+        return self._special if self.probe.closing is None else self.probe.closing
 
     def text(self, messages: Messages, add_generation_prompt: bool = False, extra: Extra = None) -> str:
         """The messages as text; ConversationError where the chat template refuses them."""
@@ -150,12 +141,51 @@ class ChatText:
 
     def check_read(self, messages: Messages, extra: Extra = None) -> None:
         """ConversationError for a key of a message or of `extra` that the chat template does not read."""
-        template = self.tokenizer.get_chat_template(tools=(extra or {}).get("tools"))
-        if key := unread_key(template, self.text, messages, extra):
+        if key := self._unread_key(messages, dict(extra or {})):
             raise ConversationError(
                 f"the chat template of {self.tokenizer.name_or_path!r} does not read {key}, which the conversation "
                 "has; take it out, or pass a chat_template that reads it"
             )
+
+    def _unread_key(self, messages: Messages, extra: dict[str, Any]) -> str | None:
+        """The first key of a message or of `extra` that the template does not read; None where it reads all.
+
+        A key is read if the conversation, or its part that ends with the message, reads otherwise without it: templates
+        may leave the thoughts of earlier turns out. A setting in `extra` (a boolean, a word) may be the template's
+        default, so it is read if the template has its name.
+        """
+
+        def rendered(some: Messages, arguments: dict[str, Any], prompt: bool = False) -> str | None:
+            try:
+                return self.text(some, prompt, arguments)
+            except ConversationError:  # refused: without the key it is another conversation
+                return None
+
+        template = self.tokenizer.get_chat_template(tools=extra.get("tools"))
+        users = [number for number, message in enumerate(messages) if message["role"] == "user"]
+        asked = messages[: users[-1] + 1] if users else messages
+        for name, value in extra.items():
+            if isinstance(value, list | dict):
+                rest = {key: one for key, one in extra.items() if key != name}
+                read = rendered(asked, extra, prompt=True) != rendered(asked, rest, prompt=True)
+            else:
+                read = re.search(rf"\b{re.escape(name)}\b", template) is not None
+            if not read:
+                return repr(name)
+        for number, message in enumerate(messages):
+            for name in sorted(message.keys() - {"role", "content", "trained"}):
+                if message["role"] == "tool" and name in _OF_A_RESULT:
+                    continue
+                without = list(messages)
+                without[number] = {key: value for key, value in message.items() if key != name}
+                ends = (number + 1, len(messages))
+                if all(rendered(messages[:end], extra) == rendered(without[:end], extra) for end in ends):
+                    return repr(name)
+            if message["role"] == "tool":
+                other = [*messages[:number], {**message, "content": "SAMPLERESULT"}, *messages[number + 1 :]]
+                if rendered(messages, extra) == rendered(other, extra):
+                    return "the text of a tool turn"
+        return None
 
     @cached_property
     def _control(self) -> frozenset[str]:

@@ -62,6 +62,12 @@ class BadRow:
     detail: str = ""  # "turn 4", or what is wrong with the JSON
     kept_turns: int = 0  # 0: the row is dropped
 
+    @classmethod
+    def of(cls, place: str, error: object, kept_turns: int = 0) -> BadRow:
+        """The fault that an error's text `reason: detail` names."""
+        reason, _, detail = str(error).partition(": ")
+        return cls(place, reason, detail, kept_turns)
+
     @property
     def outcome(self) -> str:
         return "trimmed" if self.kept_turns else "dropped"
@@ -93,11 +99,10 @@ def read_conversations(
     generate: the target will write the answers, so rows need none, and those that ask what an earlier row asks are
     left out and counted
     """
-    import datasets
-
-    found = Conversations(source, datasets.Dataset.from_dict({}))
-    ids, places, conversations = list[str](), list[str](), list[Conversation]()
+    kept: list[tuple[str, str, Conversation]] = []
+    bad_rows: list[BadRow] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()
+    repeated = 0
     for place, record in read_rows(source, split):
         row_id, conversation, faults = _sound_part(place, record, generate)
         if faults and not skip_bad_rows:
@@ -105,34 +110,34 @@ def read_conversations(
                 f"{source}, {faults[0]}; repair the row, or set skip_bad_rows to keep the sound turns of such rows "
                 "and list what is left out"
             )
-        found.bad_rows += faults
+        bad_rows += faults
         if not conversation.messages:
             continue
         if generate:
             asked = conversation.key, conversation.untrained
             if asked in seen:
-                found.repeated += 1
+                repeated += 1
                 continue
             seen.add(asked)
-        ids.append(row_id)
-        places.append(place)
-        conversations.append(conversation)
-        if len(ids) == limit:
+        kept.append((row_id, place, conversation))
+        if len(kept) == limit:
             break
-    for line in count_by_reason(found.bad_rows):
+    for line in count_by_reason(bad_rows):
         logger.warning("%s: %s", source, line)
-    if not ids:
-        bad = found.bad_rows
-        reason = f"all {len(bad)} rows are bad, the first: {bad[0]}" if bad else "no rows"
+    if not kept:
+        reason = f"all {len(bad_rows)} rows are bad, the first: {bad_rows[0]}" if bad_rows else "no rows"
         raise ConversationError(f"{source} holds no conversation: {reason}; pass a file with at least one")
-    found.dataset = _to_dataset(ids, places, conversations)
-    return found
+    return Conversations(source, _to_dataset(kept), bad_rows, repeated)
 
 
-def _to_dataset(ids: list[str], places: list[str], conversations: list[Conversation]) -> datasets.Dataset:
-    """Rows with the keys that occur as columns; what is no text is JSON, which Arrow neither fills up nor converts."""
+def _to_dataset(kept: list[tuple[str, str, Conversation]]) -> datasets.Dataset:
+    """Rows with the keys that occur as columns; what is no text is JSON, which Arrow neither fills up nor converts.
+
+    kept: (id, place, conversation) of each
+    """
     import datasets
 
+    ids, places, conversations = (list(column) for column in zip(*kept))
     text = datasets.Value("large_string")  # a column of "string" ends at 2 GiB
     types = {"role": text, "content": text, **dict.fromkeys((*TURN_TEXTS, TOOL_CALLS), text)}
     types["trained"] = datasets.Value("bool")
@@ -223,8 +228,7 @@ def _sound_part(place: str, record: Any, generate: bool = False) -> tuple[str, C
         messages = with_system(messages, further.system)
         _check_encodable(further.system, further.extra)
     except ConversationError as error:
-        reason, _, detail = str(error).partition(": ")
-        return "", Conversation([], {}), [BadRow(place, reason, detail)]
+        return "", Conversation([], {}), [BadRow.of(place, error)]
     if missing := _missing_part(messages, generate):
         messages = []
         if not faults:

@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ _OTHER_FORMATS = {
     *(".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xml", ".yaml", ".yml", ".pkl", ".npy", ".xls", ".xlsx"),
     *(".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".gz", ".bz2", ".xz", ".zst", ".safetensors"),
 }
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class MalformedJson(ValueError):
@@ -56,22 +58,19 @@ def read_rows(source: str, split: str | None = None, config: str | None = None) 
 
 
 def _file_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    first, number = b"", 0
-    while not first:
-        line, number = file.readline(), number + 1
-        if not line:
-            raise MalformedJson(f"{path} is empty; pass a file with at least one row")
-        first = line.removeprefix(b"\xef\xbb\xbf").strip()
-    if first.startswith(b"["):
+    lines = enumerate(file, start=1)
+    start, first = next((one for one in lines if one[1].removeprefix(_BYTE_ORDER_MARK).strip()), (0, b""))
+    if not start:
+        raise MalformedJson(f"{path} is empty; pass a file with at least one row")
+    if first.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
         try:
-            yield from _array_rows(path, (line + file.read()).decode("utf-8-sig"))
+            yield from _array_rows(path, (first + file.read()).decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise MalformedJson(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
         return
-    while line:
+    for number, line in chain([(start, first)], lines):
         if line.strip():
             yield f"line {number}", _parsed_line(line)
-        line, number = file.readline(), number + 1
 
 
 def _parsed_line(line: bytes) -> Any:
@@ -87,32 +86,27 @@ def _parsed_line(line: bytes) -> Any:
 
 
 def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    decoder = json.JSONDecoder()
+    decoder, row = json.JSONDecoder(), 0
     position = _skip_space(text, text.index("[") + 1)
-    row = 0
-    while position < len(text) and text[position] != "]":
-        row += 1
-        try:
+    try:
+        while not text.startswith("]", position):
+            row += 1
             record, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise MalformedJson(
-                f"{path}, row {row}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON "
-                "array cannot be read past this point: repair it, or write one row per line (JSONL)"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise MalformedJson(f"{path}, row {row}: JSON that cannot be read: {error}; repair the row") from None
-        yield f"row {row}", record
-        position = _skip_space(text, position)
-        if position < len(text) and text[position] == ",":
-            position = _skip_space(text, position + 1)
-        elif position < len(text) and text[position] != "]":
-            raise MalformedJson(f"{path}, row {row}: malformed JSON: no ',' or ']' after the row; repair the file")
-    if position >= len(text):
+            yield f"row {row}", record
+            position = _skip_space(text, position)
+            if text.startswith(",", position):
+                position = _skip_space(text, position + 1)
+            elif not text.startswith("]", position):
+                raise json.JSONDecodeError("no ',' or ']' after the row", text, position)
+        if text[position + 1 :].strip():
+            raise json.JSONDecodeError("text after the end of the array", text, position + 1)
+    except json.JSONDecodeError as error:
         raise MalformedJson(
-            f"{path}: malformed JSON: the array is cut short after {row} rows, it has no ']'; repair the file"
-        )
-    if text[position + 1 :].strip():
-        raise MalformedJson(f"{path}: malformed JSON: text after the end of the array; repair the file")
+            f"{path}, row {row}: malformed JSON: {error.msg} at line {error.lineno} column {error.colno}; a JSON "
+            "array cannot be read past this point: repair it, or write one row per line (JSONL)"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise MalformedJson(f"{path}, row {row}: JSON that cannot be read: {error}; repair the row") from None
 
 
 def _skip_space(text: str, position: int) -> int:

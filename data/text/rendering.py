@@ -103,17 +103,6 @@ def answer_tokens(answer: Sequence[int], end_token_ids: Collection[int], scaffol
     return kept
 
 
-def scaffold_of(tokenizer: PreTrainedTokenizerBase | None, end_token_ids: Collection[int]) -> tuple[int, ...]:
-    """`TemplateProbe.scaffold`; () without a chat template, and for one that cannot be used, which is logged."""
-    if tokenizer is None or not tokenizer.chat_template:
-        return ()
-    try:
-        return ChatRenderer(tokenizer, end_token_ids).probe.scaffold
-    except ValueError as error:
-        logger.warning("answers are shown whole: %s", error)
-        return ()
-
-
 class ChatRenderer(ChatText):
     """Messages to tokens and the assistant's mask, with one tokenizer's chat template."""
 

@@ -159,10 +159,11 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
     message: dict[str, Any] = {"role": role, "content": text_of(rest.pop(texts[0])) if texts else ""}
     for key, value in rest.items():
         if key in TRAINED:
-            trained = _is_trained(key, value)
-            if role == "assistant" and not trained:
+            if value not in (True, False):  # 1, 1.0, 0 and 0.0 too
+                raise ConversationError(f"{key!r} of a turn is true, false, 1 or 0, received {value!r}")
+            if role == "assistant" and not value:
                 message["trained"] = False
-            elif role != "assistant" and trained:
+            elif role != "assistant" and value:
                 unknown.append(f"the key {key!r} asks for a {role} turn to be trained on, and only answers are")
         elif value in ("", [], {}) or (key in _ASK_NOTHING_IF_FALSE and value is False):
             continue
@@ -216,12 +217,6 @@ def text_of(content: Any) -> str:
 def carries_no_meaning(key: str) -> bool:
     """Whether a key is known to say nothing about the text."""
     return key in METADATA or _METADATA_FORM.fullmatch(key) is not None
-
-
-def _is_trained(key: str, value: Any) -> bool:
-    if value not in (True, False):  # 1, 1.0, 0 and 0.0 too
-        raise ConversationError(f"{key!r} of a turn is true, false, 1 or 0, received {value!r}")
-    return bool(value)
 
 
 def _repeats(value: Any, texts: Sequence[str | None]) -> bool:

@@ -40,40 +40,34 @@ def roles_of_parts(render: Render) -> frozenset[str]:
     own words.
     """
 
-    def shown(messages: Messages, parts: frozenset[str]) -> set[str] | None:
-        """The roles whose texts are all in the rendering; None where the messages are refused."""
+    def shows(role: str, messages: Messages, parts: frozenset[str]) -> bool | None:
+        """Whether all texts of a role are in the rendering; None where the messages are refused."""
         try:
             text = render([as_parts(message) if message["role"] in parts else message for message in messages], False)
         except ValueError:
             return None
-        return {m["role"] for m in messages} - {m["role"] for m in messages if m["content"] not in text}
+        return all(message["content"] in text for message in messages if message["role"] == role)
 
-    def best(messages: Messages, *choices: frozenset[str]) -> tuple[frozenset[str], set[str] | None]:
-        """The first choice that shows the user's text and most others, and what it shows."""
-        found = [(parts, shown(messages, parts)) for parts in choices]
-        return max(found, key=lambda one: (-1, 0) if one[1] is None else ("user" in one[1], len(one[1])))
-
-    strings, both = frozenset[str](), frozenset({"user", "assistant"})
-    sample = [QUESTION, ANSWER, FOLLOW_UP]
-    parts, seen = strings, shown(sample, strings)
-    if seen != both:
-        parts, seen = best(sample, strings, both - (seen or set()), both)
-    if seen is None or "user" not in seen:  # it may refuse answers, or show the first question alone
-        parts, seen = best([QUESTION], strings, both)
-    if seen is not None and "user" not in seen:
-        raise ValueError("it renders no user's text, neither from a string nor from content parts")
-    rules = parts | {"system"} if "user" in parts else parts
-    if "system" in (shown([RULES, QUESTION, ANSWER], rules) or ()):
-        return rules
-    return best([RULES, QUESTION], rules, rules ^ {"system"})[0]
+    turns = [QUESTION, ANSWER, FOLLOW_UP]  # some templates show the first or the last question alone
+    samples = {"user": ([QUESTION], turns), "assistant": (turns,), "system": ([RULES, *turns[:2]], [RULES, QUESTION])}
+    parts: frozenset[str] = frozenset()
+    for role in samples:
+        tries = [(sample, form) for sample in samples[role] for form in (parts, parts | {role})]
+        shown = next((form for sample, form in tries if shows(role, sample, form)), None)
+        if role == "user" and shown is None and any(shows(role, *one) is not None for one in tries):
+            raise ValueError("it renders no user's text, neither from a string nor from content parts")
+        parts = parts if shown is None else shown
+    return parts
 
 
 class TemplateProbe:
     """The tokens that one chat template adds to texts."""
 
-    def __init__(self, render: Render, encode: Encode, special: frozenset[int], added: frozenset[int]) -> None:
+    def __init__(
+        self, source: str, render: Render, encode: Encode, special: frozenset[int], added: frozenset[int]
+    ) -> None:
         """special: special tokens that are no text, end tokens included; added: also tokens that are never split."""
-        self._render, self._encode, self._special, self._added = render, encode, special, added
+        self._source, self._render, self._encode, self._special, self._added = source, render, encode, special, added
 
     @cached_property
     def closing(self) -> frozenset[int] | None:
@@ -127,13 +121,14 @@ class TemplateProbe:
         found.update(self._marks([QUESTION], True, None, QUESTION), self._marks(turns, True, ANSWER, FOLLOW_UP))
         return frozenset(found.union(self._marks([QUESTION], True, QUESTION)[:1]))
 
-    def may_rewrite(self, source: str) -> bool:
+    @cached_property
+    def may_rewrite(self) -> bool:
         """Whether a later prompt may show an answer otherwise than it was written.
 
         That is so where a scaffold is cut from answers, or where an answer changes that holds the literals of the
-        template's `source`, as `</think>`.
+        template's source, as `</think>`.
         """
-        literals = {value[1:-1] for _, kind, value in jinja2.Environment().lex(source) if kind == "string"}
+        literals = {value[1:-1] for _, kind, value in jinja2.Environment().lex(self._source) if kind == "string"}
         answer = "SAMPLE ".join(["", *sorted(text for text in literals if "\\" not in text), ANSWER["content"]])
         try:
             text = self._render([QUESTION, {**ANSWER, "content": answer}, FOLLOW_UP], True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from draft_heads.data.common.files import write_text
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
 from draft_heads.inference.evaluation.decoded import TurnRecord
-from draft_heads.inference.evaluation.names import shown_name
+from draft_heads.inference.evaluation.metrics import shown_name
 
 QuestionId = int | str
 QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
@@ -46,34 +46,27 @@ class Answer:
         return self.benchmark, self.question_id
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file, line and row; object) of every row; ValueError names file, line and reason."""
-    if not path.is_file():
-        raise ValueError(f"{path}: cannot be read (no such file); give a JSONL file")
-    for place, row in read_rows(str(path)):
-        where = f"{path}, {place}"
-        if isinstance(row, MalformedJson):
-            raise ValueError(f"{where}: {row}")
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
-        yield where, row
-
-
 def read_answers(path: Path) -> dict[QuestionKey, Answer]:
     """Answers by question, `choices[0]` of each row; ValueError names file, line and reason."""
+    if not path.is_file():
+        raise ValueError(f"{path}: cannot be read (no such file); give a JSONL file")
     answers: dict[QuestionKey, Answer] = {}
-    for where, row in read_jsonl(path):
+    for place, row in read_rows(str(path)):
         try:
             answer = _parse_answer(row)
+            if answer.key in answers:
+                raise ValueError(f"question_id {answer.question_id!r} appears a second time")
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-        if answer.key in answers:
-            raise ValueError(f"{where}: question_id {answer.question_id!r} appears a second time")
+            raise ValueError(f"{path}, {place}: {error}") from None
         answers[answer.key] = answer
     return answers
 
 
-def _parse_answer(row: dict[str, Any]) -> Answer:
+def _parse_answer(row: Any) -> Answer:
+    if isinstance(row, MalformedJson):
+        raise ValueError(str(row))
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, (int, str)):
         raise ValueError(f"question_id must be a number or a string, got {question_id!r}")

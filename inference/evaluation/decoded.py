@@ -83,27 +83,12 @@ class DecodedGroup:
     time: float = field(default_factory=time.time)
 
 
-class DecodedGroups:
-    """The decoded groups of a run, in memory."""
-
-    def __init__(self) -> None:
-        self._groups: dict[Group, DecodedGroup] = {}
-
-    def get(self, group: Group) -> DecodedGroup | None:
-        """What is known of a group, if it has been decoded."""
-        return self._groups.get(group)
-
-    def put(self, group: Group, decoded: DecodedGroup) -> None:
-        """Store what is known of a group."""
-        self._groups[group] = decoded
-
-
-class DecodedFolder(DecodedGroups):
-    """The same in a folder, each group in a file that appears whole or not at all."""
+class DecodedFolder:
+    """The decoded groups of a run in a folder, each in a file that appears whole or not at all."""
 
     def __init__(self, output: Path) -> None:
-        super().__init__()
         self.folder = output / "parts"
+        self._groups: dict[Group, DecodedGroup] = {}  # those read or written by this process
         self._lock: TextIO | None = None  # held from `begin` on
 
     def begin(self, settings: dict[str, Any], overwrite: bool) -> None:
@@ -135,19 +120,21 @@ class DecodedFolder(DecodedGroups):
     def get(self, group: Group) -> DecodedGroup | None:
         """What is known of a group; ValueError for a file that was damaged."""
         path = self._file(group)
-        if super().get(group) is None and path.is_file():
+        if group not in self._groups and path.is_file():
             try:
-                super().put(group, _from_json(path.read_text(encoding="utf-8")))
+                self._groups[group] = _from_json(path.read_text(encoding="utf-8"))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path} is damaged ({error}); delete it, and the same command makes it again"
                 ) from None
-        return super().get(group)
+        return self._groups.get(group)
 
     def put(self, group: Group, decoded: DecodedGroup) -> None:
         """Store what is known of a group and write its file."""
-        super().put(group, decoded)
-        write_text(self._file(group), _to_json(decoded))
+        self._groups[group] = decoded
+        answers = decoded.expected
+        expected = None if answers is None else [[list(prompt), tokens] for prompt, tokens in answers.items()]
+        write_text(self._file(group), json.dumps({**asdict(decoded), "expected": expected}, ensure_ascii=False))
 
     def _file(self, group: Group) -> Path:
         return self.folder / f"{quote(str(group), safe=' ')}.json"
@@ -157,12 +144,6 @@ class DecodedFolder(DecodedGroups):
         done = len(list(self.folder.glob("*-*.json")))
         finished = f"{done} of {groups} groups of questions are kept in {self.folder}"
         return f"{finished}: the same command, without --overwrite, goes on there"
-
-
-def _to_json(decoded: DecodedGroup) -> str:
-    answers = decoded.expected
-    expected = None if answers is None else [[list(prompt), tokens] for prompt, tokens in answers.items()]
-    return json.dumps({**asdict(decoded), "expected": expected}, ensure_ascii=False)
 
 
 def _from_json(text: str) -> DecodedGroup:

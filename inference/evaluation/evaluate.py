@@ -13,22 +13,25 @@ import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from draft_heads.data.common.processes import ALONE, Processes
 from draft_heads.data.text.benchmarks import Question
 from draft_heads.data.text.rendering import Extra, Messages
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import Drafter
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.carried_over import carried_over
 from draft_heads.inference.evaluation.decoded import (
+    DecodedFolder,
     DecodedGroup,
-    DecodedGroups,
     Group,
     TurnRecord,
     add_findings,
     subtract_counts,
     total_findings,
 )
+from draft_heads.inference.evaluation.hf_generate import HFGenerate
 from draft_heads.inference.evaluation.lossless import Oracle, judge
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
@@ -40,21 +43,7 @@ Key = TypeVar("Key")
 Progress = Callable[[str, int, int], None]  # stage, done, of
 
 
-class Engine(Protocol):
-    """The part of the decoding engine that an evaluation uses."""
-
-    def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation: ...
-
-
-class BatchedEngine(Protocol):
-    """An engine that decodes several prompts at once (`inference.batch.BatchEngine`)."""
-
-    def generate_or_none(
-        self, prompts: Sequence[list[int]], settings: GenerationSettings
-    ) -> Sequence[Generation | None]: ...
-
-
-AnyEngine = Engine | BatchedEngine
+AnyEngine = DecodingEngine | HFGenerate | BatchEngine
 Render = Callable[[Messages, Extra], list[int]]
 
 
@@ -105,7 +94,7 @@ def decode(
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
     render: Render,
-    store: DecodedGroups,
+    store: DecodedFolder,
     progress: Progress = lambda stage, done, of: None,
     group_size: int = 1,
     processes: Processes = ALONE,
@@ -134,8 +123,7 @@ def decode(
             questions = range(len(benchmark.questions))[group.start : group.start + group_size]
             for position, name in enumerate(drafter_order(tuple(engines), groups.index(group))):
                 progress(f"{group.benchmark}: {name}", number * len(engines) + position, total)
-                for answered in answer_questions(name, engines[name], oracle, benchmark, questions, render):
-                    records += answered
+                records += answer_questions(name, engines[name], oracle, benchmark, questions, render)
             store.put(group, DecodedGroup(run, records, subtract_counts(findings_of(drafters), before)))
     finally:
         gc.unfreeze()
@@ -154,7 +142,7 @@ def judge_decoded(
     engines: Mapping[str, AnyEngine],
     oracle: Oracle,
     benchmarks: Sequence[Benchmark],
-    store: DecodedGroups,
+    store: DecodedFolder,
     group_size: int = 1,
 ) -> Evaluation:
     """All groups together, every turn judged against the oracle's answer; ValueError if a group is missing."""
@@ -174,21 +162,6 @@ def judge_decoded(
     lossy = frozenset(name for name, drafter in first.items() if typical and drafter.max_nodes)
     facts: dict[str, Any] = {"findings": total_findings(found), "carried_over": carried, "lossy": lossy}
     return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **(described(first) | facts))
-
-
-def evaluate(
-    engines: Mapping[str, AnyEngine],
-    oracle: Oracle,
-    benchmarks: Sequence[Benchmark],
-    render: Render,
-    store: DecodedGroups | None = None,
-    progress: Progress = lambda stage, done, of: None,
-    group_size: int = 1,
-) -> Evaluation:
-    """`decode` and `judge_decoded`, in one process."""
-    store = DecodedGroups() if store is None else store
-    decode(engines, oracle, benchmarks, render, store, progress, group_size)
-    return judge_decoded(engines, oracle, benchmarks, store, group_size)
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
@@ -227,8 +200,8 @@ def drafter_order(names: Sequence[Key], index: int) -> list[Key]:
 
 def answer_questions(
     name: str, engine: AnyEngine, oracle: Oracle, benchmark: Benchmark, indices: Sequence[int], render: Render
-) -> list[list[TurnRecord]]:
-    """The turns of each question of `indices`, up to the first prompt that does not fit.
+) -> list[TurnRecord]:
+    """The turns of each question of `indices`, up to the first prompt that does not fit, question by question.
 
     The prompts of one turn of all questions go to the engine together.
     """
@@ -249,7 +222,7 @@ def answer_questions(
                 correct = benchmark.is_correct(text, question.reference)
             which = index, question.question_id, question.category, turn
             answered[index].append(TurnRecord(benchmark.name, *which, name, prompt, text, generation, correct))
-    return list(answered.values())
+    return [record for turns in answered.values() for record in turns]
 
 
 def _generate_or_none(
@@ -268,7 +241,7 @@ def _generate_or_none(
 
 
 def time_engines(
-    engines: Mapping[int, Engine], prompts: Iterable[list[int]], settings: GenerationSettings
+    engines: Mapping[int, DecodingEngine], prompts: Iterable[list[int]], settings: GenerationSettings
 ) -> dict[int, tuple[int, int, float]]:
     """(new tokens, target steps, seconds) of every engine over all prompts; the engines take turns (`drafter_order`).
 

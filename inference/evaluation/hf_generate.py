@@ -1,14 +1,13 @@
 """transformers' own `generate`: the oracle's answers, and a baseline that reports show beside vanilla.
 
 It uses its own cache and its own loop, greedily or with the project's fixed sampling noise, and the checkpoint's own
-generation config (`data.generation_config`). Stop rules other than EOS and length are `stop_length`'s.
+generation config (`data.generation_config`). It knows EOS and length only; `stop_length` cuts the oracle's answers.
 
 Shapes: L length, V vocabulary.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +23,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draft_heads.data.generation_config import generate_config, with_config, without_processors
-from draft_heads.inference.generation import Generation, GenerationSettings, room
+from draft_heads.data.generation_config import generate_config, with_config
+from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
 from draft_heads.inference.sampling import Sampling, gumbel
 from draft_heads.inference.target.target import Target
 
@@ -45,21 +44,15 @@ class HFGenerate:
 
         Raises ContextError if the prompt does not fit, ValueError for stop strings without a tokenizer.
         """
-        limit = room(self.target, len(prompt_ids), settings.max_new_tokens)
-        if settings.stop_strings and self.target.tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer to decode the answer; the target has none; load one")
-        start = time.perf_counter()
-        stop_rule = _StopRule(len(prompt_ids), settings, self.target.tokenizer)
-        criteria = [stop_rule] if settings.stop is not None or settings.stop_strings else []
-        tokens = hf_generate(self.target, prompt_ids, settings, limit, criteria)[: stop_rule.length]
-        elapsed = time.perf_counter() - start
-        reason = "length" if limit == settings.max_new_tokens else "context"
-        if tokens and tokens[-1] in settings.ends(self.target):
-            reason = "eos"
-        elif stop_rule.length is not None:
-            reason = "stop"
-        seconds = {"draft": 0.0, "verify": elapsed, "accept": 0.0, "other": 0.0, "total": elapsed}
-        return Generation(tokens, [1] * len(tokens), [-1] * len(tokens), seconds, reason)
+        stopper = Stopper(settings, self.target, room(self.target, len(prompt_ids), settings.max_new_tokens))
+        answer, clock = Generation(), Clock()
+        criteria = [_StopRule(stopper, answer)] if settings.stop is not None or settings.stop_strings else []
+        tokens = hf_generate(self.target, prompt_ids, settings, stopper.limit, criteria)
+        clock.lap("verify")
+        if not criteria:
+            stopper.extend(answer, tokens, [-1] * len(tokens))
+        answer.accept_lengths, answer.seconds = [1] * len(answer.tokens), clock.seconds()
+        return answer
 
 
 @torch.inference_mode()
@@ -72,9 +65,8 @@ def hf_generate(
 ) -> list[int]:
     """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it."""
     ids_1L = torch.tensor([list(prompt)], device=target.device)
-    config = generate_config(target.model, limit, settings.ends(target))
-    if settings.processors is not None:  # they stand for the checkpoint's
-        config = without_processors(config)
+    own_processors = settings.processors is None  # else those of the settings stand for the checkpoint's
+    config = generate_config(target.model, limit, settings.ends(target), own_processors)
     processors = [*(settings.processors or ()), *sampling_processors(settings.sampling)]
     output_1L = with_config(target.model, config).generate(
         input_ids=ids_1L,
@@ -86,16 +78,16 @@ def hf_generate(
     return output_1L[0, len(prompt) :].tolist()
 
 
-def stop_length(tokens: list[int], settings: GenerationSettings, tokenizer: Any, checked: int = 0) -> int | None:
+def stop_length(tokens: list[int], settings: GenerationSettings, tokenizer: Any) -> int | None:
     """The length at which `stop` or a stop string ends `tokens`, None where neither does.
 
-    The first `checked` tokens contain no stop string. Stop string "b", tokens of the text "abc" -> 2.
+    Stop string "b", tokens of the text "abc" -> 2. Asks each rule by itself, unlike `Stopper`, which it checks.
     """
     length_by_rule = settings.stop(tokens) if settings.stop is not None else None
     if length_by_rule is not None and length_by_rule > len(tokens):
         length_by_rule = None  # a later token will end the answer
     if settings.stop_strings:
-        for length in range(checked + 1, (len(tokens) if length_by_rule is None else length_by_rule) + 1):
+        for length in range(1, (len(tokens) if length_by_rule is None else length_by_rule) + 1):
             text = tokenizer.decode(tokens[:length], skip_special_tokens=False)
             if any(stop in text for stop in settings.stop_strings):
                 return length
@@ -103,20 +95,15 @@ def stop_length(tokens: list[int], settings: GenerationSettings, tokenizer: Any,
 
 
 class _StopRule(StoppingCriteria):
-    """Applies `stop_length` after every token; `length` is its first result that is not None."""
+    """Gives an answer every new token, up to where a stopper ends it."""
 
-    def __init__(self, prompt_tokens: int, settings: GenerationSettings, tokenizer: Any) -> None:
-        self.prompt_tokens, self.settings, self.tokenizer = prompt_tokens, settings, tokenizer
-        self.length: int | None = None
-        self._checked = 0
+    def __init__(self, stopper: Stopper, answer: Generation) -> None:
+        self.stopper, self.answer = stopper, answer
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """[1] bool."""
-        if self.length is None:
-            tokens = input_ids[0, self.prompt_tokens :].tolist()
-            self.length = stop_length(tokens, self.settings, self.tokenizer, self._checked)
-            self._checked = len(tokens)
-        return input_ids.new_full((1,), self.length is not None, dtype=torch.bool)
+        self.stopper.extend(self.answer, [int(input_ids[0, -1])], [-1])
+        return input_ids.new_full((1,), bool(self.answer.finish_reason), dtype=torch.bool)
 
 
 class _FixedNoise(LogitsProcessor):

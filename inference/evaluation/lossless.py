@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -25,7 +25,7 @@ from transformers import LogitsProcessorList
 from draft_heads.data.generation_config import process_logits
 from draft_heads.inference.evaluation.decoded import Difference
 from draft_heads.inference.evaluation.hf_generate import hf_generate, sampling_processors, stop_length
-from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.generation import GenerationSettings, room
 from draft_heads.inference.processors import processors_of
 from draft_heads.inference.target.library_names import CACHE
 from draft_heads.inference.target.target import Target
@@ -53,17 +53,12 @@ class Oracle:
         self._answers.update(answers)
 
     def answer(self, prompt: Sequence[int]) -> list[int]:
-        """The new tokens of `generate` on `prompt`, EOS included, cut where the settings stop."""
+        """The new tokens of `generate` on `prompt`, EOS included, cut where the settings stop; ContextError if it does
+        not fit."""
         key = tuple(prompt)
         if key not in self._answers:
             settings, target = self.settings, self.target
-            room = min(settings.max_new_tokens, target.max_positions - len(key))
-            if room < 1:
-                raise ValueError(
-                    f"a prompt must leave room for one token: {len(key)} tokens, the target has "
-                    f"{target.max_positions} positions; shorten it"
-                )
-            tokens = hf_generate(target, key, settings, room)  # stops at EOS only
+            tokens = hf_generate(target, key, settings, self._limit(key))  # stops at EOS only
             self._answers[key] = tokens[: stop_length(tokens, settings, target.tokenizer)]
         return self._answers[key]
 
@@ -93,9 +88,11 @@ class Oracle:
         changed = None if own is None else (own, len(prompt))
         return gap_noise(self.target.model, (*prompt, *answer), self.target.device, changed)
 
+    def _limit(self, prompt: Sequence[int]) -> int:
+        return room(self.target, len(prompt), self.settings.max_new_tokens)
+
     def _processors(self, prompt: Sequence[int]) -> LogitsProcessorList | None:
-        limit = min(self.settings.max_new_tokens, self.target.max_positions - len(prompt))
-        return processors_of(self.target, self.settings, prompt, limit)
+        return processors_of(self.target, self.settings, prompt, self._limit(prompt))
 
     @torch.no_grad()
     def gap(self, prompt: Sequence[int], answer: Sequence[int], token: int, other: int) -> float:
@@ -173,31 +170,20 @@ def top_two_gap(logits: Tensor) -> Tensor:
     return best[..., 0] - best[..., 1]
 
 
-@dataclass
+@dataclass(frozen=True)
 class LosslessCounts:
-    """Turns, their new tokens, and how the turns that are not identical differ."""
+    """How turns of so many new tokens in all were judged; None: identical."""
 
-    turns: int = 0
-    tokens: int = 0
-    differences: list[Difference] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, judged: Iterable[Difference | None], tokens: int) -> LosslessCounts:
-        """Count verdicts, None for an identical turn, over `tokens` new tokens."""
-        verdicts = list(judged)
-        return cls(len(verdicts), tokens, [difference for difference in verdicts if difference is not None])
+    judged: Sequence[Difference | None]
+    tokens: int
 
     @property
-    def identical_turns(self) -> int:
-        return self.turns - len(self.differences)
-
-    @property
-    def near_ties(self) -> int:
-        return sum(difference.near_tie for difference in self.differences)
+    def differences(self) -> list[Difference]:
+        return [difference for difference in self.judged if difference is not None]
 
     @property
     def unexplained(self) -> int:
-        return len(self.differences) - self.near_ties
+        return sum(not difference.near_tie for difference in self.differences)
 
     @property
     def flips_per_1000_tokens(self) -> float:
@@ -206,7 +192,9 @@ class LosslessCounts:
 
     def as_dict(self) -> dict[str, int]:
         """The four counts of `report.json`; identical_turns + near_ties + unexplained = turns."""
-        return {key: getattr(self, key) for key in ("identical_turns", "turns", "near_ties", "unexplained")}
+        turns, different, unexplained = len(self.judged), len(self.differences), self.unexplained
+        ties = different - unexplained
+        return {"identical_turns": turns - different, "turns": turns, "near_ties": ties, "unexplained": unexplained}
 
 
 def first_difference(expected: Sequence[int], received: Sequence[int]) -> int | None:
@@ -232,4 +220,4 @@ def judge_all(oracle: Oracle, answers: Iterable[tuple[Sequence[int], Sequence[in
     """Counts over (prompt, answer); the oracle answers all prompts before the first is judged: one noise for all."""
     answers = list(answers)
     tokens = sum(len(oracle.answer(prompt)) for prompt, _ in answers)
-    return LosslessCounts.of([judge(oracle, *answer) for answer in answers], tokens)
+    return LosslessCounts([judge(oracle, *answer) for answer in answers], tokens)

@@ -6,7 +6,7 @@ Suffixes: B bootstrap samples, Q questions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,24 @@ from draft_heads.inference.evaluation.lossless import LosslessCounts
 
 BOOTSTRAP_SAMPLES = 2000
 TIME_KEYS = ("draft", "verify", "accept", "other")
+
+
+def shown_name(row: Mapping[str, Any]) -> str:
+    """A row's drafter as reports name it: with its kind where the name does not hold it, and LOSSY where its answers
+    are not the target's.
+
+    `medusa (ctc)` for a CTC head under that name, `ctc_raw` for one whose name holds the kind, `ctc (LOSSY)` under
+    typical acceptance.
+    """
+    name, kind = row["drafter"], row.get("kind") or ""
+    notes = [] if all(part in name for part in kind.split("+")) else [kind]
+    notes += ["LOSSY"] if row.get("lossy") else []
+    return f"{name} ({', '.join(notes)})" if notes else str(name)
+
+
+def shown_names(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Drafter → its `shown_name`, of a report's rows."""
+    return {row["drafter"]: shown_name(row) for row in results}
 
 
 def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
@@ -125,7 +143,7 @@ def _speedup(sums: Tensor) -> Tensor:
 def lossless_counts(records: Sequence[TurnRecord]) -> LosslessCounts:
     """Counts of identical, near-tie and unexplained turns, each judged at its first difference."""
     tokens = sum(len(record.generation.tokens) for record in records)
-    return LosslessCounts.of((record.difference for record in records), tokens)
+    return LosslessCounts([record.difference for record in records], tokens)
 
 
 def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:

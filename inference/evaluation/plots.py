@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from draft_heads.inference.evaluation.names import shown_names
+from draft_heads.inference.evaluation.metrics import shown_names
 
 Row = dict[str, Any]
 Report = dict[str, Any]
@@ -24,8 +24,6 @@ BASELINE_GREYS = {"vanilla": "#8c8c8c", "transformers": "#bfbfbf"}
 # Okabe and Ito's palette, distinguishable with every kind of colour vision.
 DRAFTER_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000", "#f0e442")
 TIME_COLOURS = {"draft": "#e69f00", "verify": "#0072b2", "accept": "#009e73", "other": "#c8c8c8"}
-
-
 TIME_LABELS = {"draft": "drafting", "verify": "target's forward", "accept": "accepting", "other": "other"}
 
 
@@ -34,7 +32,7 @@ def speedup(report: Report) -> Figure:
     rows, benchmarks, drafters = _overall(report["results"])
     styles, names = _styles(drafters), _labels(report)
     bars = [names[drafter] for drafter in drafters]
-    figure, panels = _panels("Speedup over decoding without drafts", 4.2, 1.9 + 0.34 * len(drafters), benchmarks, bars)
+    figure, panels = _panels("Speedup over decoding without drafts", benchmarks, bars)
     for axes, benchmark in zip(panels, benchmarks):
         for place, drafter in enumerate(drafters):
             row, (colour, hatch, _) = rows[benchmark, drafter], styles[drafter]
@@ -68,7 +66,7 @@ def accepted_length(report: Report) -> Figure:
     accepted = {key: _at_least(row["accept_length_histogram"]) for key, row in rows.items()}
     drafting = [name for name in drafters if any(accepted[benchmark, name] for benchmark in benchmarks)]
     styles, names = _styles(drafters), _labels(report)
-    figure, panels = _panels("How many drafted tokens a forward of the target accepts", 4.2, 4.4, benchmarks)
+    figure, panels = _panels("How many drafted tokens a forward of the target accepts", benchmarks)
     for axes, benchmark in zip(panels, benchmarks):
         for drafter in drafting:
             shares, (colour, _, line) = accepted[benchmark, drafter], styles[drafter]
@@ -95,7 +93,7 @@ def time_share(report: Report) -> Figure:
     """Shares of each drafter's decoding time, one stacked bar per drafter."""
     rows, benchmarks, drafters = _overall(report["results"])
     names = [_labels(report)[drafter] for drafter in drafters]
-    figure, panels = _panels("Where the time of an answer goes", 4.2, 1.9 + 0.34 * len(drafters), benchmarks, names)
+    figure, panels = _panels("Where the time of an answer goes", benchmarks, names)
     for axes, benchmark in zip(panels, benchmarks):
         left = [0.0] * len(drafters)
         for key, colour in TIME_COLOURS.items():
@@ -112,12 +110,12 @@ def time_share(report: Report) -> Figure:
     return figure
 
 
-def _panels(
-    title: str, width: float, height: float, benchmarks: Sequence[str], drafters: Sequence[str] = ()
-) -> tuple[Figure, Any]:
-    """A figure with a panel beside another for each benchmark; `drafters` name the bars from the top."""
+def _panels(title: str, benchmarks: Sequence[str], drafters: Sequence[str] = ()) -> tuple[Figure, Any]:
+    """A figure with a panel beside another for each benchmark; `drafters` name the bars, if there are any, from the
+    top."""
     names = 0.08 * max(map(len, drafters), default=0)
-    figure = Figure(figsize=(max(6.0, width * len(benchmarks) + names), height), layout="constrained")
+    size = max(6.0, 4.2 * len(benchmarks) + names), 1.9 + 0.34 * len(drafters) if drafters else 4.4
+    figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(1, len(benchmarks), squeeze=False, sharey=True)[0]
     for axes, benchmark in zip(panels, benchmarks):

@@ -8,8 +8,9 @@ through text-only drafters; training replays held-out answers, whose hidden stat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,7 @@ from draft_heads.inference.evaluation.evaluate import Benchmark, Evaluation, Mes
 from draft_heads.inference.generation import Generation
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.kv_cache import STEPS
-from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-
-
-class TokenizerTarget:
-    """Replaces the target for text drafters, which read only these attributes."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.vocab_size, self.device = tokenizer, len(tokenizer), torch.device("cpu")
 
 
 def replay(
@@ -99,24 +92,14 @@ def accepted_sources(tree: DraftTree, answer: Sequence[int]) -> list[int]:
     return sources
 
 
-@dataclass(frozen=True)
-class RecordedTurn:
-    """The tokens of one recorded answer and of the prompt before it."""
-
-    question: int  # index among the questions
-    turn: int
-    prompt: list[int]
-    answer: list[int]
-    text: str
-
-
 def recorded_turns(
+    name: str,
     answers: Mapping[QuestionKey, Answer],
     questions: Sequence[Question],
     tokenizer: Any,
     render: Render | None,
-) -> Iterator[RecordedTurn]:
-    """The turns of `questions`, one for each of `answers`, in order.
+) -> Iterator[TurnRecord]:
+    """The turns of the benchmark's `questions`, one for each of `answers`, in order; of no drafter yet.
 
     With `render` a prompt is the conversation so far, the question last; without, it is the first token of a text (BOS,
     or EOS of a tokenizer that has none) and the earlier answers of the same conversation.
@@ -131,7 +114,8 @@ def recorded_turns(
             messages.append({"role": "user", "content": text})
             tokens = answer_tokens(tokenizer, recorded.text, recorded.new_tokens)
             prompt = render(messages, question.extra) if render else list(before)
-            yield RecordedTurn(index, turn, prompt, tokens, recorded.text)
+            which = name, index, question.question_id, question.category, turn
+            yield TurnRecord(*which, "", tuple(prompt), recorded.text, Generation(tokens))
             messages.append({"role": "assistant", "content": recorded.text})
             before += tokens
 
@@ -172,19 +156,17 @@ def replay_all(
     name: str,
     drafters: Mapping[str, Drafter],
     questions: Sequence[Question],
-    turns: Sequence[RecordedTurn],
+    turns: Sequence[TurnRecord],
     progress: Callable[[str, int, int], None] = lambda stage, done, of: None,
 ) -> Evaluation:
     """Every turn through every drafter, one drafter after another, so that each reads the texts in order."""
-    records = []
-    for index, (drafter_name, drafter) in enumerate(drafters.items()):
-        for number, turn in enumerate(turns):
-            progress(f"{name}: {drafter_name}", index * len(turns) + number, len(drafters) * len(turns))
-            generation = replay(drafter, turn.prompt, turn.answer)
-            question = turn.question, questions[turn.question].question_id, questions[turn.question].category
-            prompt = tuple(turn.prompt)
-            records.append(TurnRecord(name, *question, turn.turn, drafter_name, prompt, turn.text, generation))
-    progress("replayed", len(drafters) * len(turns), len(drafters) * len(turns))
+    records, total = list[TurnRecord](), len(drafters) * len(turns)
+    for drafter_name, drafter in drafters.items():
+        for turn in turns:
+            progress(f"{name}: {drafter_name}", len(records), total)
+            replayed = replay(drafter, turn.prompt, turn.generation.tokens)
+            records.append(replace(turn, drafter=drafter_name, generation=replayed))
+    progress("replayed", total, total)
     carried = carried_over({drafter_name: [drafter] for drafter_name, drafter in drafters.items()}, records)
     facts: dict[str, Any] = {**described(drafters), "carried_over": carried}
     return Evaluation([Benchmark(name, questions)], tuple(drafters), records, None, **facts)
@@ -199,5 +181,6 @@ def text_drafters(specs: Sequence[DrafterSpec], tokenizer: Any, max_nodes: int) 
                     f"recorded answers can be replayed through text-only drafters; {spec.name!r} is of kind "
                     f"{part.kind}, which needs a target; measure it with scripts/evaluate.py"
                 )
-    target = cast(Target, TokenizerTarget(tokenizer))  # text drafters read no more
+    # text drafters read no more of a target
+    target: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=len(tokenizer), device=torch.device("cpu"))
     return {spec.name: build_drafter(spec, target, max_nodes) for spec in specs}

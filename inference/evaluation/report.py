@@ -17,8 +17,7 @@ from draft_heads.data.common.files import names_path, write_text
 from draft_heads.data.generation_config import settings_text
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
-from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows
-from draft_heads.inference.evaluation.names import shown_name, shown_names
+from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows, shown_name, shown_names
 
 PICTURES = ("speedup.png", "accepted_length.png", "time_share.png")
 HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")

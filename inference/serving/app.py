@@ -21,14 +21,8 @@ from draft_heads.inference.generation import ContextError
 from draft_heads.inference.serving.errors import APIError, add_error_handlers
 from draft_heads.inference.serving.forms import ChatForm, CompletionForm, Form, event
 from draft_heads.inference.serving.prometheus import ServerMetrics
-from draft_heads.inference.serving.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DecodingRequest,
-    ParameterError,
-    ServerLimits,
-)
-from draft_heads.inference.serving.worker import ClosedError, Job, Piece, QueueFullError, Worker
+from draft_heads.inference.serving.requests import ChatRequest, CompletionRequest, DecodingRequest, ServerLimits
+from draft_heads.inference.serving.worker import Job, Piece, Worker
 
 CLIENT_LEFT = 499  # nginx's status for a client that disconnected; nobody receives it
 
@@ -140,19 +134,12 @@ def create_app(
             settings = [body.settings(target, prompt, limits) for prompt in prompts]
         except ContextError as error:
             raise APIError(400, str(error), "context_length_exceeded") from error
-        except ParameterError as error:
-            raise APIError(400, str(error), "invalid_value", error.param) from error
         except (ValueError, ConversationError) as error:
             raise APIError(400, str(error)) from error
         work = [(prompt, one) for prompt, n in zip(prompts, settings) for one in n]
         answers = Answers(work, body, worker)
         tokens = sum(map(len, prompts))
-        try:
-            worker.submit(answers.jobs)
-        except QueueFullError as error:
-            raise APIError(429, f"{error}; try again later", "queue_full") from error
-        except ClosedError as error:
-            raise APIError(503, str(error)) from error
+        worker.submit(answers.jobs)
         usage = body.stream_options is not None and body.stream_options.include_usage
         written = form(name, tokens, bool(body.return_token_ids), bool(body.stream) and usage)
         return EventStream(answers, written) if body.stream else await answers.whole(request, written)
@@ -174,10 +161,10 @@ class Answers:
 
     def __init__(self, work: list[tuple[list[int], Any]], asked: DecodingRequest, worker: Worker) -> None:
         self._worker, self._started = worker, time.perf_counter()
-        self._pieces = [asyncio.Queue[Piece | Exception]() for _ in work]
+        self._pieces = [asyncio.Queue[Piece | APIError]() for _ in work]
         loop = asyncio.get_running_loop()
 
-        def deliver(queue: asyncio.Queue[Piece | Exception], piece: Piece | Exception) -> None:
+        def deliver(queue: asyncio.Queue[Piece | APIError], piece: Piece | APIError) -> None:
             with contextlib.suppress(RuntimeError):  # the server has stopped
                 loop.call_soon_threadsafe(queue.put_nowait, piece)
 
@@ -191,10 +178,8 @@ class Answers:
         for index, queue in enumerate(self._pieces):
             while True:
                 piece = await queue.get()
-                if isinstance(piece, ClosedError):
-                    raise APIError(503, str(piece)) from piece
-                if isinstance(piece, Exception):
-                    raise APIError(500, f"decoding failed: {piece}") from piece
+                if isinstance(piece, APIError):
+                    raise piece
                 yield index, piece
                 if piece.finish_reason:
                     break

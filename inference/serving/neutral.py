@@ -1,78 +1,39 @@
-"""Parameters of the OpenAI API and of other servers that this one does not have: clients send them with values that
-change nothing, which are accepted; any other value is refused by name."""
+"""Parameters of the OpenAI API and of other servers (vLLM, SGLang, TGI, llama.cpp) that this one does not have: clients
+send them with values that change nothing, which are accepted; any other value is refused by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
+_NUMBERS = (
+    *("presence_penalty", "frequency_penalty", "top_logprobs", "min_p", "priority", "top_n_tokens", "top_a"),
+    *("mirostat", "mirostat_mode", "dynatemp_range", "xtc_probability", "dry_multiplier"),
+    *("n_keep", "n_probs", "n_indent", "min_keep", "t_max_predict_ms"),
+)
+_SWITCHES = (
+    *("logprobs", "echo", "use_beam_search", "early_stopping", "ignore_eos", "include_stop_str_in_output"),
+    *("no_stop_trim", "return_tokens_as_token_ids", "return_hidden_states", "decoder_input_details"),
+    *("return_full_text", "watermark", "penalize_nl", "post_sampling_probs", "return_tokens", "return_progress"),
+    *("timings_per_token",),
+)
+_LISTS = ("tools", "functions", "bad_words", "logits_processors", "documents", "lora", "image_data")
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # OpenAI
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+    **{name: (0,) for name in _NUMBERS},
+    **{name: (1,) for name in ("best_of", "length_penalty", "typical_p", "tfs_z")},
+    **{name: (-1,) for name in ("top_n_sigma", "id_slot")},
+    **{name: (False,) for name in _SWITCHES},
+    **{name: (True,) for name in ("detokenize", "include_reasoning", "separate_reasoning", "stream_reasoning")},
+    # special tokens that mark turns are never shown, others (`<filename>`) always
+    **{name: (True, False) for name in ("skip_special_tokens", "spaces_between_special_tokens")},
+    **{name: ([],) for name in _LISTS},
+    **{name: ({},) for name in ("mm_processor_kwargs", "vllm_xargs")},
+    **{name: ("",) for name in ("suffix", "grammar")},
+    **{name: ("none", "auto") for name in ("tool_choice", "function_call")},
     "logit_bias": ({}, []),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "verbosity": ("medium",),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    # vLLM and SGLang
-    "min_p": (0,),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
-    "skip_special_tokens": (True, False),  # those that mark turns are never shown, others (`<filename>`) always
-    "spaces_between_special_tokens": (True, False),
-    "detokenize": (True,),
-    "include_reasoning": (True,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "bad_words": ([],),
-    "logits_processors": ([],),
-    "documents": ([],),
-    "mm_processor_kwargs": ({},),
-    "vllm_xargs": ({},),
-    "priority": (0,),
-    "return_tokens_as_token_ids": (False,),
-    "return_hidden_states": (False,),
-    # TGI
-    "decoder_input_details": (False,),
-    "return_full_text": (False,),
-    "top_n_tokens": (0,),
-    "typical_p": (1,),
-    "watermark": (False,),
-    # llama.cpp
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "dynatemp_range": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "penalize_nl": (False,),
-    "n_keep": (0,),
-    "n_probs": (0,),
-    "n_indent": (0,),
-    "min_keep": (0,),
-    "t_max_predict_ms": (0,),
-    "id_slot": (-1,),
-    "grammar": ("",),
-    "lora": ([],),
-    "image_data": ([],),
-    "post_sampling_probs": (False,),
-    "return_tokens": (False,),
-    "return_progress": (False,),
-    "timings_per_token": (False,),
 }
 """Parameter → the values that change nothing. null never does: clients send it for what they leave out."""
 

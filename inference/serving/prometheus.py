@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from draft_heads.inference.generation import Generation
@@ -13,28 +15,21 @@ class ServerMetrics:
     """The counters of one server; β over any time is Δ new tokens / Δ target steps."""
 
     def __init__(self, max_depth: int) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter("draft_heads_requests", "Requests answered", ("path", "status"), registry=registry)
-        self.abandoned = Counter("draft_heads_abandoned", "Answers whose client left first", registry=registry)
-        self.prompt_tokens = Counter("draft_heads_prompt_tokens", "Tokens of prompts", registry=registry)
-        self.new_tokens = Counter("draft_heads_new_tokens", "Tokens of answers", registry=registry)
-        self.steps = Counter("draft_heads_target_steps", "Forwards of the target", registry=registry)
-        self.accepted = Histogram(
-            "draft_heads_accepted_tokens",
-            "Drafted tokens accepted in a target step",
-            buckets=tuple(range(max_depth + 1)),
-            registry=registry,
-        )
-        self.beta = Gauge("draft_heads_beta", "New tokens per target step since the start", registry=registry)
+        self.registry = CollectorRegistry()
+        own: Any = {"namespace": "draft_heads", "registry": self.registry}
+        self.requests = Counter("requests", "Requests answered", ("path", "status"), **own)
+        self.abandoned = Counter("abandoned", "Answers whose client left first", **own)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **own)
+        self.new_tokens = Counter("new_tokens", "Tokens of answers", **own)
+        self.steps = Counter("target_steps", "Forwards of the target", **own)
+        depths = tuple(range(max_depth + 1))
+        self.accepted = Histogram("accepted_tokens", "Drafted tokens accepted in a target step", buckets=depths, **own)
+        self.beta = Gauge("beta", "New tokens per target step since the start", **own)
         self.beta.set_function(lambda: self._tokens / max(1, self._steps))
-        self.waiting = Gauge("draft_heads_waiting", "Answers that wait for the engine", registry=registry)
-        self.running = Gauge("draft_heads_running", "Answers that the engine decodes", registry=registry)
-        self.first_token = Histogram(
-            "draft_heads_first_token_seconds", "From a request to its first token", buckets=SECONDS, registry=registry
-        )
-        self.seconds = Histogram(
-            "draft_heads_request_seconds", "From a request to its end", ("path",), buckets=SECONDS, registry=registry
-        )
+        self.waiting = Gauge("waiting", "Answers that wait for the engine", **own)
+        self.running = Gauge("running", "Answers that the engine decodes", **own)
+        self.first_token = Histogram("first_token_seconds", "From a request to its first token", buckets=SECONDS, **own)
+        self.seconds = Histogram("request_seconds", "From a request to its end", ("path",), buckets=SECONDS, **own)
         self._tokens = self._steps = 0
 
     def add(self, prompt_tokens: int, answer: Generation) -> None:

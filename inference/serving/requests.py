@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -13,26 +14,16 @@ from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.text.rendering import ConversationError, check_unicode
 from draft_heads.data.text.row_keys import prompt_messages, without_none
 from draft_heads.inference.generation import GenerationSettings, prompt_ids, room
+from draft_heads.inference.serving.errors import APIError
 from draft_heads.inference.serving.neutral import CHECKPOINTS, IGNORED, NEUTRAL, is_neutral
 from draft_heads.inference.target.target import Target
 
 
-class ParameterError(ValueError):
-    """A value that cannot be used; `param` names its parameter."""
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
+def unusable(parameter: str, message: str) -> APIError:
+    """The error for a value of a parameter that cannot be used."""
+    return APIError(400, message, "invalid_value", parameter)
 
 
-def without_nulls(model: type[BaseModel], given: Any) -> Any:
-    """An object without the parameters that are null and unknown: clients send those they do not use."""
-    if not isinstance(given, dict):
-        return given
-    return {name: value for name, value in given.items() if value is not None or name in model.model_fields}
-
-
-Choices = Annotated[int, Field(ge=1, le=16)]
 Tokens = Annotated[int, Field(ge=1)]
 
 
@@ -75,7 +66,7 @@ class DecodingRequest(BaseModel):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    n: Choices | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
     stop_token_ids: list[int] | None = None
     return_token_ids: bool | None = False
     repetition_penalty: float | None = None
@@ -88,14 +79,15 @@ class DecodingRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_would_be_ignored(cls, given: Any) -> Any:
-        given = without_nulls(cls, given)
         if not isinstance(given, dict):
             return given
         neutral = NEUTRAL | cls.neutral
         for name in neutral.keys() & given.keys():
             if not is_neutral(given[name], neutral[name]):
                 raise ValueError(f"{name} is not supported; got {given[name]!r}; leave it out")
-        return {name: value for name, value in given.items() if name not in neutral and name not in IGNORED}
+        read = {name: value for name, value in given.items() if name not in neutral and name not in IGNORED}
+        # clients send null for what they do not use, known here or not
+        return {name: value for name, value in read.items() if value is not None or name in cls.model_fields}
 
     @field_validator("stop")
     @classmethod
@@ -113,32 +105,26 @@ class DecodingRequest(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def settings(self, target: Target, prompt: list[int], server: ServerLimits) -> list[GenerationSettings]:
-        """How each of the `n` answers to a prompt is decoded; ValueError if it does not fit."""
+        """How each of the `n` answers to a prompt is decoded; ContextError if it does not fit."""
         room(target, len(prompt), 1)
-        tokens = self.new_tokens(server)
+        name, tokens = self.limit(server)
         if tokens > server.max_new_tokens:
-            name = self.limited_by
-            raise ParameterError(
-                f"{name} must be at most {server.max_new_tokens}, the server's limit; got {tokens}", name
-            )
+            raise unusable(name, f"{name} must be at most {server.max_new_tokens}, the server's limit; got {tokens}")
         if unknown := [token for token in self.stop_token_ids or () if not 0 <= token < target.vocab_size]:
             message = f"stop_token_ids must lie in 0…{target.vocab_size - 1}; got {unknown[0]}"
-            raise ParameterError(message, "stop_token_ids")
+            raise unusable("stop_token_ids", message)
         self._check_checkpoints_own(target)
         temperature = server.temperature if self.temperature is None else self.temperature
         ends = tuple({*target.end_token_ids, *(self.stop_token_ids or ())})
         if not temperature:
             return [GenerationSettings(tokens, ends)] * (self.n or 1)
         seed = secrets.randbits(62) if self.seed is None else self.seed
-        sampling: dict[str, Any] = {
-            "temperature": temperature,
-            "top_k": max(self.top_k or 0, 0),
-            "top_p": self.top_p or 1.0,
-        }
+        top_k, top_p = max(self.top_k or 0, 0), self.top_p or 1.0
         try:
-            return [GenerationSettings(tokens, ends, **sampling, seed=seed + index) for index in range(self.n or 1)]
+            first = GenerationSettings(tokens, ends, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         except ValueError as error:
-            raise ParameterError(str(error).removeprefix("--"), "temperature") from None
+            raise unusable("temperature", str(error).removeprefix("--")) from None
+        return [replace(first, seed=seed + index) for index in range(self.n or 1)]
 
     def _check_checkpoints_own(self, target: Target) -> None:
         own = processor_settings(getattr(target.model, "generation_config", None))
@@ -146,20 +132,15 @@ class DecodingRequest(BaseModel):
             asked, holds = getattr(self, name), own.get(field, unset)
             if asked is not None and asked != holds:
                 why = f"the checkpoint's own {field} is {holds:g}" if field in own else f"{name} is not supported"
-                raise ParameterError(f"{why}; got {asked:g}; leave {name} out", name)
+                raise unusable(name, f"{why}; got {asked:g}; leave {name} out")
 
-    def new_tokens(self, server: ServerLimits) -> int:
-        """The longest answer that is asked for."""
-        return self.max_tokens or server.max_new_tokens
-
-    @property
-    def limited_by(self) -> str:
-        """The parameter that says how long an answer may be."""
-        return "max_tokens"
+    def limit(self, server: ServerLimits) -> tuple[str, int]:
+        """The parameter that says how long an answer may be, and the longest one that is asked for."""
+        return "max_tokens", self.max_tokens or server.max_new_tokens
 
     @abstractmethod
     def prompts(self, target: Target) -> list[list[int]]:
-        """The token ids of each prompt; ValueError for what cannot be rendered."""
+        """The token ids of each prompt; ValueError or ConversationError for what cannot be rendered."""
 
 
 class Message(BaseModel):
@@ -198,12 +179,10 @@ class ChatRequest(DecodingRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Tokens | None = None
 
-    def new_tokens(self, server: ServerLimits) -> int:
-        return self.max_completion_tokens or self.max_tokens or server.max_new_tokens
-
-    @property
-    def limited_by(self) -> str:
-        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+    def limit(self, server: ServerLimits) -> tuple[str, int]:
+        if self.max_completion_tokens:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().limit(server)
 
     def prompts(self, target: Target) -> list[list[int]]:
         return [prompt_ids(target, [message.plain() for message in self.messages])]
@@ -217,26 +196,27 @@ class CompletionRequest(DecodingRequest):
 
     prompt: str | list[str] | list[int] | list[list[int]]
 
-    def new_tokens(self, server: ServerLimits) -> int:
-        return self.max_tokens or min(16, server.max_new_tokens)  # the API's default
+    def limit(self, server: ServerLimits) -> tuple[str, int]:
+        return "max_tokens", self.max_tokens or min(16, server.max_new_tokens)  # the API's default
 
     def prompts(self, target: Target) -> list[list[int]]:
         given: list[Any] = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if not given or isinstance(given[0], int):
             given = [given]
         if len(given) > 16:
-            raise ParameterError(f"prompt takes up to 16 texts; got {len(given)}; send several requests", "prompt")
+            raise unusable("prompt", f"prompt takes up to 16 texts; got {len(given)}; send several requests")
+        prompts = []
         for one in given:
             if isinstance(one, str):
                 check_unicode(one)
-        prompts = [target.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in given]
-        for text, prompt in zip(given, prompts):
+            prompt = target.tokenizer(one)["input_ids"] if isinstance(one, str) else one
             if not prompt:
-                raise ParameterError(f"prompt must have at least one token; got {text!r}; write a text", "prompt")
+                raise unusable("prompt", f"prompt must have at least one token; got {one!r}; write a text")
             try:
                 checked_ids(target, prompt, "prompt")
             except ConversationError as error:
-                raise ParameterError(str(error), "prompt") from None
+                raise unusable("prompt", str(error)) from None
+            prompts.append(prompt)
         return prompts
 
 

@@ -12,20 +12,13 @@ from dataclasses import dataclass, field
 
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import Generation, GenerationSettings, TextPieces
+from draft_heads.inference.serving.errors import APIError
 from draft_heads.inference.serving.prometheus import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 SHUTTING_DOWN = "the server is shutting down; ask again when it is back"
-
-
-class QueueFullError(RuntimeError):
-    """As many requests wait as are allowed to."""
-
-
-class ClosedError(RuntimeError):
-    """The server is shutting down."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +40,14 @@ class Job:
 
     prompt     token ids
     stops      texts that end the answer; they are not part of it
-    deliver    receives every piece, or the exception that ended the work; called in the engine's thread
+    deliver    receives every piece, or the error that ended the work; called in the engine's thread
     continues  the answer goes on with the prompt's own text, as a space may show
     """
 
     prompt: list[int]
     settings: GenerationSettings
     stops: tuple[str, ...]
-    deliver: Callable[[Piece | Exception], None]
+    deliver: Callable[[Piece | APIError], None]
     continues: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
     submitted: float = field(default_factory=time.perf_counter)
@@ -114,13 +107,14 @@ class Worker:
         return self._thread.is_alive() and not self._closed
 
     def submit(self, jobs: list[Job]) -> None:
-        """Queue all of a request's jobs or none; QueueFullError, ClosedError."""
+        """Queue all of a request's jobs or none; APIError if too many wait or the server is shutting down."""
         with self._changed:
             if not self.alive:
-                raise ClosedError(SHUTTING_DOWN)
+                raise APIError(503, SHUTTING_DOWN)
             busy = len(self._waiting) + (self._running is not None)
             if busy and len(self._waiting) + len(jobs) > self._max_waiting:
-                raise QueueFullError(f"{len(self._waiting)} answers wait already; at most {self._max_waiting} may")
+                waiting = f"{len(self._waiting)} answers wait already; at most {self._max_waiting} may"
+                raise APIError(429, f"{waiting}; try again later", "queue_full")
             self._waiting += jobs
             self._changed.notify()
             self._count()
@@ -136,12 +130,12 @@ class Worker:
             self._count()
 
     def stop(self) -> None:
-        """Take no more work; the running answer and the waiting ones end with a ClosedError."""
+        """Take no more work; the running answer and the waiting ones end with an APIError."""
         with self._changed:
             self._closed = True
             for job in [*self._waiting, *([self._running] if self._running else [])]:
                 job.cancelled.set()
-                job.deliver(ClosedError(SHUTTING_DOWN))
+                job.deliver(APIError(503, SHUTTING_DOWN))
             self._waiting.clear()
             self._changed.notify()
 
@@ -168,7 +162,7 @@ class Worker:
                 self._answer(job)
             except Exception as error:
                 logger.exception("a request failed")
-                job.deliver(error)
+                job.deliver(APIError(500, f"decoding failed: {error}"))
 
     def _answer(self, job: Job) -> None:
         target = self.engine.target

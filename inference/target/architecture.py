@@ -54,12 +54,14 @@ class Architecture:
         slides = by_layer_type if layer_types else uses_window
         window = _window(config, name) if slides else None
         positions = _positions(config, name)
-        if window and not layer_types and not _code_mentions(decoder, "sliding_window"):
-            positions, window = min(positions, window), None
-            logger.info(
-                f"{name} has a sliding_window that its attention ignores and the cache of `generate` does not: texts "
-                f"end at {positions} tokens; remove it from config.json for longer ones"
-            )
+        if window and not layer_types:
+            code = Path(inspect.getfile(type(decoder))).read_text(encoding="utf-8")
+            if "sliding_window" not in code:
+                positions, window = min(positions, window), None
+                logger.info(
+                    f"{name} has a sliding_window that its attention ignores and the cache of `generate` does not: "
+                    f"texts end at {positions} tokens; remove it from config.json for longer ones"
+                )
         everywhere = "full_attention" if window is None else "sliding_attention"
         return cls(layer_types or [everywhere] * config.num_hidden_layers, window, by_layer_type, positions)
 
@@ -87,8 +89,3 @@ def _positions(config: Any, name: str) -> int:
             positions = min(positions, int(rope["original_max_position_embeddings"]))
             logger.info(f"{name} has other rotary frequencies after {positions} tokens: texts end there")
     return positions
-
-
-def _code_mentions(decoder: Any, word: str) -> bool:
-    """Whether the file that defines the decoder does."""
-    return word in Path(inspect.getfile(type(decoder))).read_text(encoding="utf-8")

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,42 +43,28 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class CudaGraph:
+@cache
+def _pool_and_stream(device: int) -> tuple[Any, Any, Any]:
+    """The memory of a device's graphs, the stream of its captures, and an empty graph: a pool is lost with its last."""
+    pool, stream, kept = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(kept, pool=pool, stream=stream):
+        torch.zeros(1, device="cuda")
+    return pool, stream, kept
+
+
+def cuda_graph(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Work captured on the current CUDA device; only one graph runs there at a time, so all share one memory pool."""
-
-    # by device: the pool, the stream of captures, and an empty graph that is kept: a pool is lost with its last graph
-    _shared: ClassVar[dict[int, tuple[Any, Any, Any]]] = {}
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        device = torch.cuda.current_device()
-        if device not in self._shared:
-            shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-            self._shared[device] = shared
-            self._capture(shared[2], lambda: torch.zeros(1, device="cuda"), *shared[:2])
-        self._graph = torch.cuda.CUDAGraph()
-        self._capture(self._graph, work, *self._shared[device][:2])
-
-    @staticmethod
-    def _capture(graph: Any, work: Callable[[], Any], pool: Any, stream: Any) -> None:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            work()
-
-    def replay(self) -> None:
-        """Run the work once more."""
-        self._graph.replay()
-
-
-class Rerun:
-    """Stands in for a graph where there is no GPU: runs the work at every replay, and not when capturing."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.replay = work
+    pool, stream, _ = _pool_and_stream(torch.cuda.current_device())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        work()
+    return graph
 
 
 class CapturedSteps:
     """Runs steps: of each `key` the first normally and captures it, later ones by replay."""
 
-    def __init__(self, capture: Callable[[Callable[[], None]], Any] = CudaGraph) -> None:
+    def __init__(self, capture: Callable[[Callable[[], None]], Any] = cuda_graph) -> None:
         """capture: makes an object with `replay()` from work, which it need not run."""
         self._capture = capture
         self._graphs: dict[Hashable, tuple[Any, Any, tuple[VerifiedStep, Tensor]]] = {}

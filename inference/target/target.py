@@ -5,6 +5,7 @@ Shapes: B batch, L length, R rows of a forward (row 0 = base token), n committed
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from copy import copy
 from functools import cached_property
@@ -19,7 +20,7 @@ from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.fingerprint import target_fingerprint, weights_hashes
 from draft_heads.data.generation_config import check_file, check_settings
 from draft_heads.data.text.chat_template import load_tokenizer
-from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids, scaffold_of
+from draft_heads.data.text.rendering import ChatRenderer, answer_tokens, end_token_ids
 from draft_heads.inference.target import labels, sharded, views
 from draft_heads.inference.target.architecture import Architecture, check_decoder_only
 from draft_heads.inference.target.fused_decoder import FusedDecoder
@@ -30,6 +31,8 @@ from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import logits_rules, probe
 from draft_heads.inference.target.tree_attention import masks_by_layer_type, visible_keys
 from draft_heads.inference.target.weights import WeightsSeen, merge_weights, take_in_changes
+
+logger = logging.getLogger(__name__)
 
 TARGET_OF: WeakValueDictionary[int, Target] = WeakValueDictionary()
 """The id of a transformers model → the newest target that wraps it."""
@@ -86,20 +89,17 @@ class Target:
         self.changes = 0  # how often the model was found to have other weights (`refresh`)
         self._drafted_below = 0  # 0: all rows of the LM head are chosen from
         self._whole: tuple[Target, Collection[int]] | None = None  # of a target without some of its layers
-        self._take_parts(model)
+        self._take_parts()
         self._check_placed()
         _use_exact_kernels(model, self.device, self.dtype)
         if self.split:
             sharded.gather_in_forward(self.decoder, len(self.layer_types), self.dtype)
-        self._fused: FusedDecoder | None = None
-        self.modules_only = True  # the probe asks the modules
-        rules = set(logits_rules(self.config))
-        self.rule, self.one_size = probe(self) if runs or len(rules) > 1 else (rules.pop(), False)
-        self.modules_only = self.split or not (self.one_size and FusedDecoder.can_drive(model))
+        self._try_out()
         self.seen = None if self.split or not runs else WeightsSeen(model)
 
-    def _take_parts(self, model: Any) -> None:
+    def _take_parts(self) -> None:
         """The decoder, embedding and LM head, the last two whole where the model is split among processes."""
+        model = self.model
         self.config = model.config.get_text_config(decoder=True)
         self.decoder = model.get_decoder()
         self.embedding = model.get_input_embeddings()
@@ -114,6 +114,14 @@ class Target:
         self.architecture = Architecture.of(self.config, self.decoder, self.name)
         self.layer_types, self.window = self.architecture.layer_types, self.architecture.window
         self.modules = ModuleDecoder(self.decoder, self.config, self.architecture, self.dtype)
+
+    def _try_out(self) -> None:
+        """Probe the modules: how they make logits, and whether a fused decoder may take their place."""
+        self._fused: FusedDecoder | None = None
+        self.modules_only = True  # the probe asks the modules
+        rules = set(logits_rules(self.config))
+        self.rule, self.one_size = probe(self) if self.runs or len(rules) > 1 else (rules.pop(), False)
+        self.modules_only = self.split or not (self.one_size and FusedDecoder.can_drive(self.model))
 
     def _check_placed(self) -> None:
         """Note the device of each layer; ValueError for one that lies on none."""
@@ -268,8 +276,14 @@ class Target:
 
     @cached_property
     def scaffold(self) -> tuple[int, ...]:
-        """The tokens that the chat template puts before an answer (`TemplateProbe.scaffold`), if any."""
-        return scaffold_of(self.tokenizer, self.end_token_ids)
+        """The tokens that the chat template puts before an answer (`TemplateProbe.scaffold`), if that is known."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            return ()
+        try:
+            return self.renderer.probe.scaffold
+        except ValueError as error:
+            logger.warning("answers are shown whole: %s", error)
+            return ()
 
     @cached_property
     def renderer(self) -> ChatRenderer:
@@ -376,10 +390,6 @@ class Target:
         """A training batch's `hidden [B, L, H]` and `aux_hidden [B, L, k·H]`, cached or computed now."""
         if "hidden" in batch:
             return {name: batch[name] for name in ("hidden", "aux_hidden") if name in batch}
-        hidden, aux_hidden = self.forward_rows(
-            input_ids=batch["input_ids"],
-            segment_ids=batch["segment_ids"],
-            position_ids=batch["position_ids"],
-            target_layers=target_layers,
-        )
+        rows = batch["input_ids"], batch["segment_ids"], batch["position_ids"]
+        hidden, aux_hidden = self.forward_rows(*rows, target_layers)
         return {"hidden": hidden} if aux_hidden is None else {"hidden": hidden, "aux_hidden": aux_hidden}

@@ -10,13 +10,14 @@ D head size, C cache rows that are read (committed text, the forward's rows, gar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from draft_heads.heads.attention import compiled_flex
 from draft_heads.heads.block import grouped_attention
 
 
@@ -53,13 +54,10 @@ class MaskedAttention:
 
     def __init__(self, masks: dict[str, Tensor], repeat: int, dtype: torch.dtype) -> None:
         """masks: layer type → [B, R, C] bool, which keys each row sees; repeat = N/G; dtype of the states."""
-        self.biases = {layer_type: self._bias(mask, repeat, dtype) for layer_type, mask in masks.items()}
-
-    @staticmethod
-    def _bias(mask: Tensor, repeat: int, dtype: torch.dtype) -> Tensor:
-        """[B, R, C] bool → [B, 1, Q, C]: 0 where a key is seen, else −inf."""
-        bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        return bias.repeat(1, repeat, 1)[:, None]
+        self.biases = {}  # [B, 1, Q, C] of each layer type: 0 where a key is seen, else −inf
+        for layer_type, mask in masks.items():
+            bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+            self.biases[layer_type] = bias.repeat(1, repeat, 1)[:, None]
 
     def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[B, G, Q, D] from queries [B, G, Q, D] and all keys and values [B, G, C, D]."""
@@ -68,8 +66,6 @@ class MaskedAttention:
 
 class FlexTreeAttention:
     """The same masks as FlexAttention's mask functions; compiled on a GPU, where alone it is fast."""
-
-    _compiled: Callable[..., Any] | None = None
 
     def __init__(self, masks: dict[str, Tensor], repeat: int, dtype: torch.dtype) -> None:
         """See `MaskedAttention`."""
@@ -86,11 +82,7 @@ class FlexTreeAttention:
     def __call__(self, layer_type: str, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `MaskedAttention`. Query heads stay apart: torch splits the keys among blocks of the GPU only where
         a head has fewer than 128 rows."""
-        flex: Any = flex_attention
-        if queries.is_cuda:
-            if FlexTreeAttention._compiled is None:
-                FlexTreeAttention._compiled = torch.compile(flex_attention, dynamic=True)
-            flex = FlexTreeAttention._compiled
+        flex: Any = compiled_flex() if queries.is_cuda else flex_attention
         shared = queries.shape[1]
         of_heads = queries.unflatten(2, (self.repeat, -1)).flatten(1, 2)  # [B, N, R, D]
         block_mask, grouped = self.block_masks[layer_type], self.repeat > 1

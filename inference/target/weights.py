@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from draft_heads.inference.target.fused_decoder import FusedDecoder
-from draft_heads.inference.target.module_decoder import ModuleDecoder
 from draft_heads.inference.target.probe import probe
 
 Target = Any  # a `target.Target`, whose module imports this one
@@ -103,8 +102,6 @@ def merge_weights(target: Target) -> None:
 
 def take_in_changes(target: Target) -> None:
     """Merge and probe the model anew; ValueError for what was made for the old weights and cannot follow."""
-    target.decoder, target.embedding = target.model.get_decoder(), target.model.get_input_embeddings()
-    target.lm_head = target.model.get_output_embeddings()
     seen = WeightsSeen(target.model)
     before, now = (f"{dtype} on {device}" for device, dtype in (target.seen.place, seen.place))
     if before != now:
@@ -118,10 +115,8 @@ def take_in_changes(target: Target) -> None:
             "new Target, with new drafters and engines, or do not compile it"
         )
     target.changes += 1
-    target.modules = ModuleDecoder(target.decoder, target.config, target.architecture, target.dtype)
-    target._fused, target.modules_only = None, True  # the probe asks the modules
     target.__dict__.pop("_weights_hashes", None)
-    target.rule, target.one_size = probe(target)
-    target.modules_only = not (target.one_size and FusedDecoder.can_drive(target.model))
+    target._take_parts()
+    target._try_out()
     target.seen = seen
     logger.info("the weights of %s have changed: they were read and tried again", target.name)

@@ -27,6 +27,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 
 import torch
 from rich.table import Table
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draft_heads.configs.recipes import SHAPES
@@ -35,14 +36,13 @@ from draft_heads.data.synthetic.corpus import questions
 from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
-from draft_heads.inference.drafters.base import VanillaDrafter
+from draft_heads.inference.drafters.base import Drafter, VanillaDrafter
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-from draft_heads.scripts.bench.scripted import scripted_engine
 from draft_heads.scripts.decoding_options import (
     check_positive,
     configure_target,
@@ -150,6 +150,41 @@ def generating(
     return run
 
 
+def schedule(mean: float, steps: int = 20) -> list[int]:
+    """Tokens of each of `steps` steps, whole numbers next to `mean` and spread evenly: 2.5 → 2, 3, 2, 3, …"""
+    return [int((step + 1) * mean + 1e-9) - int(step * mean + 1e-9) for step in range(steps)]
+
+
+class ScriptedAcceptance:
+    """An acceptance rule (`inference.verify.Accept`): the first rows of a step, as many as scheduled.
+
+    A step computes everything as usual (the drafter's and the target's forward, the compaction, the readback); only the
+    number of accepted tokens is fixed in advance, so the text is meaningless. It measures η = γ / β of random-weight
+    models, for which no trained head exists, at the accepted lengths that published heads reach.
+    """
+
+    def __init__(self, drafter: Drafter, tokens_per_step: float, device: torch.device) -> None:
+        """ValueError when a step of this drafter cannot give so many tokens."""
+        counts = schedule(tokens_per_step)
+        limit = 1 + min(drafter.max_depth, drafter.max_nodes)
+        if min(counts) < 1 or max(counts) > limit:
+            raise ValueError(
+                f"--scripted must lie between 1 and the {limit} tokens that a step of this drafter can give; got "
+                f"{tokens_per_step:g}; lower it"
+            )
+        self._counts = torch.tensor(counts, device=device)
+        self._turn = torch.zeros(1, dtype=torch.long, device=device)
+
+    def __call__(
+        self, tree: DraftTree, choices: Tensor, logits: Tensor, sees: Tensor, depth: Tensor, max_depth: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The first `count` rows, padded with the last of them; `count [1]`; the next base token `[1]`."""
+        count = self._counts.index_select(0, self._turn % len(self._counts))
+        self._turn += 1
+        rows = torch.arange(max_depth + 1, device=choices.device)
+        return torch.minimum(rows, count[:, None] - 1), count, choices[:, 0]
+
+
 def scripted_engines(target: Target, options: argparse.Namespace) -> dict[str, DecodingEngine]:
     """An engine for every untrained head and accepted length; ValueError for a length no step can have."""
     engines = {}
@@ -157,9 +192,9 @@ def scripted_engines(target: Target, options: argparse.Namespace) -> dict[str, D
         head_type, config = head_classes(kind)
         head = head_type(config(**target_sizes(target.config))).to(target.device, target.dtype)
         drafter = drafter_for(head, target, options.max_nodes)
-        engines |= {
-            f"scripted {kind} {length:g}": scripted_engine(target, drafter, length) for length in options.scripted
-        }
+        for length in options.scripted:
+            accept = ScriptedAcceptance(drafter, length, target.device)
+            engines[f"scripted {kind} {length:g}"] = DecodingEngine(target, drafter, accept=accept)
     return engines
 
 
@@ -203,10 +238,19 @@ class FullTrees(VanillaDrafter):
         self.max_nodes, self.max_depth = nodes, 8 if nodes else 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    made = target_parser(__doc__)
-    add = made.add_argument
+def table(result: dict[str, Any]) -> Table:
+    """Everything measured, a line each."""
+    made = Table("ratio", "median", "quartiles")
+    for name, value in result.items():
+        for key, cell in {"": value}.items() if "median" in value else value.items():
+            figures = [cell[part] for part in ("median", "low", "high")] if isinstance(cell, dict) else [cell]
+            made.add_row(f"{name} {key}", f"{figures[0]:.2f}", "–".join(f"{figure:.2f}" for figure in figures[1:]))
+    return made
+
+
+def run() -> None:
+    parser = target_parser(__doc__)
+    add = parser.add_argument
     add("--drafters", nargs="*", default=[], metavar="NAME[=[KIND:]PATH[,key=value…]]")
     add("--max_nodes", type=int, default=32, help="most nodes of a draft tree (default 32)")
     add("--questions", type=int, default=4, help="prompts of a run (default 4)")
@@ -218,20 +262,7 @@ def parser() -> argparse.ArgumentParser:
     add("--scripted", type=float, nargs="*", default=[], metavar="β", help="accepted lengths of untrained heads")
     add("--heads", nargs="+", choices=list(HEAD_DRAFTERS), default=list(HEAD_DRAFTERS), help="heads for --scripted")
     add("--repeats", type=int, default=9, help="runs of every arm (default 9)")
-    return made
-
-
-def table(result: dict[str, Any]) -> Table:
-    """Everything measured, a line each."""
-    made = Table("ratio", "median", "quartiles")
-    for name, value in result.items():
-        for key, cell in {"": value}.items() if "median" in value else value.items():
-            figures = [cell[part] for part in ("median", "low", "high")] if isinstance(cell, dict) else [cell]
-            made.add_row(f"{name} {key}", f"{figures[0]:.2f}", "–".join(f"{figure:.2f}" for figure in figures[1:]))
-    return made
-
-
-def run(options: argparse.Namespace) -> None:
+    options = parse_with_config(parser, None, ())
     if (options.target is None) == (options.shape is None):
         raise ValueError(f"give either --target or --shape; got {options.target} and {options.shape}")
     check_positive(options, "max_nodes", "questions", "prompt_tokens", "new_tokens", "repeats")
@@ -261,9 +292,5 @@ def run(options: argparse.Namespace) -> None:
     print(json.dumps({**result, **medians, "settings": settings}))
 
 
-def main() -> int:
-    return exit_status(lambda: run(parse_with_config(parser(), None, ())))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

@@ -45,13 +45,21 @@ from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.answers_on_gpu import HEAD_WORDS, build, correctness, recipe_head
-from draft_heads.scripts.bench.decode import FullTrees, generating, in_turn, prompts, random_target, ratio, table
-from draft_heads.scripts.bench.scripted import scripted_engine
+from draft_heads.scripts.bench.decode import (
+    FullTrees,
+    ScriptedAcceptance,
+    generating,
+    in_turn,
+    prompts,
+    random_target,
+    ratio,
+    table,
+)
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.options import peak_flops
 
-NODES = (8, 16, 32, 64)  # trees of one node are padded to 8
+NODES = (32, 64, 8, 16)  # trees of one node are padded to 8
 ACCEPTED = 3.6  # tokens per step of a CTC head in its paper
 TIMED = (*HEAD_WORDS, "ngram", "lookahead,n=4,w=4", "medusa:head+ngram", "ctc:head+ngram")
 
@@ -86,11 +94,9 @@ class StepTimer:
         self.plain = self.engine(VanillaDrafter(self.device))
         self.synchronize = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
 
-    def engine(self, drafter: Drafter, graphs: bool = True) -> DecodingEngine:
+    def engine(self, drafter: Drafter, graphs: bool = True, **options: Any) -> DecodingEngine:
         """One that captures no longer texts than this bench decodes."""
-        return self._sized(DecodingEngine(self.target, drafter, captured=None if graphs else False))
-
-    def _sized(self, engine: DecodingEngine) -> DecodingEngine:
+        engine = DecodingEngine(self.target, drafter, captured=None if graphs else False, **options)
         engine.steps.reserved = self.args.prompt_tokens + self.args.new_tokens + 256
         return engine
 
@@ -144,7 +150,7 @@ class StepTimer:
     def scripted(self) -> dict[str, Any]:
         """Steps of a CTC head that accept `ACCEPTED` tokens, by script."""
         ctc = build(self.target, "ctc:head", 32)
-        return self.beside_plain(self._sized(scripted_engine(self.target, ctc, ACCEPTED)))
+        return self.beside_plain(self.engine(ctc, accept=ScriptedAcceptance(ctc, ACCEPTED, self.device)))
 
     def drafting(self, words: str) -> dict[str, float]:
         """Drafting alone over the plain step: `observe` and `propose` after the text, captured where steps are."""
@@ -208,7 +214,7 @@ class StepTimer:
     def parts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Name and work of everything that is measured, the most important first."""
         yield "plain step", self.plain_step
-        for nodes in (32, 64, *(nodes for nodes in NODES if nodes not in (32, 64))):
+        for nodes in NODES:
             yield f"{nodes} nodes", lambda nodes=nodes: self.beside_plain(self.engine(FullTrees(nodes, self.device)))
         yield "ctc scripted", self.scripted
         for words in TIMED:
@@ -289,10 +295,9 @@ class Parts:
         return found
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    made = script_parser(__doc__, config=False)
-    add = made.add_argument
+def run() -> bool:
+    parser = script_parser(__doc__, config=False)
+    add = parser.add_argument
     add("--output", type=Path, required=True, help="the JSON file to write")
     add("--shapes", nargs="*", choices=list(SHAPES), default=["8b", "7b"], help="of random targets (default 8b 7b)")
     add("--targets", nargs="*", choices=list(RANDOM_TARGETS), default=list(RANDOM_TARGETS), help="for correctness")
@@ -303,22 +308,19 @@ def parser() -> argparse.ArgumentParser:
     sizes = {"prompt_tokens": 1024, "new_tokens": 64, "repeats": 5, "train_rows": 2, "train_tokens": 2048}
     for name, default in sizes.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
-    add_threads(made)
-    return made
-
-
-def run() -> bool:
-    args = parser().parse_args()
+    add_threads(parser)
+    args = parser.parse_args()
     args.attention, args.compile = "masked", False
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     parts = Parts(args.output, device, args.seconds)
     wrong = check_answers(parts, args, device)
     for shape in args.shapes:
         measure_shape(parts, args, shape)
-    print(f"written: {args.output}; failed: {', '.join(parts.result['failed']) or 'nothing'}")
-    if parts.result["no_time"]:
-        print(f"no time for: {', '.join(parts.result['no_time'])}")
-    return not wrong and not parts.result["failed"] and not parts.result["no_time"]
+    result = parts.result
+    print(f"written: {args.output}; failed: {', '.join(result['failed']) or 'nothing'}")
+    if result["no_time"]:
+        print(f"no time for: {', '.join(result['no_time'])}")
+    return not (wrong or result["failed"] or result["no_time"])
 
 
 def check_answers(parts: Parts, args: argparse.Namespace, device: torch.device) -> list[str]:
@@ -339,19 +341,18 @@ def check_answers(parts: Parts, args: argparse.Namespace, device: torch.device) 
 def measure_shape(parts: Parts, args: argparse.Namespace, shape: str) -> None:
     """Steps and training on a random target of a shape, whose memory is free afterwards."""
     args.shape = shape
-    made: list[Target] = []
+    made: list[Target] = []  # `Parts` keeps no target alive
     parts.run(f"{shape}: target", lambda: made.append(random_target(args)))
     if not made:
         return
-    timer, found = StepTimer(made[0], args), {}
-    for name, work in timer.parts():
-        found[name] = parts.run(f"{shape}: {name}", work) or {}
+    timer = StepTimer(made[0], args)
+    found = {name: parts.run(f"{shape}: {name}", work) or {} for name, work in timer.parts()}
     listed = {name: value for name, value in found.items() if not name.startswith(("plain step", "kernels"))}
     rows = {name: value.get("over_plain_step", value) for name, value in listed.items()}
     timed = {name: row for name, row in rows.items() if row}
     plain_console().print(table({f"{shape}, over the plain step:": timed}))
     print(found["plain step"], found["ctc scripted"])
-    del timer, work
+    del timer
     print(parts.run(f"{shape}: training", partial(training, made[0], args)))
 
 

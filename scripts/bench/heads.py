@@ -57,13 +57,8 @@ class Arm:
             raise ValueError(
                 f"--heads takes NAME=KIND[,option=value…], KIND one of {', '.join(sorted(HEADS))}; got {text!r}"
             )
-        self.options = [word for option in options for word in option_words(option)]
-
-
-def option_words(option: str) -> list[str]:
-    """`target_layers=1 2 3` → [--target_layers, 1, 2, 3]."""
-    name, _, values = option.partition("=")
-    return [f"--{name}", *values.split()]
+        words = (option.partition("=") for option in options)  # target_layers=1 2 3 → --target_layers 1 2 3
+        self.options = [word for name, _, values in words for word in (f"--{name}", *values.split())]
 
 
 RUNNING: set[subprocess.Popen[bytes]] = set()
@@ -84,16 +79,16 @@ def cpu_seconds(command: list[str], log: Path) -> float:
 
 
 @contextmanager
-def ended_with_this(pool: ThreadPoolExecutor | None = None) -> Iterator[None]:
-    """Whatever ends the work inside ends the commands that run, and those that wait in the pool."""
-    try:
-        yield
-    except BaseException:
-        if pool is not None:
+def threads_for_commands(count: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool in which commands wait and run; whatever ends the work inside ends them too."""
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            yield pool
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-        for process in RUNNING:
-            process.terminate()
-        raise
+            for process in RUNNING:
+                process.terminate()
+            raise
 
 
 class Comparison:
@@ -106,15 +101,20 @@ class Comparison:
             raise ValueError(f"--heads must have different names; got {' '.join(arm.name for arm in self.arms)}")
         self.output = args.output.resolve()
         self.output.mkdir(parents=True, exist_ok=True)
+        self.runs = {  # name → its arm and folder
+            arm.name + (f"-{seed}" if len(args.seeds) > 1 else ""): (arm, self.output / f"{arm.name}-{seed}")
+            for arm in self.arms
+            for seed in args.seeds
+        }
 
-    def train(self, arm: Arm, folder: Path, steps: int, seed: int) -> float:
+    def train(self, arm: Arm, folder: Path, steps: int, seed: int, *more: str) -> float:
         """Train one head, or resume it; returns its processor seconds."""
         args = self.args
         command = [
             *(*trainer_script(arm.kind), "--target", args.target, "--dataset", *args.dataset),
             *("--output_dir", str(folder)),
             *("--max_steps", str(steps), "--seed", str(seed), "--threads", str(args.threads)),
-            *("--eval_strategy", "no", "--disable_tqdm", "true", *arm.options),
+            *("--eval_strategy", "no", "--disable_tqdm", "true", *arm.options, *more),
         ]
         return cpu_seconds(command, folder.with_suffix(".log"))
 
@@ -122,80 +122,67 @@ class Comparison:
         """Processor seconds of a step of every head, kept in OUTPUT/step_seconds.json."""
         file = self.output / "step_seconds.json"
         found: dict[str, float] = json.loads(file.read_text()) if file.is_file() else {}
+        short = ("--overwrite", "true", "--simulate_rows", "0", "--held_out", "8")
         for arm in self.arms:
-            if arm.name not in found:
-                took = []
-                for steps in CALIBRATION:
-                    folder = self.output / "calibration" / f"{arm.name}-{steps}"
-                    folder.parent.mkdir(exist_ok=True)
-                    arm_options = [*arm.options, "--overwrite", "true", "--simulate_rows", "0", "--held_out", "8"]
-                    short = Arm(f"{arm.name}={arm.kind}")
-                    short.options = arm_options
-                    took.append(self.train(short, folder, steps, seed=0))
-                found[arm.name] = (took[1] - took[0]) / (CALIBRATION[1] - CALIBRATION[0])
-                write_text(file, json.dumps(found, indent=1) + "\n")
-                print(f"{arm.name}: {found[arm.name]:.3f} processor seconds a step", flush=True)
+            if arm.name in found:
+                continue
+            folder = self.output / "calibration"
+            folder.mkdir(exist_ok=True)
+            few, many = (self.train(arm, folder / f"{arm.name}-{steps}", steps, 0, *short) for steps in CALIBRATION)
+            found[arm.name] = (many - few) / (CALIBRATION[1] - CALIBRATION[0])
+            write_text(file, json.dumps(found, indent=1) + "\n")
+            print(f"{arm.name}: {found[arm.name]:.3f} processor seconds a step", flush=True)
         return found
 
-    def runs(self) -> dict[str, tuple[Arm, Path]]:
-        """Name of a run (arm and seed) → its arm and folder."""
-        seeds = self.args.seeds
-        return {
-            arm.name + (f"-{seed}" if len(seeds) > 1 else ""): (arm, self.output / f"{arm.name}-{seed}")
-            for arm in self.arms
-            for seed in seeds
-        }
-
-    def train_all(self) -> None:
-        """Train what has no head yet, `--jobs` at a time."""
+    def train_all(self, pool: ThreadPoolExecutor) -> None:
+        """Train what has no head yet."""
         args = self.args
         seconds = {} if args.steps else self.step_seconds()
-        with ThreadPoolExecutor(args.jobs) as pool, ended_with_this(pool):
-            waiting = []
-            for arm, folder in self.runs().values():
-                steps = args.steps or max(1, round(args.minutes * 60 / seconds[arm.name]))
-                if not (folder / "head" / "config.json").is_file():
-                    seed = int(folder.name.rpartition("-")[2])
-                    waiting.append((folder, steps, pool.submit(self.train, arm, folder, steps, seed)))
-            for folder, steps, result in waiting:
-                print(f"{folder.name}: {steps:,} steps, {result.result() / 60:.1f} processor minutes", flush=True)
+        waiting = []
+        for arm, folder in self.runs.values():
+            steps = args.steps or max(1, round(args.minutes * 60 / seconds[arm.name]))
+            if not (folder / "head" / "config.json").is_file():
+                seed = int(folder.name.rpartition("-")[2])
+                waiting.append((folder, steps, pool.submit(self.train, arm, folder, steps, seed)))
+        for folder, steps, result in waiting:
+            print(f"{folder.name}: {steps:,} steps, {result.result() / 60:.1f} processor minutes", flush=True)
+
+    def measured(self, script: str, result: str, command: list[str]) -> Any:
+        """What a script writes to the file OUTPUT/`result`, run unless it is there."""
+        args, file = self.args, self.output / result
+        if not file.is_file():
+            common = ["--target", args.target, "--threads", str(args.threads), "--output", str(file.parent)]
+            cpu_seconds([script, *common, *command], self.output / f"{file.stem}.log")
+        return json.loads(file.read_text())
 
     def decode(self) -> dict[str, dict[str, Any]]:
         """{drafter: {benchmark: row of the report}}, decoded in one process."""
-        args, report = self.args, self.output / "report"
-        drafters = []
-        for name, (arm, folder) in self.runs().items():
+        args, drafters = self.args, list[str]()
+        for name, (arm, folder) in self.runs.items():
             head = folder / "head"
             drafters += [f"{name}={head}", f"{name}_ngram={arm.kind}:{head}+ngram"]
             drafters += [f"{name}_chain={head},tree=chain,max_nodes=3"]
-        if not (report / "report.json").is_file():
-            command = ["scripts/evaluate.py", "--target", args.target, "--drafters", *drafters, "--stop_at_loops"]
-            command += ["--benchmarks", *args.benchmarks, "--output", str(report), "--threads", str(args.threads)]
-            command += ["--max_new_tokens", str(args.max_new_tokens)]
-            command += ["--limit", str(args.limit)] if args.limit else []
-            cpu_seconds(command, self.output / "evaluate.log")
+        command = ["--drafters", *drafters, "--benchmarks", *args.benchmarks, "--stop_at_loops"]
+        command += ["--max_new_tokens", str(args.max_new_tokens)]
+        command += ["--limit", str(args.limit)] if args.limit else []
         found: dict[str, dict[str, Any]] = {}
-        for row in overall(json.loads((report / "report.json").read_text())["results"]):
+        for row in overall(self.measured("scripts/evaluate.py", "report/report.json", command)["results"]):
             found.setdefault(row["drafter"], {})[row["benchmark"]] = row
         return found
 
     def accuracies(self) -> dict[str, list[float]]:
         """Name of a run → top-1 accuracy by offset on the held-out rows."""
-        args, folder = self.args, self.output / "accuracy"
-        heads = [f"{name}={run / 'head'}" for name, (_, run) in self.runs().items()]
-        if not (folder / "accuracy.json").is_file():
-            command = ["scripts/accuracy.py", "--target", args.target, "--heads", *heads, "--dataset", *args.dataset]
-            command += ["--output", str(folder), "--threads", str(args.threads)]
-            cpu_seconds(command, self.output / "accuracy.log")
-        found = json.loads((folder / "accuracy.json").read_text())
+        heads = [f"{name}={run / 'head'}" for name, (_, run) in self.runs.items()]
+        command = ["--heads", *heads, "--dataset", *self.args.dataset]
+        found = self.measured("scripts/accuracy.py", "accuracy/accuracy.json", command)
         return {name: [part["top"][0] for part in parts if part["top"]] for name, parts in found.items()}
 
     def rows(self) -> list[dict[str, Any]]:
         """What was measured of every head, means over its seeds."""
         decoded, accuracy, found = self.decode(), self.accuracies(), []
         for arm in self.arms:
-            names = [name for name, (its, _) in self.runs().items() if its is arm]
-            heads = [load_head(self.runs()[name][1] / "head") for name in names]
+            folders = {name: folder for name, (its, folder) in self.runs.items() if its is arm}
+            names, heads = list(folders), [load_head(folder / "head") for folder in folders.values()]
             known = [head.provenance for head in heads]
             row: dict[str, Any] = {"head": arm.name, "steps": known[0]["steps"]}
             simulated = [one["metrics"].get("eval_simulated_beta") for one in known]
@@ -261,8 +248,8 @@ def run() -> None:
     if args.minutes <= 0:
         raise ValueError(f"--minutes must be above 0; got {args.minutes:g}")
     comparison = Comparison(args)
-    with ended_with_this():
-        comparison.train_all()
+    with threads_for_commands(args.jobs) as pool:
+        comparison.train_all(pool)
         rows = comparison.rows()
     made = table(rows, [text.partition("=")[0] for text in args.benchmarks])
     result = {"benchmark": "heads", "minutes": None if args.steps else args.minutes, "rows": rows}

@@ -12,121 +12,101 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.heads.base import TargetView
 from draft_heads.heads.cross_entropy import linear_cross_entropy, soft_cross_entropy
-from draft_heads.heads.ctc_loss import ctc_loss_fused, ctc_loss_reference
+from draft_heads.heads.ctc_loss import ctc_loss_fused
 from draft_heads.scripts.bench.decode import in_turn
+from draft_heads.scripts.bench.train_step import (
+    peak_in_own_process,
+    peak_memory,
+    plain_cross_entropy,
+    plain_ctc,
+    plain_soft_cross_entropy,
+)
 from draft_heads.scripts.decoding_options import check_positive, script_parser
 
 ARMS = ("chunked", "plain")
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once, so that the peak is what is in use
-Loss = Callable[[], Tensor]
+Inputs = tuple[list[Tensor], tuple[Any, ...]]
+"""What is trained, and the arguments of a loss."""
 
 
-def ctc(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
+def ctc(args: argparse.Namespace, hidden: int) -> Inputs:
     """Every window's frames aligned to its labels; the LM head is frozen."""
     frames = torch.randn(args.windows, args.frames, hidden).requires_grad_()
     lm_head = torch.randn(args.vocab, hidden) * hidden**-0.5
     weight, bias = torch.zeros(hidden).requires_grad_(), torch.full((), 8.0).requires_grad_()
     labels = torch.randint(0, args.vocab, (args.windows, args.labels))
     lengths, closed = torch.full((args.windows,), args.labels), torch.ones(args.windows, dtype=torch.bool)
-
-    def plain() -> Tensor:
-        blank = (frames @ weight + bias)[..., None]
-        log_probs = torch.cat([frames @ lm_head.T, blank], -1).log_softmax(-1)
-        return ctc_loss_reference(log_probs, labels, lengths, closed)[0]
-
-    def chunked() -> Tensor:
-        return ctc_loss_fused(frames, weight, bias, lm_head, labels, lengths, closed)[0]
-
-    return [frames, weight, bias], {"chunked": chunked, "plain": plain}
+    return [frames, weight, bias], (frames, weight, bias, lm_head, labels, lengths, closed)
 
 
-def states_and_lm_head(args: argparse.Namespace, hidden: int) -> tuple[Tensor, Tensor]:
+def states_and_lm_head(args: argparse.Namespace, hidden: int) -> list[Tensor]:
     """Windows × labels states, and an LM head of the head's own, which is trained."""
     states = torch.randn(args.windows * args.labels, hidden).requires_grad_()
-    return states, (torch.randn(args.vocab, hidden) * hidden**-0.5).requires_grad_()
+    return [states, (torch.randn(args.vocab, hidden) * hidden**-0.5).requires_grad_()]
 
 
-def cross_entropy(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
+def hard(args: argparse.Namespace, hidden: int) -> Inputs:
     """One label for each state."""
-    states, lm_head = states_and_lm_head(args, hidden)
-    labels = torch.randint(0, args.vocab, (len(states),))
-    return [states, lm_head], {
-        "chunked": lambda: linear_cross_entropy(states, lm_head, labels),
-        "plain": lambda: F.cross_entropy(F.linear(states, lm_head), labels, reduction="sum"),
-    }
+    trained = states_and_lm_head(args, hidden)
+    return trained, (*trained, torch.randint(0, args.vocab, (len(trained[0]),)))
 
 
-def soft(args: argparse.Namespace, hidden: int) -> tuple[list[Tensor], dict[str, Loss]]:
+def soft(args: argparse.Namespace, hidden: int) -> Inputs:
     """The target's distribution for each state."""
-    states, lm_head = states_and_lm_head(args, hidden)
-    read = torch.randn(len(states), hidden)
+    trained = states_and_lm_head(args, hidden)
+    read = torch.randn(len(trained[0]), hidden)
     target = TargetView(torch.nn.Embedding(1, hidden), torch.randn(args.vocab, hidden) * hidden**-0.5)
-
-    def plain() -> Tensor:
-        wanted = target.logits(read).softmax(-1)
-        return F.cross_entropy(F.linear(states, lm_head), wanted, reduction="sum")
-
-    return [states, lm_head], {"chunked": lambda: soft_cross_entropy(states, lm_head, read, target)[0], "plain": plain}
+    return trained, (*trained, read, target)
 
 
-LOSSES = {"ctc": ctc, "cross_entropy": cross_entropy, "soft_cross_entropy": soft}
+LOSSES: dict[str, tuple[Callable[[argparse.Namespace, int], Inputs], Callable[..., Any], Callable[..., Any]]] = {
+    "ctc": (ctc, lambda *given: ctc_loss_fused(*given)[0], lambda *given: plain_ctc(*given)[0]),
+    "cross_entropy": (hard, linear_cross_entropy, plain_cross_entropy),
+    "soft_cross_entropy": (
+        soft,
+        lambda *given: soft_cross_entropy(*given)[0],
+        lambda *given: plain_soft_cross_entropy(*given)[0],
+    ),
+}
+"""Name → its inputs, the chunked way and the plain one."""
 
 
 def make_arms(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, Callable[[], float]]:
     """For each arm a function that runs one forward and backward pass and returns the loss."""
+    inputs, *ways = LOSSES[loss]
     torch.manual_seed(0)
     with torch.device(args.device):
-        leaves, losses = LOSSES[loss](args, hidden)
+        trained, given = inputs(args, hidden)
 
-    def run(arm: str) -> float:
-        for leaf in leaves:
+    def run(way: Callable[..., Tensor]) -> float:
+        for leaf in trained:
             leaf.grad = None
-        value = losses[arm]()
+        value = way(*given)
         value.backward()
         return float(value.detach())
 
-    return {arm: partial(run, arm) for arm in ARMS}
-
-
-def peak_memory(loss: str, arm: str, args: argparse.Namespace, hidden: int) -> int:
-    """Bytes at the peak of one pass above what was there before it."""
-    run = make_arms(loss, args, hidden)[arm]
-    if args.device == "cuda":
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-    clear.write_text("5")  # resets the resident set's high-water mark
-    before = int(status.read_text().split("VmRSS:")[1].split()[0])
-    run()
-    return 1024 * (int(status.read_text().split("VmHWM:")[1].split()[0]) - before)
+    return {arm: partial(run, way) for arm, way in zip(ARMS, ways)}
 
 
 def bench_loss(loss: str, args: argparse.Namespace, hidden: int) -> dict[str, object]:
     """Peak bytes and median seconds of both arms at one hidden size, and their ratios; the row is printed too."""
-    peaks = {}
-    for arm in ARMS:
-        command = [sys.executable, __file__, *sys.argv[1:], "--loss", loss, "--arm", arm, "--hidden", str(hidden)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | GIVES_BACK)
-        peaks[arm] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    same = ("--loss", loss, "--hidden", str(hidden))
+    peaks = {arm: peak_in_own_process("--arm", arm, *same, **GIVES_BACK) for arm in ARMS}
     arms, device = make_arms(loss, args, hidden), torch.device(args.device)
     assert abs(arms["chunked"]() / arms["plain"]() - 1) < 1e-4, "both ways compute one loss"
     seconds = in_turn(arms, args.repeats, device)
@@ -159,7 +139,8 @@ def run() -> None:
     check_positive(args, "windows", "frames", "labels", "vocab", "repeats", "hidden")
     use_threads(args.threads)
     if args.arm:
-        print(json.dumps({"peak_bytes": peak_memory(args.loss[0], args.arm, args, args.hidden[0])}))
+        work = make_arms(args.loss[0], args, args.hidden[0])[args.arm]
+        print(json.dumps({"peak_bytes": peak_memory(work, torch.device(args.device))}))
         return
     if args.loss is None:
         parser.error("nothing to measure: add --loss")
@@ -175,9 +156,5 @@ def run() -> None:
     print(json.dumps(result))
 
 
-def main() -> int:
-    return exit_status(run)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(run))

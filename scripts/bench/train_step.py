@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from draft_heads.configs.command_line import exit_status
 
@@ -105,14 +107,10 @@ def replaced() -> list[tuple[ModuleType, str]]:
 @contextmanager
 def plain_functions() -> Iterator[None]:
     """The heads compute their losses the plain way in here."""
-    ours = [(module, name, getattr(module, name)) for module, name in replaced()]
-    for module, name, _ in ours:
-        setattr(module, name, PLAIN[name])
-    try:
+    with ExitStack() as patches:
+        for module, name in replaced():
+            patches.enter_context(patch.object(module, name, PLAIN[name]))
         yield
-    finally:
-        for module, name, function in ours:
-            setattr(module, name, function)
 
 
 class Bench:
@@ -128,11 +126,10 @@ class Bench:
         self.rows = rows.select(range(min(args.rows, len(rows))))
         lengths = [min(length, self.collate.max_length) for length in row_lengths(self.rows)]
         self.tokens = sum(lengths)
-        batches = TokenBatches(lengths, max(args.tokens_per_batch, max(lengths)), 0)
-        each = range(0, len(lengths), args.rows_per_batch)
+        places = range(len(lengths))
         orders = {
-            "ours": list(batches),
-            "plain": [list(range(len(lengths)))[i : i + args.rows_per_batch] for i in each],
+            "ours": TokenBatches(lengths, max(args.tokens_per_batch, max(lengths)), 0),
+            "plain": [places[i : i + args.rows_per_batch] for i in places[:: args.rows_per_batch]],
         }
         self.batches = {arm: [self.collate([self.rows[row] for row in rows]) for rows in orders[arm]] for arm in ARMS}
         self.fill = {
@@ -154,20 +151,20 @@ class Bench:
 
     def pass_over(self, arm: str) -> float:
         """The summed loss of all rows."""
-        total = 0.0
-        for batch in self.batches[arm]:
-            batch = {name: value.to(self.target.device) for name, value in batch.items()}
-            start = self._now()
-            layers = self.head.config.target_layers
-            states = self.target.states_of(batch, layers) if arm == "ours" else self.plain_states(batch, layers)
-            forward = self._now()
-            loss = self.head(**batch, **states, target=self.view).total
-            lost = self._now()
-            loss.backward()
-            total += float(loss.detach())
-            if arm == "ours":
-                for part, seconds in zip(self.spent, (forward - start, lost - forward, self._now() - lost)):
-                    self.spent[part] += seconds
+        total, layers = 0.0, self.head.config.target_layers
+        with plain_functions() if arm == "plain" else nullcontext():
+            for batch in self.batches[arm]:
+                batch = {name: value.to(self.target.device) for name, value in batch.items()}
+                start = self._now()
+                states = self.target.states_of(batch, layers) if arm == "ours" else self.plain_states(batch, layers)
+                forward = self._now()
+                loss = self.head(**batch | states, target=self.view).total
+                lost = self._now()
+                loss.backward()
+                total += float(loss.detach())
+                if arm == "ours":
+                    for part, seconds in zip(self.spent, (forward - start, lost - forward, self._now() - lost)):
+                        self.spent[part] += seconds
         self.head.zero_grad()
         return total
 
@@ -190,42 +187,36 @@ class Bench:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def arm(self, name: str) -> Callable[[], float]:
-        """A function of no arguments for one arm."""
 
-        def run() -> float:
-            if name == "ours":
-                return self.pass_over(name)
-            with plain_functions():
-                return self.pass_over(name)
+def peak_memory(work: Callable[[], object], device: torch.device) -> int:
+    """Bytes at the peak of some work above what was there before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    clear.write_text("5")  # resets the resident set's high-water mark
+    before = int(status.read_text().split("VmRSS:")[1].split()[0])
+    work()
+    return 1024 * (int(status.read_text().split("VmHWM:")[1].split()[0]) - before)
 
-        return run
 
-    def peak(self, arm: str) -> int:
-        """Bytes at the peak of one pass above what was there before it."""
-        if self.target.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self.arm(arm)()
-            return torch.cuda.max_memory_allocated() - before
-        clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-        clear.write_text("5")  # resets the resident set's high-water mark
-        before = int(status.read_text().split("VmRSS:")[1].split()[0])
-        self.arm(arm)()
-        return 1024 * (int(status.read_text().split("VmHWM:")[1].split()[0]) - before)
+def peak_in_own_process(*flags: str, **environment: str) -> int:
+    """Bytes that this script reports, called once more with `flags` beside its own, of which one is `--arm`."""
+    command = [sys.executable, *sys.argv, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
+    found: int = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    return found
 
 
 def measure(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     """The row of one head, printed too."""
-    peaks = {}
-    for arm in ARMS:
-        command = [sys.executable, __file__, *sys.argv[1:], "--arm", arm, "--heads", kind]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[arm] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    peaks = {arm: peak_in_own_process("--arm", arm, "--heads", kind) for arm in ARMS}
     bench = Bench(args, kind)
-    losses = {arm: bench.arm(arm)() for arm in ARMS}
+    losses = {arm: bench.pass_over(arm) for arm in ARMS}
     bench.spent = dict.fromkeys(bench.spent, 0.0)
-    seconds = in_turn({arm: bench.arm(arm) for arm in ARMS}, args.repeats, bench.target.device)
+    seconds = in_turn({arm: partial(bench.pass_over, arm) for arm in ARMS}, args.repeats, bench.target.device)
     shares = {part: round(spent / sum(bench.spent.values()), 3) for part, spent in bench.spent.items()}
     faster = ratio(seconds["plain"], seconds["ours"])
     row = {
@@ -257,7 +248,8 @@ def run() -> None:
     args = parser.parse_args()
     use_threads(args.threads)
     if args.arm:
-        print(json.dumps({"peak_bytes": Bench(args, args.heads[0]).peak(args.arm)}))
+        bench = Bench(args, args.heads[0])
+        print(json.dumps({"peak_bytes": peak_memory(partial(bench.pass_over, args.arm), bench.target.device)}))
         return
     rows = [measure(args, kind) for kind in args.heads]
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -187,21 +187,18 @@ def own_answers(folder: Path, dtype: torch.dtype, prompts: list[list[int]], new_
 def trains(target: Target, kind: str, prompts: list[list[int]], answers: list[list[int]]) -> bool:
     """Whether a head of this kind learns for two steps on labels that the target writes, then drafts losslessly."""
     torch.manual_seed(0)
-    _, config_type = head_classes(kind)
+    head_type, config_type = head_classes(kind)
     layers = config_type.usual_layers(target.config.num_hidden_layers) if target.modules.layers is not None else []
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     labelled = target.label(texts, keep_hidden=True, target_layers=layers)
+    marks = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in zip(prompts, answers)]
     rows = [
-        {
-            "input_ids": text,
-            "greedy_ids": labels.greedy_ids,
-            "assistant_mask": [i >= len(prompt) for i in range(len(text))],
-        }
-        for text, labels, prompt in zip(texts, labelled, prompts)
+        {"input_ids": text, "greedy_ids": labels.greedy_ids, "assistant_mask": mask}
+        for text, labels, mask in zip(texts, labelled, marks)
     ]
     batch = DraftCollator(0, target.max_positions)(rows)
-    sizes = target_sizes(target.config)
-    head = head_classes(kind)[0](config_type(**sizes, **TRAINED[kind], target_layers=layers)).to(target.dtype)
+    config = config_type(**target_sizes(target.config), **TRAINED[kind], target_layers=layers)
+    head = head_type(config).to(target.dtype)
     states = target.states_of(batch, layers)
     head.start_from(states["hidden"], target.view(), states.get("aux_hidden"))
     before = [parameter.detach().clone() for parameter in head.parameters()]
@@ -261,33 +258,12 @@ def check_all(names: Sequence[str], count: int = 2, heads: Sequence[str] = tuple
         yield row, all(holds for _, _, holds in cells)
 
 
-HEAD = """# Architectures that serve as targets
-
-Small models with random weights and the proportions of the published ones decode draft trees of which every second node is accepted. "exact":
-all answers equal those of transformers' `generate`; "5 heads": so many kinds learn for two steps on the labels that the target writes, then
-draft with equal tokens. The last column is the forward that runs ([decoding](decoding.md#speed)).
-
-    python scripts/checks/architectures.py --write docs/targets.md
-
-A long-rope model (`"rope_type": "longrope"`: Phi-3, Phi-4-mini and others) changes its rotary frequencies beyond
-`original_max_position_embeddings` tokens, which makes cached keys wrong. Prompt and answer together end at that length, which a line says
-when the target is loaded; a longer prompt is refused. The same holds where a config has a `sliding_window` that attention ignores
-but the cache of `generate` obeys.
-
-Targets that transformers loads quantised run through their modules. Tried on a CPU with torchao 0.18.0, torch 2.13.0 and transformers
-5.23.0: the embedded target with int8 weights (`TorchAoConfig(Int8WeightOnlyConfig())`, saved and loaded as a folder) writes labels, trains
-all five heads and decodes as its own `generate` does. With int8 activations (`Int8DynamicActivationInt8WeightConfig`) it is refused in
-float32: where two forwards round differently, a value moves by a whole int8 step.
-
-"""  # noqa: E501
-
-
 def main() -> bool:
     parser = script_parser(__doc__, config=False)
     known = [*ARCHITECTURES, *MULTIMODAL]
     parser.add_argument("names", nargs="*", default=known, metavar="NAME", help="architectures; all by default")
     parser.add_argument("--prompts", type=int, default=2, help="prompts of 20 tokens and more each (default 2)")
-    parser.add_argument("--write", type=Path, help="write the table to this file")
+    parser.add_argument("--write", type=Path, help="replace the table in this page")
     args = parser.parse_args()
     if unknown := set(args.names) - set(known):
         raise ValueError(f"{', '.join(sorted(unknown))} is no row of the table; those are {'; '.join(known)}")
@@ -298,7 +274,8 @@ def main() -> bool:
         holds &= sound
         print(row, flush=True)
     if args.write:
-        args.write.write_text(HEAD + "\n".join(lines) + "\n")
+        prose, _, _ = args.write.read_text().partition("| architecture |")
+        args.write.write_text(prose + "\n".join(lines) + "\n")
     return holds
 
 

@@ -20,14 +20,14 @@ from draft_heads.configs.command_line import exit_status
 
 import torch
 
-from draft_heads.data.synthetic.corpus import questions
-from draft_heads.data.text.rendering import render_prompt
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import CONFIG, FORMATS, write_folder
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.hf_generate import hf_generate
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
+from draft_heads.scripts.bench.decode import prompts as make_prompts
 from draft_heads.scripts.decoding_options import script_parser
 
 DRAFTED, TOLERANCE = 3, 0.02
@@ -57,8 +57,8 @@ def until_end(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
 
 def acceptance_length(metrics: dict[str, Any]) -> float:
     """1 + accepted drafts a step, as vLLM counts them."""
-    value = {name.removeprefix("vllm:spec_decode_").removesuffix("_total"): found for name, found in metrics.items()}
-    return 1 + value["num_accepted_tokens"] / value["num_drafts"]
+    value = {name.removesuffix("_total"): found for name, found in metrics.items()}
+    return 1 + value["vllm:spec_decode_num_accepted_tokens"] / value["vllm:spec_decode_num_drafts"]
 
 
 def run() -> bool:
@@ -73,25 +73,33 @@ def run() -> bool:
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     target = Target.from_pretrained(args.target, torch.float32, "cpu")
-    asked = questions(args.questions, 1, "heldout")
-    prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": row["turns"][0]}]) for row in asked]
-    expected = [generated(target, prompt, args.max_new_tokens) for prompt in prompts]
+    prompts = make_prompts(target, args.questions, 0)
+    settings = GenerationSettings(args.max_new_tokens)
+    expected = [hf_generate(target, prompt, settings, args.max_new_tokens) for prompt in prompts]
+
+    def check(name: str, method: str, folder: Path, own: float) -> bool:
+        """One export in vLLM."""
+        speculative = {"method": method, "model": str(folder), "num_speculative_tokens": DRAFTED}
+        return report(name, engine_run(args, name, speculative, prompts), expected, target, own)
+
     passed = report("vanilla", engine_run(args, "vanilla", None, prompts), expected, target, None)
     for path in args.heads:
         head = load_head(path, target.fingerprint())
         spec = DrafterSpec.parse(f"head={head.config.kind}:{path},tree=chain,max_nodes={DRAFTED}")
         engine = DecodingEngine(target, build_drafter(spec, target, DRAFTED))
         own = chain_length(engine, prompts, args.max_new_tokens)
-        for name in (name for name, found in FORMATS.items() if found.kind == head.config.kind and name in VLLM):
+        for name, method in VLLM.items():
+            if FORMATS[name].kind != head.config.kind:
+                continue
             folder = args.output / name
             write_folder(head, name, folder, target.config, args.target)
-            passed &= check(args, name, folder, prompts, expected, target, own)
+            passed &= check(name, method, folder, own)
             if name == "eagle3":
                 moved = json.loads((folder / CONFIG).read_text())
                 key = "eagle_aux_hidden_state_layer_ids"
                 moved[key] = [max(0, layer - 1) for layer in moved[key]]
                 (folder / CONFIG).write_text(json.dumps(moved))
-                caught = not check(args, f"{name}, layers moved by one", folder, prompts, expected, target, own)
+                caught = not check(f"{name}_layers_moved_by_one", method, folder, own)
                 print("  caught, as it must be" if caught else "  NOT CAUGHT: this check sees nothing")
                 passed &= caught
     return passed
@@ -108,25 +116,6 @@ def chain_length(engine: DecodingEngine, prompts: list[list[int]], most: int) ->
                 break
             accepted, steps, length = accepted + tokens - 1, steps + 1, length + tokens
     return 1 + accepted / steps
-
-
-def generated(target: Target, prompt: list[int], most: int) -> list[int]:
-    """The answer of transformers' own `generate`."""
-    ids = torch.tensor([prompt])
-    out = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most)
-    answer: list[int] = out[0, len(prompt) :].tolist()
-    return answer
-
-
-def check(
-    args: Any, name: str, folder: Path, prompts: list[list[int]], expected: list[list[int]], target: Target, own: float
-) -> bool:
-    """One export in vLLM."""
-    method = VLLM[name.split(",")[0]]
-    speculative = {"method": method, "model": str(folder), "num_speculative_tokens": DRAFTED}
-    return report(
-        name, engine_run(args, name.replace(", ", "_").replace(" ", "_"), speculative, prompts), expected, target, own
-    )
 
 
 def report(name: str, found: dict[str, Any], expected: list[list[int]], target: Target, own: float | None) -> bool:

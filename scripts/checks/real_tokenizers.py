@@ -48,27 +48,23 @@ def broken_rules(renderer: ChatRenderer, messages: Messages) -> tuple[list[str],
     ids, mask = renderer.conversation(messages)
     decode = renderer.tokenizer.decode
     runs = [(trained, [i for i, _ in run]) for trained, run in groupby(zip(ids, mask), key=lambda pair: pair[1])]
-    texts = [decode(run, clean_up_tokenization_spaces=False) for trained, run in runs if trained]
+    answered = [run for trained, run in runs if trained]
+    texts = [decode(run, clean_up_tokenization_spaces=False) for run in answered]
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     said = [message["content"] for message in messages if message["role"] != "assistant"]
     broken = []
     if len(texts) != len(answers):
         broken.append(f"{len(answers)} answers, {len(texts)} trained runs")
-    for text, answer, run in zip(texts, answers, (run for trained, run in runs if trained)):
-        before, found, after = text.partition(answer)
-        end = decode(run[-1:])
-        if (
-            not found
-            or before.strip()
-            or after.strip() not in ("", end)
-            or (after.strip() and run[-1] not in renderer.ends)
-        ):
+    for text, answer, run in zip(texts, answers, answered):
+        before, found, after = (part.strip() for part in text.partition(answer))
+        ends = not after or (after == decode(run[-1:]) and run[-1] in renderer.ends)
+        if not found or before or not ends:
             broken.append(f"{text!r} is trained of the answer {answer!r}")
     rest = "".join(decode(run, clean_up_tokenization_spaces=False) for trained, run in runs if not trained)
     broken += [f"{text!r} is not among what is not trained" for text in said if text not in rest]
     broken += [f"the answer {text!r} is not trained" for text in answers if text in rest]
     prompt = renderer.prompt(messages[:-1])
-    first = len(ids) - mask[::-1].index(True) - sum(map(len, [next(run for trained, run in runs[::-1] if trained)]))
+    first = len(ids) - mask[::-1].index(True) - len(answered[-1])
     if ids[:first][: len(prompt)] != prompt:
         broken.append("the last answer does not follow its prompt")
     return texts, broken

@@ -30,12 +30,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -56,16 +54,6 @@ class Defect:
     tests: str
 
 
-@dataclass(frozen=True)
-class Definition:
-    """Where a name is defined: its qualified name, its file and its first and last character there."""
-
-    name: str
-    file: Path
-    start: int
-    end: int
-
-
 def listed() -> list[Defect]:
     """All defects, from one list for each area of the project."""
     files = sorted(LISTS.glob("*.yaml"))
@@ -78,77 +66,67 @@ def source(file: Path) -> str:
 
 
 @cache
-def definitions() -> list[Definition]:
-    """Functions, classes and assigned names of all Python files, and all C++ files as wholes."""
+def definitions() -> list[tuple[str, Path, int, int]]:
+    """(qualified name, file, first line, last line) of what Python files define, and of C++ files as wholes."""
     found = []
-    for room in ROOMS:
-        for file in sorted((ROOT / room).rglob("*.cpp")):
-            name = ".".join(file.relative_to(ROOT).parts)
-            found.append(Definition(name, file, 0, len(source(file))))
-        for file in sorted((ROOT / room).rglob("*.py")):
-            module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-            line_starts = [0]
-            for line in source(file).splitlines(keepends=True):
-                line_starts.append(line_starts[-1] + len(line))
-            for name, first, last in _named(ast.parse(source(file))):
-                found.append(Definition(f"{module}.{name}", file, line_starts[first - 1], line_starts[last]))
+    for file in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.*")):
+        parts = file.relative_to(ROOT).parts
+        if file.suffix == ".cpp":
+            found.append((".".join(parts), file, 1, source(file).count("\n") + 1))
+        elif file.suffix == ".py":
+            for name, node in named(ast.parse(source(file)), ".".join(parts).removesuffix(".py")):
+                first = min(part.lineno for part in [node, *getattr(node, "decorator_list", ())])
+                found.append((name, file, first, node.end_lineno or first))
     return found
 
 
-def _named(scope: ast.AST) -> Iterator[tuple[str, int, int]]:
-    """Each name that is defined in a module or class, at any depth: qualified name, first line, last line."""
+def named(scope: ast.AST, prefix: str) -> Iterator[tuple[str, ast.stmt]]:
+    """Each function, class and assigned name of a module or class, at any depth, under its qualified name."""
     for node in ast.iter_child_nodes(scope):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names = [node.name]
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        elif isinstance(node, ast.Assign | ast.AnnAssign) and not isinstance(scope, ast.FunctionDef):
+            yield f"{prefix}.{node.name}", node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names, first = [target.id for target in targets if isinstance(target, ast.Name)], node.lineno
+            yield from ((f"{prefix}.{ast.unparse(target)}", node) for target in targets)
+        if isinstance(node, ast.ClassDef):
+            yield from named(node, f"{prefix}.{node.name}")
         elif isinstance(node, ast.If | ast.Try | ast.With):
-            yield from _named(node)
-            continue
-        else:
-            continue
-        for name in names:
-            yield name, first, node.end_lineno or first
-            if isinstance(node, ast.ClassDef):
-                yield from ((f"{name}.{inner}", start, end) for inner, start, end in _named(node))
+            yield from named(node, prefix)
 
 
 def pattern(fragment: str) -> re.Pattern[str]:
     """Finds code however its lines are wrapped."""
     pieces = re.findall(r"\w+|[^\w\s]", fragment)
-    found = re.escape(pieces[0])
-    for before, piece in pairwise(pieces):
-        words = re.match(r"\w", before) and re.match(r"\w", piece)
-        closing = r"(?:,\s*)?" if piece in (")", "]", "}") else ""
-        found += (r"\s+" if words else r"\s*") + closing + re.escape(piece)
-    ends = r"(?<!\w)" if re.match(r"\w", pieces[0]) else "", r"(?!\w)" if re.match(r"\w", pieces[-1]) else ""
-    return re.compile(found.join(ends))
+    found = (rf"\b{piece}\b" if re.match(r"\w", piece) else re.escape(piece) for piece in pieces)
+    return re.compile(r"\s*".join(rf"(?:,\s*)?{piece}" if piece in (r"\)", r"\]", r"\}") else piece for piece in found))
 
 
 def edited(defect: Defect) -> tuple[Path, str]:
     """The file that a defect changes, and its text with the defect; ValueError if the entry does not fit the code."""
-    places = [d for d in definitions() if f".{d.name}".endswith(f".{defect.at}")]
+    places = [found for found in definitions() if f".{found[0]}".endswith(f".{defect.at}")]
     if not places:
         raise ValueError(
             f"{defect.name}: `at` names a definition, and there is no {defect.at}; "
             "write the name that the function, class or constant has now"
         )
-    finder = pattern(defect.right)
-    found = [(d, match) for d in places for match in finder.finditer(source(d.file), d.start, d.end)]
+    found = [
+        (file, match)
+        for _, file, first, last in places
+        for match in pattern(defect.right).finditer(source(file))
+        if first <= source(file).count("\n", 0, match.start()) + 1 <= last
+    ]
     if len(found) != 1:
-        at = ", ".join(f"{d.file.relative_to(ROOT)}:{source(d.file).count(chr(10), 0, d.start) + 1}" for d in places)
+        at = ", ".join(f"{file.relative_to(ROOT)}:{first}" for _, file, first, _ in places)
         remedy = "lengthen it, or `at`" if found else "write the code as it stands there now, or correct `at`"
         raise ValueError(
             f"{defect.name}: `right` stands once in {defect.at}, "
             f"and {defect.right!r} stands {len(found)} times in {at}; {remedy}"
         )
-    (definition, match), text = found[0], source(found[0][0].file)
-    line = text[text.rfind("\n", 0, match.start()) + 1 :]
-    indentation = line[: len(line) - len(line.lstrip(" "))]
-    wrong = defect.wrong.replace("\n", "\n" + indentation)
-    return definition.file, text[: match.start()] + wrong + text[match.end() :]
+    ((file, match),) = found
+    before, after = source(file)[: match.start()], source(file)[match.end() :]
+    line = source(file).splitlines()[before.count("\n")]
+    indentation = line[: len(line) - len(line.lstrip())]
+    return file, before + defect.wrong.replace("\n", "\n" + indentation) + after
 
 
 def fault(defect: Defect) -> str | None:
@@ -156,53 +134,35 @@ def fault(defect: Defect) -> str | None:
     try:
         file, text = edited(defect)
         if file.suffix == ".py":
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "assertion is always true" and the like
-                ast.parse(text)
+            ast.parse(text)
     except SyntaxError as error:
         return f"{defect.name}: `wrong` gives Python, and line {error.lineno} says {error.msg}; correct `wrong`"
     except ValueError as error:
         return str(error)
-    return _fault_of_tests(defect)
-
-
-def _fault_of_tests(defect: Defect) -> str | None:
-    arguments = shlex.split(defect.tests)
-    expression = arguments.pop(arguments.index("-k") + 1) if "-k" in arguments else ""
-    files, names = zip(*(part.partition("::")[::2] for part in arguments if part != "-k"))
-    missing = [file for file in files if not (ROOT / file).is_file()]
-    if missing:
+    paths, _, expression = defect.tests.partition(" -k ")
+    files, names = zip(*(path.partition("::")[::2] for path in paths.split()))
+    if missing := [path for path in files if not (ROOT / path).is_file()]:
         return (
             f"{defect.name}: `tests` names test files, and there is no {', '.join(missing)}; write where they are now"
         )
-    text = "".join(source(ROOT / file) for file in files)
-    known = " ".join(re.findall(r"def test_\w+|\"[^\"\n]*\"", text)).lower()  # names of tests and their parameters
+    known = "".join(source(ROOT / path) for path in files).lower()
     words = set(re.findall(r"\w+", " ".join([expression, *names]))) - {"and", "or", "not"}
-    unknown = [word for word in sorted(words) if word.lower() not in known and not _quoted(word)]
-    if unknown:
+    registered = "".join(map(source, {file for _, file, _, _ in definitions()}))  # names that tests have as parameters
+    if unknown := [word for word in sorted(words) if word.lower() not in known and f'"{word}"' not in registered]:
         there = f"{files[0]} has no {', '.join(unknown)}"
         return f"{defect.name}: `tests` names tests, and {there}; write what they are called now"
     return None
-
-
-def _quoted(word: str) -> bool:
-    """Whether the word is a name that code registers, which tests have for a parameter."""
-    return any(f'"{word}"' in source(file) for file in {definition.file for definition in definitions()})
 
 
 def kills(defect: Defect) -> bool:
     """Whether the defect's tests fail in a copy of the project that has it."""
     file, text = edited(defect)
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "project"
+        copy = Path(folder) / "draft_heads"  # a package without a file of its own: the project's folders are its parts
         left_out = shutil.ignore_patterns(".git", ".venv*", "build", "runs", ".*_cache", "__pycache__")
         shutil.copytree(ROOT, copy, ignore=left_out)
-        package = Path(folder) / "path" / "draft_heads"
-        package.mkdir(parents=True)
-        for room in ROOMS:
-            (package / room).symlink_to(copy / room)
         (copy / file.relative_to(ROOT)).write_text(text, encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", ""]  # the slow tests too
         done = subprocess.run(
             [*pytest, *shlex.split(defect.tests)], cwd=copy, env=environment, capture_output=True, text=True

@@ -27,9 +27,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draft_heads.configs.command_line import exit_status
 
@@ -49,30 +48,17 @@ _FINISHED = ("holds a finished run", "is already complete")  # the attempt befor
 _WATCHED = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 
-@dataclass
-class Attempt:
+class Attempt(NamedTuple):
     """How a process ended, and how far it had come.
 
     killed    by the signal meant for it; False: it finished
-    log       what it printed
     events    watched events in the run's folder
     progress  the last optimizer step, or finished shards, of the whole run; 0: killed before
     """
 
     killed: bool
-    log: str
     events: int
     progress: int
-
-
-@dataclass
-class Findings:
-    """What a check counted, and sentences for what went wrong."""
-
-    kills: int = 0
-    runs: int = 0
-    most_lost: int = 0
-    wrong: list[str] = field(default_factory=list)
 
 
 def attempt(argv: list[str], folder: Path, at_event: int = 0, after_seconds: float = 0.0) -> Attempt:
@@ -85,10 +71,11 @@ def attempt(argv: list[str], folder: Path, at_event: int = 0, after_seconds: flo
     _, status = os.waitpid(child, 0)
     events, progress = struct.unpack("qq", shared[:16])
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    text = log.read_text(errors="replace")
-    if not killed and status != 0 and not any(sentence in text for sentence in _FINISHED):
-        raise RuntimeError(f"{' '.join(argv)} failed:\n{text[-3000:]}")
-    return Attempt(killed, text, events, progress)
+    if not killed and status != 0:
+        text = log.read_text(errors="replace")
+        if not any(sentence in text for sentence in _FINISHED):
+            raise RuntimeError(f"{' '.join(argv)} failed:\n{text[-3000:]}")
+    return Attempt(killed, events, progress)
 
 
 def _in_child(argv: list[str], folder: Path, log: Path, shared: mmap.mmap, at_event: int, after_seconds: float) -> None:
@@ -142,57 +129,59 @@ def survive(
     folder: Path,
     kills: int,
     draw: random.Random,
-    saved: Callable[[], int],
+    saved: Callable[[Path], int],
     interval: int,
-    digest: Callable[[], str],
-    say: Callable[[str], None],
-) -> Findings:
-    """Kill a command until `kills` attempts have been killed, each finished run compared with the undisturbed one.
+    finished: Callable[[Path], list[Path]],
+) -> list[str]:
+    """Kill a command until `kills` attempts have been killed; sentences for what went wrong.
 
-    saved(): progress that must not be lost any more; interval: how much progress lies between two saves.
+    saved(folder): progress that must not be lost any more; interval: how much progress lies between two saves;
+    finished(folder): files that must be those of the undisturbed run
     """
+
+    def digest() -> str:
+        return hashlib.sha256(b"".join(path.read_bytes() for path in finished(folder))).hexdigest()
+
     start = time.monotonic()
     whole = attempt(argv, folder)
-    seconds, wanted, found = time.monotonic() - start, digest(), Findings()
-    say(f"undisturbed: {whole.events} events in {seconds:.1f} s")
-    reached, history = 0, list[str]()
+    seconds, wanted = time.monotonic() - start, digest()
+    print(f"{folder.name}: undisturbed: {whole.events} events in {seconds:.1f} s", flush=True)
+    killed = runs = most_lost = reached = 0
+    wrong, history = list[str](), list[str]()
     shutil.rmtree(folder)
-    while found.kills < kills or folder.exists():
-        ended = found.kills >= kills  # the last run finishes
+    while killed < kills or folder.exists():
+        ended = killed >= kills  # the last run finishes
         by_time = draw.random() < 0.4
         event = 0 if by_time or ended else draw.randint(1, max(2, whole.events * 2 // 3))
         moment = draw.uniform(0.3, 0.8) * seconds if by_time and not ended else 0.0
-        before = saved() if folder.exists() else 0
+        before = saved(folder) if folder.exists() else 0
         if reached - before > interval:
-            found.wrong.append(f"{reached} were done, {before} kept: more than {interval} lost")
-        found.most_lost = max(found.most_lost, reached - before)
+            wrong.append(f"{reached} were done, {before} kept: more than {interval} lost")
+        most_lost = max(most_lost, reached - before)
         this = attempt(argv, folder, event, moment)
         history.append(f"{before} → {this.progress} ({f'event {event}' if event else f'{moment:.2f} s'})")
         if this.killed:
-            found.kills += 1
+            killed += 1
             reached = max(before, this.progress)
             continue
-        found.runs += 1
+        runs += 1
         if digest() != wanted:
-            found.wrong.append(f"run {found.runs} ended with other results than the undisturbed one: {history}")
-        say(f"{found.kills} kills, {found.runs} runs finished, at most {found.most_lost} of {interval} lost")
+            wrong.append(f"run {runs} ended with other results than the undisturbed one: {history}")
+        lost = f"at most {most_lost} of {interval} lost"
+        print(f"{folder.name}: {killed} kills, {runs} runs finished, {lost}", flush=True)
         shutil.rmtree(folder)
         reached, history = 0, []
-    return found
+    return wrong
 
 
-def digest_of(files: list[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
-def main(arguments: list[str] | None = None) -> int:
+def main() -> bool:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--training", type=int, default=100, help="kills of a training (default 100)")
     parser.add_argument("--distillation", type=int, default=50, help="kills of a distillation (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="of the points at which processes are killed")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.set_num_threads(1)  # a forked process must not need the threads of this one
-    draw, wrong = random.Random(options.seed), []
+    draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as place:
         base = Path(place)
         source = base / "conversations.jsonl"
@@ -202,40 +191,35 @@ def main(arguments: list[str] | None = None) -> int:
         distil += shlex.split(f"--labels argmax --shard_rows {SHARD_ROWS} --batch_size {SHARD_ROWS}")
         data = base / "data"
         attempt([*distil, "--output", str(data)], data)
-        output = base / "distilled"
-        found = survive(
-            [*distil, "--output", str(output)],
-            folder=output,
-            kills=options.distillation,
-            draw=draw,
-            saved=lambda: shards(output),
+        wrong = survive(
+            [*distil, "--output", str(base / "distillation")],
+            base / "distillation",
+            options.distillation,
+            draw,
+            saved=shards,
             interval=0,
-            digest=lambda: digest_of([*sorted(output.glob("shard-*.arrow")), output / "manifest.json"]),
-            say=lambda line: print(f"distillation: {line}", flush=True),
+            finished=lambda folder: [*sorted(folder.glob("shard-*.arrow")), folder / "manifest.json"],
         )
-        wrong += found.wrong
         load_distilled(str(data))
-        run = base / "run"
+        run = base / "training"
         train = [str(ROOT / "train" / "ctc.py"), *common, "--dataset", str(data), "--output_dir", str(run)]
         train += shlex.split(
             f"--max_steps {STEPS} --save_steps {SAVE_STEPS} --eval_strategy no --logging_steps 1 "
             "--held_out 4 --simulate_rows 0 --anchors 4 --warmup_steps 2 --per_device_train_batch_size 2"
         )
-        found = survive(
+        wrong += survive(
             train,
-            folder=run,
-            kills=options.training,
-            draw=draw,
-            saved=lambda: _step(run),
+            run,
+            options.training,
+            draw,
+            saved=_step,
             interval=SAVE_STEPS,
-            digest=lambda: digest_of([run / "head" / "model.safetensors", run / "head" / "config.json"]),
-            say=lambda line: print(f"training: {line}", flush=True),
+            finished=lambda folder: [folder / "head" / "model.safetensors", folder / "head" / "config.json"],
         )
-        wrong += found.wrong
     for line in wrong:
         print(line)
     print(json.dumps({"training": options.training, "distillation": options.distillation, "wrong": len(wrong)}))
-    return int(bool(wrong))
+    return not wrong
 
 
 def shards(output: Path) -> int:

@@ -185,7 +185,7 @@ def test_folders_that_are_none_are_refused(tmp_path):
     with pytest.raises(ValueError, match=f"a folder with {MANIFEST}.*No such file"):
         Datastore.open(tmp_path)
     (tmp_path / MANIFEST).write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is damaged"):
         Datastore.open(tmp_path)
 
 

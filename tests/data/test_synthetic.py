@@ -7,7 +7,7 @@ import pytest
 
 from draft_heads.data.synthetic.corpus import _collect, conversations, questions, split_of, word_problems
 from draft_heads.data.synthetic.problems import MAX_OPERAND, draw_drill, draw_problem, operands, working
-from draft_heads.data.synthetic.texts import Scenario, Topic, read_texts, scenarios, topics
+from draft_heads.data.synthetic.texts import read_texts, scenarios, topics
 from draft_heads.data.text.conversations import parse_record
 
 EQUATION = re.compile(r"\d+(?: [+\-*] \d+)?(?: = \d+(?: [+\-*] \d+)?)+")
@@ -141,8 +141,9 @@ def test_count_beyond_the_different_questions_is_refused():
         _collect(2, 0, "train", lambda rng: ((1,), "the only question", {}))
 
 
-def test_texts_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"napping has \(1, 4, 2, 2\)"):
-        Topic("napping", ["a bed"], ["a"] * 4, ["b"] * 2, ["c"] * 2, "you sleep")
-    with pytest.raises(ValueError, match=r"one step for each of \+ - \*"):
-        Scenario("+-", ["a"] * 3, ["add"], "{n}")
+def test_topics_and_scenarios_have_the_phrases_that_forms_name():
+    for topic in topics():
+        assert tuple(map(len, (topic.tools, topic.steps, topic.gains, topic.slips))) == (3, 4, 2, 2), topic
+    for scenario in scenarios():
+        assert len(scenario.questions) == 3 and len(scenario.steps) == len(scenario.operations), scenario
+        assert set(scenario.operations) <= set("+-*"), scenario

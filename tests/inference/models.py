@@ -15,6 +15,7 @@ from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS, load_targ
 __all__ = [
     "RANDOM_TARGETS",
     "ForkedDrafter",
+    "Rerun",
     "ScriptedDrafter",
     "check_prompts",
     "load_target",
@@ -100,3 +101,10 @@ def check_prompts(target, drafter, prompts, settings, oracle):
     """Decode every prompt with `drafter` and judge it."""
     engine = DecodingEngine(target, drafter)
     return judge_all(oracle, [(prompt, engine.generate(list(prompt), settings).tokens) for prompt in prompts])
+
+
+class Rerun:
+    """Stands in for a graph where there is no GPU: runs the work at every replay, and not when capturing."""
+
+    def __init__(self, work):
+        self.replay = work

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch
 
 from draft_heads.data.text.benchmarks import Question
-from draft_heads.inference.evaluation.evaluate import Benchmark
+from draft_heads.inference.evaluation.evaluate import Benchmark, judge_decoded
+from draft_heads.inference.evaluation.evaluate import decode as decode_groups
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 CONTEXT = 40  # a prompt is one token per character
@@ -70,6 +71,20 @@ class StubOracle:
 
     def answer(self, prompt):
         return [*reversed(last_text(list(prompt))), 0]
+
+
+class DecodedInMemory(dict):
+    """A `DecodedFolder` without a folder."""
+
+    def put(self, group, decoded):
+        self[group] = decoded
+
+
+def evaluate(engines, oracle, benchmarks, render, store=None, group_size=1):
+    """`decode` and `judge_decoded`, in one process."""
+    store = DecodedInMemory() if store is None else store
+    decode_groups(engines, oracle, benchmarks, render, store, group_size=group_size)
+    return judge_decoded(engines, oracle, benchmarks, store, group_size)
 
 
 def last_text(prompt_ids):

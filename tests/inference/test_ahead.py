@@ -18,7 +18,7 @@ from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.target.cuda_graphs import CapturedSteps, CudaGraph, Rerun, current
+from draft_heads.inference.target.cuda_graphs import CapturedSteps, _pool_and_stream, cuda_graph, current
 from draft_heads.inference.target.kv_cache import PerLayerKVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import padded_nodes
@@ -26,6 +26,7 @@ from draft_heads.inference.verify import TypicalAcceptance
 from tests.inference.models import (
     RANDOM_TARGETS,
     ForkedDrafter,
+    Rerun,
     ScriptedDrafter,
     load_target,
     make_head,
@@ -259,10 +260,11 @@ def test_a_device_with_an_index_is_the_current_one_and_has_a_pool_of_its_own(mon
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch, "zeros", lambda *arguments, **settings: None)
-    monkeypatch.setattr(CudaGraph, "_shared", {})
+    _pool_and_stream.cache_clear()
     for index in (1, 0, 1):
         with current(torch.device("cuda", index)):
-            CudaGraph(lambda: None)
+            cuda_graph(lambda: None)
+    _pool_and_stream.cache_clear()
     assert made == [(f"pool of {n}", f"stream of {n}") for n in (1, 1, 0, 0, 1)]  # an anchor, then the graph
 
 

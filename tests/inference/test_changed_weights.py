@@ -16,10 +16,10 @@ from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generate import generate_fn
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
+from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.weights import WeightsSeen
-from tests.inference.models import make_head
+from tests.inference.models import Rerun, make_head
 from tests.tiny_chat import random_llama
 
 PROMPT, SETTINGS = [5, 6, 7, 9, 8], GenerationSettings(24, ())

@@ -11,7 +11,6 @@ from draft_heads.data.common.processes import Processes
 from draft_heads.inference.evaluation.decoded import (
     DecodedFolder,
     DecodedGroup,
-    DecodedGroups,
     subtract_counts,
     total_findings,
 )
@@ -19,13 +18,21 @@ from draft_heads.inference.evaluation.evaluate import (
     decode,
     drafter_order,
     drafters_of,
-    evaluate,
     findings_of,
     judge_decoded,
 )
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
-from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
+from tests.inference.stub_engine import (
+    QUESTIONS,
+    DecodedInMemory,
+    StubEngine,
+    StubOracle,
+    benchmark,
+    evaluate,
+    question,
+    render,
+)
 
 
 def run(engines, benchmarks=None, **options):
@@ -85,7 +92,7 @@ def test_the_warm_up_is_short_and_leaves_no_record():
 def test_old_objects_are_not_walked_through_while_answers_are_timed():
     before, frozen = gc.get_freeze_count(), []
 
-    class Watching(DecodedGroups):
+    class Watching(DecodedInMemory):
         def put(self, group, part):
             super().put(group, part)
             if part.expected is None:
@@ -94,7 +101,7 @@ def test_old_objects_are_not_walked_through_while_answers_are_timed():
     run({"vanilla": StubEngine()}, store=Watching())
     assert frozen and min(frozen) > before and gc.get_freeze_count() == 0
 
-    class Stopping(DecodedGroups):
+    class Stopping(DecodedInMemory):
         def put(self, group, part):
             raise KeyboardInterrupt
 

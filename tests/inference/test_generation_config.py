@@ -32,10 +32,10 @@ from draft_heads.inference.evaluation.hf_generate import HFGenerate, sampling_pr
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.processors import TextProcessors
-from draft_heads.inference.target.cuda_graphs import CapturedSteps, Rerun
+from draft_heads.inference.target.cuda_graphs import CapturedSteps
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import ancestor_rows
-from tests.inference.models import ForkedDrafter, load_target, make_head
+from tests.inference.models import ForkedDrafter, Rerun, load_target, make_head
 
 PROMPT = [5, 6, 7, 5, 6, 30, 31, 7, 5, 6]
 ENDS = (3, 5)

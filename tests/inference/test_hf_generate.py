@@ -96,7 +96,6 @@ def test_the_end_of_an_answer():
     text = [ord(letter) - 200 for letter in "abcb"]
     strings = GenerationSettings(stop_strings=("b",))
     assert stop_length(text, strings, TOKENIZER) == 2
-    assert stop_length(text, strings, TOKENIZER, checked=3) == 4
     assert stop_length(text[:1], strings, TOKENIZER) is None
     assert stop_length(text, GenerationSettings(stop=lambda tokens: 3), None) == 3
     assert stop_length(text[:2], GenerationSettings(stop=lambda tokens: 3), None) is None

@@ -6,7 +6,7 @@ import torch
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
-from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter, fit_window
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter, LookaheadOptions
 from draft_heads.inference.drafters.text.phrase_pool import PhrasePool
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
@@ -142,6 +142,9 @@ def test_a_tree_that_is_not_its_own_leaves_the_window_as_it_is():
 
 
 def test_window_and_phrases_share_a_budget_evenly():
+    def fit_window(n, w, g, max_nodes):
+        return LookaheadOptions(n=n, w=w, g=g, max_nodes=max_nodes).fit_window()
+
     assert fit_window(5, 15, 15, 0) == (15, 15) and fit_window(5, 15, 15, 120) == (15, 15)
     assert fit_window(5, 15, 15, 32) == (4, 4) and fit_window(5, 15, 15, 8) == (1, 1)
     assert fit_window(3, 1, 9, 8) == (1, 3) and fit_window(3, 9, 1, 8) == (3, 1)

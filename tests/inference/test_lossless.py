@@ -144,7 +144,7 @@ def test_stop_callable_and_stop_strings_cut_the_answer():
 def test_the_context_limit_ends_the_answer():
     target = make_target(torch.float64, max_positions=8)
     assert len(Oracle(target, settings()).answer(PROMPT)) == 3
-    with pytest.raises(ValueError, match="8 tokens, the target has 8 positions"):
+    with pytest.raises(ValueError, match="8 positions; the prompt has 8 tokens"):
         Oracle(target, settings()).answer(range(8))
 
 
@@ -261,7 +261,7 @@ def test_only_the_first_difference_counts():
 
 def test_counts_add_up():
     tie, gap = Difference(0, 1, 2, True), Difference(0, 1, 2, False)
-    total = LosslessCounts.of([None, tie, gap, None, None], 80)
+    total = LosslessCounts([None, tie, gap, None, None], 80)
     assert total.as_dict() == {"identical_turns": 3, "turns": 5, "near_ties": 1, "unexplained": 1}
     assert total.flips_per_1000_tokens == 2000 / 80
 

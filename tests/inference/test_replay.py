@@ -8,9 +8,9 @@ from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.evaluation.answer_files import Answer, AnsweredTurn
+from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.replay import (
-    RecordedTurn,
     accepted_sources,
     answer_tokens,
     match_questions,
@@ -19,6 +19,7 @@ from draft_heads.inference.evaluation.replay import (
     replay_all,
     text_drafters,
 )
+from draft_heads.inference.generation import Generation
 from draft_heads.inference.tree import DraftTree
 from tests.inference.models import RANDOM_TARGETS, load_target
 
@@ -77,22 +78,22 @@ def test_prompts_are_the_conversation_so_far():
     def render(messages, extra):
         return [ord(letter) for message in messages for letter in message["content"]]
 
-    turns = list(recorded_turns(ANSWERS, asked, Letters(), render))
+    turns = list(recorded_turns("file", ANSWERS, asked, Letters(), render))
     assert [(turn.question, turn.turn, bytes(turn.prompt).decode()) for turn in turns] == [
         (0, 0, "y"),
         (0, 1, "yabz"),
         (1, 0, "x"),
     ]
-    assert [turn.answer for turn in turns] == [[97, 98, 2], [99, 100], [101, 102, 2]]
+    assert [turn.generation.tokens for turn in turns] == [[97, 98, 2], [99, 100], [101, 102, 2]]
 
 
 def test_without_questions_prompts_are_what_was_answered_before():
-    turns = list(recorded_turns(ANSWERS, match_questions(ANSWERS, None), Letters(), None))
-    assert [turn.prompt for turn in turns] == [[1], [1, 97, 98, 2], [1]]
+    turns = list(recorded_turns("file", ANSWERS, match_questions(ANSWERS, None), Letters(), None))
+    assert [turn.prompt for turn in turns] == [(1,), (1, 97, 98, 2), (1,)]
     bare = Letters()
     bare.bos_token_id = bare.eos_token_id = None
     with pytest.raises(ValueError, match="BOS or EOS"):
-        list(recorded_turns(ANSWERS, match_questions(ANSWERS, None), bare, None))
+        list(recorded_turns("file", ANSWERS, match_questions(ANSWERS, None), bare, None))
 
 
 def test_questions_that_do_not_fit_are_named():
@@ -104,7 +105,10 @@ def test_questions_that_do_not_fit_are_named():
 
 def test_figures_by_category_without_times():
     asked = match_questions(ANSWERS, QUESTIONS)
-    turns = [RecordedTurn(0, 0, [5, 6, 5], [6, 5, 6, 5, 6], "…"), RecordedTurn(1, 0, [5], [7, 8], "…")]
+    turns = [
+        TurnRecord("file", 0, 7, "writing", 0, "", (5, 6, 5), "…", Generation([6, 5, 6, 5, 6])),
+        TurnRecord("file", 1, 8, "math", 0, "", (5,), "…", Generation([7, 8])),
+    ]
     moved = []
     drafters = {"vanilla": VanillaDrafter(), "ngram": NgramDrafter()}
     evaluation = replay_all("file", drafters, asked, turns, lambda *where: moved.append(where))

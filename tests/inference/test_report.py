@@ -8,8 +8,7 @@ from rich.console import Console
 
 from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.answer_files import read_answers, write_answers
-from draft_heads.inference.evaluation.evaluate import evaluate
-from draft_heads.inference.evaluation.names import shown_name
+from draft_heads.inference.evaluation.metrics import shown_name
 from draft_heads.inference.evaluation.report import (
     build_report,
     check_output,
@@ -22,7 +21,7 @@ from draft_heads.inference.evaluation.report import (
 )
 from draft_heads.scripts.score_answers import score_answers
 from draft_heads.scripts.terminal import summary_table
-from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, question, render
+from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, question, render
 
 TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu"}
 SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32}

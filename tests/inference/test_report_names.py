@@ -12,13 +12,12 @@ from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.answer_files import write_answers
 from draft_heads.inference.evaluation.carried_over import carried_over, notes
 from draft_heads.inference.evaluation.decoded import DecodedFolder
-from draft_heads.inference.evaluation.evaluate import evaluate
-from draft_heads.inference.evaluation.names import shown_name
+from draft_heads.inference.evaluation.metrics import shown_name
 from draft_heads.inference.evaluation.report import build_report, markdown, write_report
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.verify import TypicalAcceptance
 from draft_heads.scripts import terminal
-from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, question, render
+from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, evaluate, question, render
 
 TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu"}
 SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32}

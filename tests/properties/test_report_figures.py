@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.evaluation.answer_files import write_answers
-from draft_heads.inference.evaluation.evaluate import Benchmark, evaluate
+from draft_heads.inference.evaluation.evaluate import Benchmark
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import drafter_specs, load_engines
+from tests.inference.stub_engine import evaluate
 
 WORDS = ("Tell", "me", "a", "story", "about", "the", "cat", "What", "is", "3", "plus", "4", "?", "Count", "to", "ten")
 DRAFTERS = ("ngram", "ngram,k=2", "kept=ngram,keep=1", "tree=ngram,branches=3", "prompt_lookup", "lookahead,n=3,w=3")

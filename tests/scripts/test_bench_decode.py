@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.scripts.bench import decode as bench_decode
-from draft_heads.scripts.bench.scripted import schedule, scripted_engine
+from draft_heads.scripts.bench.decode import ScriptedAcceptance, schedule
 from tests.inference.models import load_target, make_head
 
 SMALL = ["--questions", "1", "--prompt_tokens", "32", "--new_tokens", "12", "--repeats", "2", "--max_nodes", "8"]
@@ -17,7 +18,7 @@ SMALL = ["--questions", "1", "--prompt_tokens", "32", "--new_tokens", "12", "--r
 
 def run(monkeypatch, capsys, *flags):
     monkeypatch.setattr(sys, "argv", ["bench_decode.py", *SMALL, *flags])
-    status = bench_decode.main()
+    status = bench_decode.exit_status(bench_decode.run)
     out, err = capsys.readouterr()
     return status, out, err
 
@@ -58,6 +59,7 @@ def test_a_schedule_spreads_whole_numbers_around_its_mean():
 @pytest.mark.parametrize("ahead", [False, True])
 def test_scripted_steps_keep_what_the_script_says(ahead):
     target = load_target("llama", torch.float32)
-    engine = scripted_engine(target, drafter_for(make_head(target, "medusa").eval(), target, 8), 2.3, ahead=ahead)
+    drafter = drafter_for(make_head(target, "medusa").eval(), target, 8)
+    engine = DecodingEngine(target, drafter, accept=ScriptedAcceptance(drafter, 2.3, target.device), ahead=ahead)
     answer = engine.generate(list(range(3, 40)), GenerationSettings(60))
     assert answer.accept_lengths[1:-1] == (schedule(2.3) * 3)[: len(answer.accept_lengths) - 2]

@@ -87,12 +87,12 @@ def test_commands(monkeypatch, capsys):
 
 def test_a_name_in_use_gets_another_drafter(target):
     chat_with = chat.Chat(target, chat.parse(["--target", "t", "--drafters", "ngram"]))
-    before = chat_with.engine()
+    before = chat_with.engines["ngram"]
     assert chat_with.switch("ngram,k=2") == "(ngram), vanilla"
-    assert chat_with.engine() is not before and chat_with.engine().drafter.max_nodes == 2
+    assert chat_with.engines["ngram"] is not before and chat_with.engines["ngram"].drafter.max_nodes == 2
     with pytest.raises(ValueError):
         chat_with.switch("ngram=medusa:/no/such/head")
-    assert chat_with.engine().drafter.max_nodes == 2
+    assert chat_with.engines["ngram"].drafter.max_nodes == 2
 
 
 def test_bytes_that_are_no_text_get_a_sentence_and_the_chat_goes_on(target, monkeypatch, capsys):

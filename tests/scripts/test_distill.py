@@ -81,7 +81,7 @@ def test_preview_marks_exactly_the_trained_tokens():
         (["--target", "nowhere", "--dataset", "chat.csv"], "received the .csv file chat.csv; write its rows as JSONL"),
         (["--target", "nowhere", "--dataset", "no.json.gz"], "no.json.gz does not exist"),  # before the target loads
         (["--split", "test"], "split names a split of a dataset"),
-        (["--hidden_states", "int8"], "--hidden_states int8 is unknown; pass target or one of"),
+        (["--hidden_states", "int8"], "--hidden_states must be one of target, "),
     ],
 )
 def test_wrong_flags_end_in_a_sentence(given, tmp_path, capsys, flags, reason):

@@ -145,8 +145,9 @@ def test_wrong_options_name_the_flag(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_output_that_is_not_empty_is_refused(tmp_path, capsys):
+def test_output_that_is_not_empty_is_refused(tmp_path):
     (tmp_path / "keep.txt").write_text("mine")
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="has files; pick another, or empty it"):
         parse_options(["--output", str(tmp_path)])
-    assert "is not empty" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="is a file; pick another"):
+        parse_options(["--output", str(tmp_path / "keep.txt")])

@@ -86,7 +86,6 @@ class DraftModelDrafter(ModelDrafter):
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> DraftModelDrafter:
-        """See `Drafter.from_options`."""
         model = build.draft_model(cls.kind, path)
         return cls(model, build.inner(options["via"], model), **options)
 
@@ -127,7 +126,6 @@ class SelfSpeculativeDrafter(DraftModelDrafter):
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> SelfSpeculativeDrafter:
-        """See `Drafter.from_options`."""
         target = build.target
         model = target.without_layers(skipped_layers(options["skip"], len(target.layer_types)))
         return cls(model, **options)

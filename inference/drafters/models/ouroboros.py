@@ -80,7 +80,6 @@ class OuroborosDrafter(ModelDrafter):
 
     @classmethod
     def from_options(cls, path: str, build: Builder, **options: Any) -> OuroborosDrafter:
-        """See `Drafter.from_options`."""
         return cls(build.draft_model(cls.kind, path), **options)
 
     def start(self) -> None:

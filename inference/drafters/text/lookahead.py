@@ -39,14 +39,22 @@ class LookaheadOptions(DrafterOptions):
         super().__post_init__()
         self.fit_window()
 
-    @property
-    def verified_ngrams(self) -> int:
-        """n-grams verified per step, and most phrases of a first token."""
-        return self.g or self.w
-
     def fit_window(self) -> tuple[int, int]:
-        """Columns and phrases that the node budget leaves; see `fit_window`."""
-        return fit_window(self.n, self.w, self.verified_ngrams, self.max_nodes)
+        """(columns, phrases), each of n − 1 nodes, within the node budget; ValueError for too small a budget.
+
+        n = 5, w = g = 15 need 120 nodes; 32 nodes allow 4 columns and 4 phrases.
+        """
+        columns, phrases = self.w, self.g or self.w
+        fit = self.max_nodes // (self.n - 1)
+        if not self.max_nodes or columns + phrases <= fit:
+            return columns, phrases
+        if fit < 2:
+            raise ValueError(
+                f"lookahead with n={self.n} needs at least {2 * (self.n - 1)} nodes (a column of the window, a "
+                f"phrase); got max_nodes={self.max_nodes}; leave it out for no limit"
+            )
+        columns = min(max(1, fit * columns // (columns + phrases)), fit - 1)
+        return columns, fit - columns
 
 
 class LookaheadDrafter(TextDrafter):
@@ -67,7 +75,7 @@ class LookaheadDrafter(TextDrafter):
         self.n = n = chosen.n
         self.width, self.phrases = chosen.fit_window()
         super().__init__(device, (n - 1) * (self.width + self.phrases), self.width + n - 2)
-        self.pool = PhrasePool(n, chosen.verified_ngrams) if pool is None else pool
+        self.pool = PhrasePool(n, chosen.g or chosen.w) if pool is None else pool
         self._owns_pool = pool is None
         self._rows: list[list[int]] = []  # of the window, each of `width` tokens
         self._base = 0
@@ -111,20 +119,3 @@ class LookaheadDrafter(TextDrafter):
         tree.candidate[:cells] = False
         self._proposed = tree
         return tree
-
-
-def fit_window(n: int, w: int, g: int, max_nodes: int) -> tuple[int, int]:
-    """(columns, phrases), each of n − 1 nodes, within a node budget (0: no limit); ValueError for too small a budget.
-
-    n = 5, w = g = 15 need 120 nodes; 32 nodes allow 4 columns and 4 phrases.
-    """
-    fit = max_nodes // (n - 1)
-    if not max_nodes or w + g <= fit:
-        return w, g
-    if fit < 2:
-        raise ValueError(
-            f"lookahead with n={n} needs at least {2 * (n - 1)} nodes (a column of the window, a phrase); got "
-            f"max_nodes={max_nodes}; leave it out for no limit"
-        )
-    columns = min(max(1, fit * w // (w + g)), fit - 1)
-    return columns, fit - columns

@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,13 @@ from draft_heads.data.labels.shards import load_distilled
 from draft_heads.inference.target.target import Target
 from tests.running import free_port
 from tests.tiny_chat import save_target, write_sharegpt
+
+
+def stub_server(url, **options):
+    """The client of a server whose target has the end token 2 of 300 tokens and no generation settings."""
+    target = SimpleNamespace(end_token_ids=(2,), vocab_size=300, model=SimpleNamespace(generation_config=None))
+    options = {"concurrency": 2, "cut_loops": False} | options
+    return AnswerServer(target, DistillOptions(labels="generate", engine="openai", base_url=url, **options))
 
 
 @contextmanager
@@ -97,8 +105,8 @@ def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
 
 def test_loop_in_a_served_answer_is_cut():
     with serving(lambda request: {"token_ids": [9] + [7] * 30, "finish_reason": "length"}) as url:
-        plain = AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1]], [31])
-        cut = AnswerServer(url, [2], 300, None, 2, cut_loops=True).answers([[1]], [31])
+        plain = stub_server(url).answers([[1]], [31])
+        cut = stub_server(url, cut_loops=True).answers([[1]], [31])
     assert (plain[0].finish, len(plain[0].tokens)) == ("limit", 31)
     assert (cut[0].finish, cut[0].tokens) == ("loop", [9] + [7] * 12)
 
@@ -114,7 +122,7 @@ def test_loop_in_a_served_answer_is_cut():
 )
 def test_server_that_would_change_the_tokens_is_refused(choice, reason):
     with serving(lambda request: choice) as url, pytest.raises(ValueError, match=reason):
-        AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1]], [8])
+        stub_server(url).answers([[1]], [8])
 
 
 GOOD = json.dumps({"choices": [{"token_ids": [5, 2], "finish_reason": "stop"}]}).encode()
@@ -149,7 +157,7 @@ def test_a_request_that_fails_is_repeated(monkeypatch, fault):
     threading.Thread(target=server.serve_forever).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        (answer,) = AnswerServer(url, [2], 300, "stub", 2, cut_loops=False).answers([[1]], [8])
+        (answer,) = stub_server(url, model_name="stub").answers([[1]], [8])
     finally:
         hang.set()
         server.shutdown()
@@ -160,9 +168,9 @@ def test_a_request_that_fails_is_repeated(monkeypatch, fault):
 INTERRUPTED = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
-from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.configs.command_line import exit_status
-server = AnswerServer(sys.argv[1], [2], 300, "stub", 2, cut_loops=False)
+from tests.data.labels.test_answer_server import stub_server
+server = stub_server(sys.argv[1], model_name="stub")
 sys.exit(exit_status(lambda: server.answers([[1]] * 5, [8] * 5)))
 """
 
@@ -199,7 +207,7 @@ def test_one_refusal_ends_the_other_requests(monkeypatch):
     with serving(complete) as url:
         start = time.monotonic()
         with pytest.raises(ValueError, match="returns text but no token ids"):
-            AnswerServer(url, [2], 300, None, 2, cut_loops=False).answers([[1], [2], [3]], [8] * 3)
+            stub_server(url).answers([[1], [2], [3]], [8] * 3)
         assert time.monotonic() - start < 10
         hang.set()
 
@@ -218,7 +226,7 @@ def test_a_full_server_is_asked_again_while_it_answers_others(monkeypatch):
         return {"token_ids": [5, 2], "finish_reason": "stop"}
 
     with serving(one_at_a_time) as url:
-        server = AnswerServer(url, [2], 300, None, 4, cut_loops=False)
+        server = stub_server(url, concurrency=4)
         assert len(server.answers([[1]] * 6, [8] * 6)) == 6
         assert len(refused) > 12
         free.acquire()
@@ -230,15 +238,15 @@ def test_a_full_server_is_asked_again_while_it_answers_others(monkeypatch):
 def test_a_server_that_answers_no_json_is_named(monkeypatch):
     monkeypatch.setattr(answer_server, "_PAUSES", (0.0,))
     with serving(lambda request: {}) as url, pytest.raises(ValueError, match="cannot be used"):
-        AnswerServer(url, [2], 300, "stub", 2, cut_loops=False)._call("/garbage", None)
+        stub_server(url, model_name="stub")._call("/garbage", None)
 
 
 def test_server_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(answer_server, "_PAUSES", (0.0, 0.0))
     with pytest.raises(ValueError, match=r"^base_url http://127.0.0.1:9/v1/models cannot be used"):
-        AnswerServer("http://127.0.0.1:9/v1/", [2], 300, None, 2, cut_loops=False)
+        stub_server("http://127.0.0.1:9/v1/")
     with pytest.raises(ValueError, match="is no http"):
-        AnswerServer("127.0.0.1:8000", [2], 300, None, 2, cut_loops=False)
+        stub_server("127.0.0.1:8000")
 
 
 @pytest.mark.slow
@@ -253,7 +261,7 @@ def test_transformers_serve_which_returns_no_token_ids_is_refused(folder):
                     if asked.connect_ex(("127.0.0.1", int(port))) == 0:
                         break
                 time.sleep(0.2)
-            served = AnswerServer(f"http://127.0.0.1:{port}/v1", [2], 300, folder, 2, cut_loops=False)
+            served = stub_server(f"http://127.0.0.1:{port}/v1", model_name=folder)
             with pytest.raises(ValueError, match=r"cannot be used \(status 422: .*return_token_ids"):
                 served.answers([[1, 5], [1, 6]], [8, 8])
         finally:
@@ -283,5 +291,5 @@ def test_a_server_is_asked_for_the_checkpoints_own_penalty(folder, tmp_path, own
 
 def test_what_a_server_writes_behind_an_end_token_that_it_does_not_know_is_left_out():
     with serving(lambda request: {"token_ids": [9, 2, 7, 8], "finish_reason": "length"}) as url:
-        (answer,) = AnswerServer(url, [2], 300, None, 2, cut_loops=True).answers([[1]], [4])
+        (answer,) = stub_server(url, cut_loops=True).answers([[1]], [4])
     assert (answer.tokens, answer.finish) == ([9, 2], "end")

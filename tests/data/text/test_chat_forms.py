@@ -128,7 +128,7 @@ def test_what_a_template_refuses_is_told_in_its_words(form, chat, told):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_templates_that_may_leave_out_thoughts_are_known(form):
-    assert ChatRenderer(tokenizer_of(form)).may_rewrite == (form in ("channels", "thoughts"))
+    assert ChatRenderer(tokenizer_of(form)).probe.may_rewrite == (form in ("channels", "thoughts"))
 
 
 def generated_rows(form, answers):

@@ -168,7 +168,7 @@ def test_line_that_is_not_utf8_is_a_bad_row(tmp_path):
         ("[]", "holds no conversation: no rows"),
         ('[{"a": 1} {"b": 2}]', "row 1: .*no ','"),
         ('[{"a": 1},\n {"b": ]', r"row 2: malformed JSON: .* at line 2 column 8"),
-        (json.dumps([GOOD, GOOD])[:-1], "cut short after 2 rows"),
+        (json.dumps([GOOD, GOOD])[:-1], "row 2: malformed JSON: no ',' or ']' after the row at line 1 column"),
         ('[{"id": 1}, ' + "9" * 5000 + "]", "row 2: JSON that cannot be read: .*4300 digits"),
     ],
 )

@@ -109,7 +109,7 @@ def test_generated_rows_have_at_most_the_tokens_that_were_estimated(form):
     estimated, rows = distiller.count_tokens(asked), distiller.rows(asked)
     written = sum(len(row.ids) for row in rows)
     assert written <= estimated
-    if not distiller.renderer.may_rewrite:
+    if not distiller.renderer.probe.may_rewrite:
         assert estimated < 1.4 * written
 
 

@@ -82,13 +82,11 @@ def test_a_row_is_used_where_the_token_lies_beyond_its_end(target):
 
 
 def test_answers_of_a_server_are_checked_against_the_model(target, monkeypatch):
-    from draft_heads.data.labels.distill import server_answerer
-
     replies = {"/models": {"data": [{"id": "m"}]}, "/completions": {"choices": [{"token_ids": [300, 2]}]}}
     monkeypatch.setattr(AnswerServer, "_call", lambda self, path, body: replies[path])
-    answers = server_answerer(target, DistillOptions(labels="generate", engine="openai", base_url="http://localhost"))
+    options = DistillOptions(labels="generate", engine="openai", base_url="http://localhost")
     with pytest.raises(ValueError, match=r"returns tokens that the target has not \(of 300: \[300, 2\]"):
-        answers([[5]], [4], lambda count: None)
+        AnswerServer(target, options).answers([[5]], [4])
 
 
 def test_a_replay_without_a_target_takes_any_token(target):

@@ -5,6 +5,7 @@ import openai
 import pytest
 
 from draft_heads.data.labels.answer_server import AnswerServer
+from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.serving.worker import AnswerText
@@ -84,8 +85,8 @@ def test_completions_continue_texts_and_token_ids(target, engine, client):
 
 def test_labels_distilled_from_the_server_are_the_engines_own(target, engine, served, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    ends = target.end_token_ids
-    asked = AnswerServer(f"{served[2]}/v1", ends, target.vocab_size, None, 4, cut_loops=False)
+    options = DistillOptions(labels="generate", engine="openai", base_url=f"{served[2]}/v1", cut_loops=False)
+    asked = AnswerServer(target, options)
     prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
     for prompt, answer in zip(prompts, asked.answers(prompts, [32] * len(prompts))):
         alone = engine.generate(prompt, GenerationSettings(32))
