@@ -34,16 +34,18 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY)
 	$(BIN)/python scripts/quickstart.py --output runs/quickstart
 
-# Two processes of one thread each: small tests first; of the slow ones, whoever is done takes from the other.
+# Two processes of one thread each. The tests of a file stay together, for what they build is shared; whoever is done takes
+# from the other.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist load
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
-# The seed is new each time; hypothesis prints a failing example, and the next `make fuzz` tries it first.
+# The seed is new each time; hypothesis prints a failing example, and the next `make fuzz` tries it first. Combinations of
+# options are the same each time.
 fuzz: $(READY)
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 --dist load tests/properties
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 --dist load -m "" tests/properties tests/train/test_option_combinations.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

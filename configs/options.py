@@ -13,12 +13,25 @@ import torch
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
-def option(default: Any, help: str, choices: Sequence[Any] = (), least: int | None = None, const: Any = None) -> Any:
-    """A dataclass field that is a flag; `choices` and `least` are checked by `check_options`.
+Rule = tuple[str, Callable[[Any], bool]]
+"""What a value must be, in words, and whether it is."""
+
+
+def option(
+    default: Any,
+    help: str,
+    choices: Sequence[Any] = (),
+    least: int | None = None,
+    rule: Rule | None = None,
+    const: Any = None,
+) -> Any:
+    """A dataclass field that is a flag; `choices`, `least` and `rule` are checked by `check_options`.
 
     const: the value of the flag when it is given without one
     """
-    limits = {"choices": choices or None, "least": least, "const": const}
+    if least is not None:
+        rule = f"at least {least}", lambda value: value >= least
+    limits = {"choices": choices or None, "rule": rule, "const": const}
     metadata = {"help": help, **{name: value for name, value in limits.items() if value is not None}}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -26,7 +39,7 @@ def option(default: Any, help: str, choices: Sequence[Any] = (), least: int | No
 
 
 def check_options(options: Any, called: str = "--{}", remedy: str = "") -> None:
-    """ValueError for the first option of a dataclass that is not the number its type says, no choice, or too small.
+    """ValueError for the first option of a dataclass that is no number its type admits, no choice, or breaks its rule.
 
     called: how an error writes the name of an option; remedy: what it ends with
     """
@@ -35,17 +48,17 @@ def check_options(options: Any, called: str = "--{}", remedy: str = "") -> None:
         if "help" not in f.metadata:
             continue
         name, value, types = called.format(f.name), getattr(options, f.name), value_types(hints[f.name])
-        choices, least = f.metadata.get("choices"), f.metadata.get("least")
+        choices, (wanted, holds) = f.metadata.get("choices"), f.metadata.get("rule", ("", lambda value: True))
         if value is None and type(None) in types:
             continue
         if choices and value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}{end}")
         if int in types:
-            check_whole(name, value, least, remedy)
+            check_whole(name, value, remedy=remedy)
         elif float in types:
             check_number(name, value)
-        if least is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}{end}")
+        if not holds(value):
+            raise ValueError(f"{name} must be {wanted}; got {value}{end}")
 
 
 def value_types(hint: Any) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, W
 from draft_heads.heads.cross_entropy import linear_cross_entropy, soft_cross_entropy
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, in_vocabulary
 from draft_heads.heads.target_view import TargetView
-from draft_heads.heads.windows import Windows, select_windows
+from draft_heads.heads.windows import Windows, choose_windows, label_windows
 
 
 @dataclass
@@ -244,7 +244,8 @@ class DraftHead(nn.Module):
             if read.soft_hidden is None:
                 name, value = "ce", linear_cross_entropy(states, vocabulary, y, read.bias)
             else:
-                name, value = "soft", soft_cross_entropy(states, vocabulary, read.soft_hidden, target, read.bias)
+                name = "soft"
+                value, _ = soft_cross_entropy(states, vocabulary, read.soft_hidden, target, bias=read.bias)
             loss.add(f"{name}_{k}", value, self.config.offset_weight(k))
             for name, (value, weight) in read.terms.items():
                 loss.add(f"{name}_{k}", value, weight)
@@ -294,15 +295,15 @@ class DraftHead(nn.Module):
         """The anchors this step trains on, with their labels; every one in evaluation mode."""
         text, config = (input_ids, greedy_ids, mask, segment_ids), self.config
         rule = config.offsets, config.end_token_ids, config.cut_at_disagreement
-        return select_windows(*text, *rule, config.anchors if self.training else 0, seed, self.tokens_after())
+        every = label_windows(*text, *rule, self.tokens_after())
+        return choose_windows(every, input_ids, segment_ids, config.anchors if self.training else 0, seed)
 
     def tokens_after(self) -> int:
         """Tokens of the same conversation that must follow an anchor in training."""
         return 0
 
-    def count_windows(self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, **batch: Any) -> Tensor:
+    def count_windows(
+        self, input_ids: Tensor, greedy_ids: Tensor, mask: Tensor, segment_ids: Tensor, seed: int = 0, **batch: Any
+    ) -> Tensor:
         """[] int64, how many windows `forward` would use: what the trainer normalises a global batch by."""
-        segment_ids = batch.get("segment_ids")
-        if segment_ids is None:
-            segment_ids = torch.ones_like(input_ids)
-        return self.windows(input_ids, greedy_ids, mask, segment_ids, batch.get("seed", 0)).valid.sum()
+        return self.windows(input_ids, greedy_ids, mask, segment_ids, seed).valid.sum()

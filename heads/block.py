@@ -41,16 +41,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-_LLAMA_NAMES = {
+LLAMA_NAMES = {
     "input_layernorm": "attention_norm",
-    "self_attn.q_proj": "q_proj",
-    "self_attn.k_proj": "k_proj",
-    "self_attn.v_proj": "v_proj",
-    "self_attn.o_proj": "o_proj",
+    **{f"self_attn.{name}_proj": f"{name}_proj" for name in "qkvo"},
     "post_attention_layernorm": "mlp_norm",
-    "mlp.gate_proj": "gate_proj",
-    "mlp.up_proj": "up_proj",
-    "mlp.down_proj": "down_proj",
+    **{f"mlp.{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")},
 }
 """A Llama layer's names → this block's."""
 
@@ -113,7 +108,7 @@ class DecoderBlock(nn.Module):
         Quantised weights are not alike; layers with Llama's weights may have other norms, activations or scales.
         """
         given, wanted = dict(layer.named_parameters()), dict(self.named_parameters())
-        ours = {f"{theirs}.weight": wanted[f"{name}.weight"] for theirs, name in _LLAMA_NAMES.items()}
+        ours = {f"{theirs}.weight": wanted[f"{name}.weight"] for theirs, name in LLAMA_NAMES.items()}
         shared = ours.keys() & given.keys()
         unlike = {
             name for name in shared if ours[name].shape != given[name].shape or type(given[name].data) is not Tensor
@@ -123,7 +118,7 @@ class DecoderBlock(nn.Module):
     def copy_from(self, layer: nn.Module) -> None:
         """Take over the weights of a decoder layer from which this block does not differ."""
         given = dict(layer.named_parameters())
-        self.load_state_dict({f"{name}.weight": given[f"{theirs}.weight"] for theirs, name in _LLAMA_NAMES.items()})
+        self.load_state_dict({f"{name}.weight": given[f"{theirs}.weight"] for theirs, name in LLAMA_NAMES.items()})
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)

@@ -47,13 +47,16 @@ class ChimeraConfig(OffsetConfig):
         "shared": {"projection": "shared"},
     }
     budget: ClassVar[Budget] = Budget(training=3.5, whole_vocabulary=9.5)
+    cut_at_disagreement: ClassVar[bool] = False
 
     encoder: str = option(
         "kgram",
         "what encodes tokens; target_layer0: the target's own first layer (Table 7)",
         choices=("kgram", "target_layer0_frozen", "target_layer0_finetuned"),
     )
-    order: int = option(3, "tokens of a k-gram, 1 to 5 (3: the paper's trigram)")
+    order: int = option(
+        3, "tokens of a k-gram, 1 to 5 (3: the paper's trigram)", rule=("from 1 to 5", lambda order: 1 <= order <= 5)
+    )
     projection: str = option(
         "full",
         "full (the paper: a 2H x V matrix per head) or shared (the LM head after a 2H x H matrix)",
@@ -65,8 +68,6 @@ class ChimeraConfig(OffsetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.order <= 5:
-            raise ValueError(f"--order must be from 1 to 5; got {self.order}")
         if min(self.ce_weight, self.mse_weight) < 0 or self.ce_weight == 0:
             raise ValueError(
                 f"--ce_weight must be above 0 and --mse_weight 0 or more; got {self.ce_weight:g}, {self.mse_weight:g}"
@@ -74,11 +75,6 @@ class ChimeraConfig(OffsetConfig):
 
     def offset_weight(self, k: int) -> float:
         return self.ce_weight
-
-    @property
-    def cut_at_disagreement(self) -> bool:
-        """Chimera reads the tokens before each offset in the text, so a label after a disagreement is valid."""
-        return False
 
 
 class KGramEncoder(nn.Module):

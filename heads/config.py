@@ -14,6 +14,9 @@ from draft_heads.data.common.pretrained import layer_sizes
 WEIGHTS, CONFIG, PROVENANCE, CARD = "model.safetensors", "config.json", "provenance.json", "README.md"
 """The files of a head's folder."""
 
+DECAY = ("above 0 and at most 1", lambda decay: 0 < decay <= 1)
+"""The `rule` of an option --decay, the weight of a label over that of the label before it."""
+
 FORMAT_VERSION = 2
 """Of `config.json`; files without one are version 0."""
 
@@ -38,12 +41,15 @@ class HeadConfig(ABC):
     variants  name → option values worth being sized, benched and tested beside the defaults, the one with most parts
               last; `paper` has the published settings where the defaults are others
     budget    what it may cost
+    cut_at_disagreement  whether a window of labels ends where text and labels differ: not for heads that read the
+              tokens before each label in the text, so that a label after a disagreement is valid
     """
 
     kind: ClassVar[str] = ""
     title: ClassVar[str] = ""
     variants: ClassVar[dict[str, dict[str, Any]]] = {}
     budget: ClassVar[Budget]
+    cut_at_disagreement: ClassVar[bool] = True
     hidden_size: int = 0
     vocab_size: int = 0
     num_attention_heads: int = 0
@@ -76,11 +82,6 @@ class HeadConfig(ABC):
     def offset_weight(self, k: int) -> float:
         """Weight of the cross entropy at offset k from 0."""
         return 1.0
-
-    @property
-    def cut_at_disagreement(self) -> bool:
-        """Whether a window of labels ends where text and labels differ: for heads that do not read drafted tokens."""
-        return True
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -118,7 +119,8 @@ class HeadConfig(ABC):
         types = get_type_hints(cls)
         for name, value in given.items():
             if not _is_of(types[name], value):
-                raise ValueError(f"{name} must be of type {_type_name(types[name])}; got {value!r}; copy it again")
+                wanted = str(types[name]) if get_origin(types[name]) else types[name].__name__
+                raise ValueError(f"{name} must be of type {wanted}; got {value!r}; copy it again")
         return cls(**given)
 
 
@@ -130,10 +132,6 @@ def _is_of(expected: Any, value: Any) -> bool:
     return type(value) is plain or (plain is float and type(value) is int)
 
 
-def _type_name(expected: Any) -> str:
-    return str(expected) if get_origin(expected) else str(expected.__name__)
-
-
 def spread_layers(layers: int) -> list[int]:
     """A low, a middle and a high layer: EAGLE-3's (2, n/2, n−3); of a shallow target three others, or all before its
     last.
@@ -142,12 +140,6 @@ def spread_layers(layers: int) -> list[int]:
     """
     published = [2, layers // 2, layers - 3]
     return published if published == sorted(set(published)) else list(range(1, layers))[-3:]
-
-
-def check_decay(decay: float) -> None:
-    """ValueError for an option --decay that is no weight of a loss by offset."""
-    if not 0 < decay <= 1:
-        raise ValueError(f"--decay must be above 0 and at most 1; got {decay:g}")
 
 
 def check_tree_temperature(temperature: float) -> None:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from draft_heads.heads.target_view import TargetView
 
+Wanted = Tensor | Callable[[slice], Tensor]
+"""What each row is to predict: labels [N] int64, or distributions [n, V] of a slice of rows."""
+
 
 def total(losses: Tensor) -> Tensor:
     """[] their sum, of half precision in float32."""
@@ -39,7 +42,7 @@ def linear_cross_entropy(
         fused = _fused_linear_cross_entropy()
         if fused is not None:
             return fused(states, weight, labels, bias)
-    return _chunked_cross_entropy(states, weight, bias, labels, None, None, chunk_bytes)[0]
+    return _chunked_cross_entropy(states, weight, bias, labels, None, chunk_bytes)[0]
 
 
 def soft_cross_entropy(
@@ -47,40 +50,29 @@ def soft_cross_entropy(
     weight: Tensor,
     hidden: Tensor,
     target: TargetView,
-    bias: Tensor | None = None,
-    chunk_bytes: int | None = None,
-) -> Tensor:
-    """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(hidden)) of the target, q from states and weight.
-
-    states [N, H], weight [V, H], hidden [N, H] of the target. In chunks, as `linear_cross_entropy`.
-    """
-    return soft_cross_entropies(states, weight, hidden, target, None, bias, chunk_bytes)[0]
-
-
-def soft_cross_entropies(
-    states: Tensor,
-    weight: Tensor,
-    hidden: Tensor,
-    target: TargetView,
-    row_weights: Tensor | None,
+    row_weights: Tensor | None = None,
     bias: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same with `row_weights [N]` of the rows in the sum, and the unweighted loss of each row [N], detached."""
+    """[] sum over rows of −Σ_v p_v·log q_v, p = softmax(LM(hidden)) of the target, q from states and weight; and the
+    loss of each row [N], detached.
+
+    states [N, H], weight [V, H], hidden [N, H] of the target; row_weights [N] of the rows in the sum. In chunks, as
+    `linear_cross_entropy`.
+    """
     hidden = hidden.to(target.lm_head_weight.dtype)
 
     def wanted(rows: slice) -> Tensor:
         return target.logits(hidden[rows]).float().softmax(-1)
 
-    return _chunked_cross_entropy(states, weight, bias, None, wanted, row_weights, chunk_bytes)
+    return _chunked_cross_entropy(states, weight, bias, wanted, row_weights, chunk_bytes)
 
 
 def _chunked_cross_entropy(
     states: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor | None,
-    wanted: Callable[[slice], Tensor] | None,
+    wanted: Wanted,
     row_weights: Tensor | None,
     chunk_bytes: int | None,
 ) -> tuple[Tensor, Tensor]:
@@ -93,14 +85,14 @@ def _chunked_cross_entropy(
     chunk = max(1, (chunk_bytes or logits_bytes(states)) // (4 * weight.shape[0]))
     with off:
         return _ChunkedCrossEntropy.apply(
-            states, weight, bias, labels, wanted, row_weights, chunk, dtype, torch.is_grad_enabled()
+            states, weight, bias, wanted, row_weights, chunk, dtype, torch.is_grad_enabled()
         )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Chunks of rows: logits → loss and gradient `softmax − wanted`, written over the logits and multiplied at once.
 
-    Labels [N] int64, or `wanted(rows)`, distributions [n, V]. The gradient of the weight is made here, in one buffer:
+    The gradient of the weight is made here, in one buffer:
     what reads one weight several times should do it in one call.
     """
 
@@ -110,8 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         states_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
-        labels_N: Tensor | None,
-        wanted: Callable[[slice], Tensor] | None,
+        wanted: Wanted,
         row_weights_N: Tensor | None,
         chunk: int,
         dtype: torch.dtype,
@@ -132,9 +123,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             x = states_NH[rows].to(dtype)
             logits = F.linear(x, weight, bias).to(summed)  # [n, V], overwritten below
-            if wanted is None:
-                assert labels_N is not None
-                labels = labels_N[rows, None]
+            if isinstance(wanted, Tensor):
+                labels = wanted[rows, None]
                 hit = logits.gather(1, labels)[:, 0]
             else:
                 probs = wanted(rows).to(summed)
@@ -146,7 +136,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if all(grad is None for grad in grads):
                 continue
             grad_logits = exped.div_(total[:, None])
-            if wanted is None:
+            if isinstance(wanted, Tensor):
                 grad_logits.scatter_add_(1, labels, grad_logits.new_full(labels.shape, -1.0))
             else:
                 grad_logits.sub_(probs)
@@ -171,7 +161,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         found, ctx.grads = ctx.grads, None  # handed on, not copied: the weight's is large
         assert found is not None, "the gradient of a loss is computed once"
         scaled = (None if x is None else x.mul_(grads[0].to(x.dtype)).to(dtype) for x, dtype in zip(found, ctx.types))
-        return (*scaled, *([None] * 6))
+        return (*scaled, *([None] * 5))
 
 
 @functools.cache

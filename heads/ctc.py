@@ -30,7 +30,7 @@ from draft_heads.configs.options import option
 from draft_heads.heads.attention import anchor_attention, before_anchor, causal_attention, chain_attention, frame_mask
 from draft_heads.heads.base import DraftHead, HeadLoss, Rows, TargetView, root_mean_square
 from draft_heads.heads.block import Attend, DecoderBlock, grouped_attention
-from draft_heads.heads.config import Budget, HeadConfig, check_decay
+from draft_heads.heads.config import DECAY, Budget, HeadConfig
 from draft_heads.heads.cross_entropy import soft_cross_entropy, total
 from draft_heads.heads.ctc_loss import ctc_loss_fused
 from draft_heads.heads.draft_vocab import cut_before_outside, in_vocabulary
@@ -66,7 +66,7 @@ class CTCConfig(HeadConfig):
         "rank of the bias that the label before adds to the logits; 0: frames are independent (paper)",
         least=0,
     )
-    decay: float = option(1.0, "weight of a label over that of the label before it; 1: the paper's loss")
+    decay: float = option(1.0, "weight of a label over that of the label before it; 1: the paper's loss", rule=DECAY)
     frames_from: str = option(
         "queries",
         "queries: all frames in one pass; chain: one after another (the published code)",
@@ -83,7 +83,6 @@ class CTCConfig(HeadConfig):
                 f"--frames must be at least 2*labels-1 = {2 * self.labels - 1} so that repeated labels fit with a "
                 f"blank between them; got {self.frames}; raise --frames or lower --labels"
             )
-        check_decay(self.decay)
         weights = (self.ctc_weight, self.regression_weight, self.soft_weight)
         if min(weights) < 0 or max(weights) == 0:
             raise ValueError(
@@ -112,7 +111,7 @@ class CTCConfig(HeadConfig):
         return self.labels
 
     @property
-    def cut_at_disagreement(self) -> bool:
+    def cut_at_disagreement(self) -> bool:  # type: ignore[override]
         return self.labels_cut == "agree"
 
     @property
@@ -228,10 +227,6 @@ class CTCHead(DraftHead):
         blank = target.rule.scaled(frames @ self.blank_weight).float() + self.blank_bias.float()
         return torch.cat([logits, blank[..., None]], dim=-1)
 
-    def frame_log_probs(self, frames: Tensor, target: TargetView) -> Tensor:
-        """[..., H] → [..., V+1] log-probabilities in float32, the blank last, of a head without `label_context`."""
-        return self.frame_logits(frames, target).log_softmax(-1)
-
     def label_contexts(self, tokens: Tensor, target: TargetView) -> Tensor:
         """A(l) [..., r] of the tokens [...] that are the label before."""
         states = target.embed(tokens).to(self.dtype)
@@ -314,31 +309,19 @@ class CTCHead(DraftHead):
         blank = self.blank_weight, self.blank_bias
         scaled = target.rule.scaled(kept)  # a scale of the states is a scale of the logits
         vocabulary, bias = target.lm_head_weight, target.scaled_bias
+        lattice = vocabulary, labels, lengths, closed
         if config.label_context:
-            contexts = self.label_contexts(before, target)
-            ctc, infeasible = ctc_loss_with_context(
-                scaled,
-                *blank,
-                contexts,
-                self.class_context,
-                vocabulary,
-                labels,
-                lengths,
-                closed,
-                bias,
-                decay=config.decay,
-            )
+            contexts = self.label_contexts(before, target), self.class_context
+            ctc, infeasible = ctc_loss_with_context(scaled, *blank, *contexts, *lattice, bias, decay=config.decay)
         else:
-            ctc, infeasible = ctc_loss_fused(
-                scaled, *blank, vocabulary, labels, lengths, closed, bias, decay=config.decay
-            )
+            ctc, infeasible = ctc_loss_fused(scaled, *blank, *lattice, bias, decay=config.decay)
         loss = HeadLoss.zero(len(kept), kept.device)
         loss.add("ctc", ctc, config.ctc_weight)
         loss.parts["infeasible_count"] = infeasible.sum()
         if config.chained:
             next_hidden = windows.gather(rows.hidden, ahead=1)  # h_{n+1}
             regression = total(F.smooth_l1_loss(kept[:, 0], next_hidden, reduction="none").mean(-1))
-            soft = soft_cross_entropy(scaled[:, 0].to(vocabulary.dtype), vocabulary, next_hidden, target, bias)
+            soft, _ = soft_cross_entropy(scaled[:, 0].to(vocabulary.dtype), vocabulary, next_hidden, target, bias=bias)
             loss.add("regression", regression, config.regression_weight)
             loss.add("soft", soft, config.soft_weight)
         if not self.training:

@@ -76,9 +76,9 @@ def lattice_log_prob(
 
 
 def interleave_blank(label_scores: Tensor, blank_scores: Tensor) -> Tensor:
-    """[N, T, U] label scores and [N, T] blank scores → [N, T, 2U+1] in lattice order."""
-    count, frames, size = label_scores.shape
-    out = blank_scores[:, :, None].expand(count, frames, 2 * size + 1).clone()
+    """[N, T, U] label scores and [N, T, U+1] blank scores, or [N, T, 1] for all, → [N, T, 2U+1] in lattice order."""
+    blanks = blank_scores.expand(-1, -1, label_scores.shape[2] + 1)
+    out = blanks.repeat_interleave(2, dim=2)[:, :, :-1].clone()
     out[:, :, 1::2] = label_scores
     return out
 
@@ -90,7 +90,7 @@ def ctc_loss_reference(log_probs: Tensor, labels: Tensor, lengths: Tensor, close
     lattice. Infeasible windows add nothing.
     """
     count, frames, classes = log_probs.shape
-    emissions = interleave_blank(log_probs.gather(2, labels[:, None, :].expand(-1, frames, -1)), log_probs[:, :, -1])
+    emissions = interleave_blank(log_probs.gather(2, labels[:, None, :].expand(-1, frames, -1)), log_probs[:, :, -1:])
     value = lattice_log_prob(emissions, labels, lengths, closed)
     infeasible = value < IMPOSSIBLE / 2
     closed_losses = F.ctc_loss(
@@ -153,7 +153,7 @@ class _FusedCTC(torch.autograd.Function):
             with torch.enable_grad():
                 emissions = interleave_blank(
                     (label_logits - normaliser[:, None]).view(-1, frames, size),
-                    (blank - normaliser).view(-1, frames),
+                    (blank - normaliser).view(-1, frames, 1),
                 ).requires_grad_(need_grad)
                 value = lattice_log_prob(emissions, labels, lengths_N[rows], closed_N[rows], decay=decay)
                 possible = ~(value <= IMPOSSIBLE / 2)  # a value that is no number is not hidden

@@ -30,8 +30,8 @@ from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import before_anchor, chain_attention
 from draft_heads.heads.base import DraftHead, HeadLoss, Readout, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
-from draft_heads.heads.config import Budget, HeadConfig, check_decay, spread_layers
-from draft_heads.heads.cross_entropy import soft_cross_entropies
+from draft_heads.heads.config import DECAY, Budget, HeadConfig, spread_layers
+from draft_heads.heads.cross_entropy import soft_cross_entropy
 from draft_heads.heads.draft_vocab import in_vocabulary
 from draft_heads.heads.windows import Windows, at
 
@@ -43,22 +43,14 @@ class Eagle3Config(HeadConfig):
     kind: ClassVar[str] = "eagle3"
     title: ClassVar[str] = "an EAGLE-3 head"
     budget: ClassVar[Budget] = Budget(training=4.4, whole_vocabulary=7.5, drafting=0.35)  # S blocks one after another
+    cut_at_disagreement: ClassVar[bool] = False
 
     passes: int = option(7, "S, passes of the training-time test and levels of a draft", least=1)
-    decay: float = option(0.8, "the loss of pass k is weighted decay^k")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_decay(self.decay)
+    decay: float = option(0.8, "the loss of pass k is weighted decay^k", rule=DECAY)
 
     @property
     def offsets(self) -> int:
         return self.passes
-
-    @property
-    def cut_at_disagreement(self) -> bool:
-        """Each pass reads the token before its label in the text, so a label after a disagreement is valid."""
-        return False
 
     @classmethod
     def usual_layers(cls, layers: int) -> list[int]:
@@ -149,7 +141,7 @@ class Eagle3Head(DraftHead):
         hidden = torch.stack([windows.gather(rows.hidden, ahead=k + 1) for k in range(len(offset))], dim=1)
         # h_{n+1+k} predicts x_{n+2+k}; the LM head is read once for all passes
         passes = offset.expand_as(drafted)[drafted]
-        total, losses = soft_cross_entropies(
+        total, losses = soft_cross_entropy(
             states[drafted], self.lm_head.weight, hidden[drafted], target, self.config.decay ** passes.float()
         )
         loss = HeadLoss.zero(len(states), states.device)

@@ -39,6 +39,7 @@ class HydraConfig(MedusaConfig):
         "plus": {"layers": 4, "prefix_attention": True, "labels_from": "distribution"},
     }
     budget: ClassVar[Budget] = Budget(training=3.7, whole_vocabulary=7.5)
+    cut_at_disagreement: ClassVar[bool] = False
 
     prefix_attention: bool = option(False, "read the context through a decoder block of its own (Hydra++)")
     labels_from: str = option(
@@ -46,17 +47,9 @@ class HydraConfig(MedusaConfig):
         "tokens (the greedy ones) or distribution (the target's, Hydra++)",
         choices=("tokens", "distribution"),
     )
-    dropout: float = option(0.0, "dropout on what a head reads (Hydra++: 0.2)")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"--dropout must be at least 0 and below 1; got {self.dropout:g}")
-
-    @property
-    def cut_at_disagreement(self) -> bool:
-        """Hydra heads read the tokens before each offset in the text, so a label after a disagreement is valid."""
-        return False
+    dropout: float = option(
+        0.0, "dropout on what a head reads (Hydra++: 0.2)", rule=("at least 0 and below 1", lambda p: 0 <= p < 1)
+    )
 
 
 class TokenHead(OffsetHead):

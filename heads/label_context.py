@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_heads.heads.cross_entropy import logits_bytes
-from draft_heads.heads.ctc_loss import IMPOSSIBLE, lattice_log_prob
+from draft_heads.heads.ctc_loss import IMPOSSIBLE, interleave_blank, lattice_log_prob
 
 
 class _ContextCTC(torch.autograd.Function):
@@ -80,11 +80,11 @@ class _ContextCTC(torch.autograd.Function):
                 leaves = [(score - under).requires_grad_(need_grad) for score, under in zip(scores, own)]
                 enter, stay, blanks = leaves
                 value = lattice_log_prob(
-                    _interleaved(stay, blanks),
+                    interleave_blank(stay, blanks),
                     labels,
                     lengths_N[rows],
                     closed_N[rows],
-                    _interleaved(enter, blanks),
+                    interleave_blank(enter, blanks),
                     decay,
                 )
                 possible = ~(value <= IMPOSSIBLE / 2)
@@ -135,13 +135,6 @@ def _scores(logits: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tenso
     of_labels = logits.gather(2, labels[:, None].expand(-1, logits.shape[1], -1))
     entered, stays = (some.gather(2, labels[:, :, None])[:, None, :, 0] for some in (bias[:, :-1], bias[:, 1:]))
     return of_labels + entered, of_labels + stays, logits[:, :, -1:] + bias[:, None, :, -1]
-
-
-def _interleaved(labels: Tensor, blanks: Tensor) -> Tensor:
-    """[n, T, U] and [n, T, U + 1] → [n, T, 2U + 1] in lattice order."""
-    out = blanks.repeat_interleave(2, dim=2)[:, :, :-1].clone()
-    out[:, :, 1::2] = labels
-    return out
 
 
 def ctc_loss_with_context(

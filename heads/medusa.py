@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from draft_heads.configs.options import option
 from draft_heads.heads.base import DraftHead, Readout, Rows, TargetView
 from draft_heads.heads.block import ResidualLayer
-from draft_heads.heads.config import Budget, HeadConfig, check_decay
+from draft_heads.heads.config import DECAY, Budget, HeadConfig
 from draft_heads.heads.windows import Windows
 
 
@@ -45,11 +45,7 @@ class MedusaConfig(OffsetConfig):
     budget: ClassVar[Budget] = Budget(training=1.4, whole_vocabulary=4.6)
 
     layers: int = option(1, "residual layers of a head", least=0)
-    decay: float = option(0.8, "the loss of head k is weighted decay^k")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_decay(self.decay)
+    decay: float = option(0.8, "the loss of head k is weighted decay^k", rule=DECAY)
 
     def offset_weight(self, k: int) -> float:
         return self.decay**k

@@ -30,7 +30,7 @@ IGNORED = -100
 class Windows:
     """Anchors and their labels."""
 
-    anchors: Tensor  # [B, A] int64, index of the last committed token, ascending; where `valid` is false: 0
+    anchors: Tensor  # [B, A] int64, index of the last committed token, ascending; 0 for a chosen one that is not valid
     valid: Tensor  # [B, A] bool
     labels: Tensor  # [B, A, U] int64, 0 beyond `lengths`
     lengths: Tensor  # [B, A] int64, labels in the window; at least 1 where valid
@@ -63,8 +63,8 @@ def label_windows(
     end_token_ids: list[int],
     agree: bool = True,
     tokens_after: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Labels `[B, L, U]`, lengths `[B, L]`, closed `[B, L]` and valid `[B, L]` of the window at *every* position.
+) -> Windows:
+    """The windows of `size` labels at *every* position, A = L.
 
     tokens_after: how many tokens of the same conversation must follow the anchor (chained frames read that text).
 
@@ -95,8 +95,8 @@ def label_windows(
         if agree:
             text = ahead(input_ids, offset + 2, 0)
             alive = alive & (text == label)
-    closed = closed | (lengths == size)
-    return labels, lengths, closed, lengths > 0
+    index = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+    return Windows(index, lengths > 0, labels, lengths, closed | (lengths == size))
 
 
 def position_in_segment(segment_ids: Tensor) -> Tensor:
@@ -130,24 +130,12 @@ def rank_in_segment(score: Tensor, segment_ids: Tensor) -> Tensor:
     return torch.zeros_like(order).scatter_(1, order, position_in_segment(segment_ids.gather(1, order)))
 
 
-def select_windows(
-    input_ids: Tensor,
-    greedy_ids: Tensor,
-    mask: Tensor,
-    segment_ids: Tensor,
-    size: int,
-    end_token_ids: list[int],
-    agree: bool = True,
-    anchors_each: int = 0,
-    seed: int = 0,
-    tokens_after: int = 0,
-) -> Windows:
-    """The windows of at most `anchors_each` anchors of each conversation (0: every valid anchor)."""
-    labels, lengths, closed, valid = label_windows(
-        input_ids, greedy_ids, mask, segment_ids, size, end_token_ids, agree, tokens_after
-    )
-    score = torch.where(valid, anchor_scores(input_ids, segment_ids, seed) + 1, 0)
-    sampled = valid if anchors_each == 0 else valid & (rank_in_segment(score, segment_ids) < anchors_each)
+def choose_windows(every: Windows, input_ids: Tensor, segment_ids: Tensor, anchors_each: int, seed: int) -> Windows:
+    """Of the windows at every position those of at most `anchors_each` anchors of each conversation (0: all valid)."""
+    score = torch.where(every.valid, anchor_scores(input_ids, segment_ids, seed) + 1, 0)
+    sampled = every.valid
+    if anchors_each:
+        sampled = sampled & (rank_in_segment(score, segment_ids) < anchors_each)
     take = max(1, int(sampled.sum(-1).max()))  # with one that is not valid a batch without any has the same graph
     chosen = (score * sampled).topk(take, dim=-1).indices
     anchors = chosen.sort(-1).values
@@ -157,7 +145,7 @@ def select_windows(
     return Windows(
         anchors=torch.where(picked, anchors, 0),
         valid=picked,
-        labels=labels.gather(1, anchors[:, :, None].expand(-1, -1, size)),
-        lengths=lengths.gather(1, anchors),
-        closed=closed.gather(1, anchors),
+        labels=at(every.labels, anchors),
+        lengths=every.lengths.gather(1, anchors),
+        closed=every.closed.gather(1, anchors),
     )

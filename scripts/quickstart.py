@@ -26,7 +26,7 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
 from draft_heads.heads.checkpoint import HEADS, head_classes
 from draft_heads.scripts.decoding_options import script_parser
-from draft_heads.train.entry_points import trainer_script
+from draft_heads.train.command import trainer_script
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "data" / "tiny_target"

@@ -54,7 +54,8 @@ def variants(kind):
 ALONE = {kind: next(variants(kind)) for kind in DRAFTERS}
 WORDS = [words for kind in DRAFTERS for words in variants(kind)]
 PARTS = [kind for kind in DRAFTERS if kind != "vanilla"]
-PAIRS = [f"{ALONE[a]}+{ALONE[b]}" for a, b in (*itertools.pairwise(PARTS), *((kind, "ngram") for kind in PARTS))]
+TWO = dict.fromkeys((*itertools.pairwise(PARTS), *((kind, "ngram") for kind in PARTS)))
+PAIRS = [f"{ALONE[a]}+{ALONE[b]}" for a, b in TWO]
 
 
 @functools.cache

@@ -25,10 +25,11 @@ class MarkComplete(TrainerCallback):
     """Marks a checkpoint once all processes have written their files, then deletes old ones.
 
     progress: what the marker shall hold beside the step; called on every process
+    limit: as --save_total_limit has it
     """
 
-    def __init__(self, progress: Callable[[], dict[str, float]]) -> None:
-        self.progress = progress
+    def __init__(self, progress: Callable[[], dict[str, float]], limit: int | None = None) -> None:
+        self.progress, self.limit = progress, limit
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when this process has written its files of the checkpoint."""
@@ -39,7 +40,7 @@ class MarkComplete(TrainerCallback):
         if state.is_world_process_zero and folder.is_dir():
             mark_complete(folder, step=state.global_step, **progress)
             best = state.best_model_checkpoint
-            delete_old_checkpoints(folder, args.save_total_limit, Path(best).name if best else None)
+            delete_old_checkpoints(folder, self.limit, Path(best).name if best else None)
 
 
 def is_checkpoint(name: str) -> bool:

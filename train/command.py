@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 from draft_heads.configs.command_line import OptionParser, exit_status
 
@@ -21,6 +23,12 @@ TRANSFORMERS_FLAGS = {
     "deepspeed": "ZeRO configuration, e.g. configs/deepspeed/zero2.json",
 }
 """The flags of transformers that most runs need."""
+
+
+def trainer_script(kind: str) -> list[str]:
+    """What to run, seen from the project's folder, to train a head of this kind: its own entry point if it has one."""
+    own = Path(__file__).with_name(f"{kind}.py").is_file()
+    return [f"train/{kind}.py"] if own else ["train/head.py", "--head", kind]
 
 
 def answer_help(kind: str, arguments: list[str]) -> None:
@@ -74,6 +82,12 @@ def train(kind: str, arguments: list[str] | None = None) -> None:
         from draft_heads.train.run import train_head
         from draft_heads.train.training_arguments import parse_options
 
-        train_head(kind, *parse_options(head_classes(kind)[1], given))
+        options, settings, training = parse_options(head_classes(kind)[1], given)
+        if training.deepspeed and "LOCAL_RANK" not in os.environ:
+            raise ValueError(
+                "--deepspeed needs a launcher, on one GPU too; got none; start with: deepspeed "
+                f"{' '.join(trainer_script(kind))} …"
+            )
+        train_head(kind, options, settings, training)
 
     sys.exit(exit_status(run))

@@ -1,6 +1,6 @@
 """Which of transformers' TrainingArguments are flags of the trainers: each is read, refused by name, or not offered.
 
-A field that a later version of transformers adds is not offered until it is listed here; a test names it.
+A field that a later version of transformers adds is not offered until it is added here; a test names it.
 """
 
 from __future__ import annotations
@@ -8,68 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-READ: dict[str, str] = {
-    "output_dir": "the run's folder",
-    "per_device_train_batch_size": "batches of rows",
-    "num_train_epochs": "the run's end",
-    "max_steps": "the run's end",
-    "learning_rate": "optimizer",
-    "lr_scheduler_type": "schedule",
-    "lr_scheduler_kwargs": "schedule",
-    "warmup_steps": "schedule",
-    "optim": "optimizer",
-    "weight_decay": "optimizer",
-    "adam_beta1": "optimizer",
-    "adam_beta2": "optimizer",
-    "adam_epsilon": "optimizer",
-    "gradient_accumulation_steps": "the training loop",
-    "max_grad_norm": "clipping",
-    "bf16": "precision",
-    "fp16": "precision",
-    "tf32": "precision",
-    "torch_compile": "accelerate, when it wraps the head",
-    "torch_compile_backend": "accelerate, when it wraps the head",
-    "torch_compile_mode": "accelerate, when it wraps the head",
-    "torch_empty_cache_steps": "the training loop",
-    "logging_strategy": "the log",
-    "logging_steps": "the log",
-    "logging_first_step": "the log",
-    "log_level": "the log",
-    "log_level_replica": "the log",
-    "disable_tqdm": "progress",
-    "report_to": "TensorBoard and its like",
-    "run_name": "what --report_to names the run",
-    "eval_strategy": "when to evaluate",
-    "eval_steps": "when to evaluate",
-    "eval_delay": "when to evaluate",
-    "eval_on_start": "when to evaluate",
-    "per_device_eval_batch_size": "evaluation",
-    "save_strategy": "checkpoints",
-    "save_steps": "checkpoints",
-    "save_total_limit": "checkpoints",
-    "load_best_model_at_end": "the checkpoint to export",
-    "metric_for_best_model": "the checkpoint to export",
-    "full_determinism": "random numbers",
-    "seed": "random numbers",
-    "data_seed": "the order of rows",
-    "use_cpu": "the device",
-    "dataloader_drop_last": "batches of rows",
-    "dataloader_num_workers": "the data loader",
-    "dataloader_pin_memory": "the data loader",
-    "dataloader_persistent_workers": "the data loader",
-    "dataloader_prefetch_factor": "the data loader",
-    "dataloader_multiprocessing_context": "the data loader",
-    "dataloader_in_order": "the data loader",
-    "ddp_find_unused_parameters": "several processes",
-    "ddp_bucket_cap_mb": "several processes",
-    "ddp_broadcast_buffers": "several processes",
-    "ddp_static_graph": "several processes",
-    "ddp_backend": "several processes",
-    "ddp_timeout": "several processes",
-    "deepspeed": "several processes",
-    "local_rank": "DeepSpeed's launcher passes it",
+_READ_BY = {
+    "the run's folder": "output_dir",
+    "the run's end": "num_train_epochs max_steps",
+    "batches of rows": "per_device_train_batch_size dataloader_drop_last",
+    "the data loader": "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+    "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
+    "random numbers": "full_determinism seed data_seed",
+    "optimizer": "learning_rate optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm",
+    "schedule": "lr_scheduler_type lr_scheduler_kwargs warmup_steps",
+    "the training loop": "gradient_accumulation_steps torch_empty_cache_steps",
+    "precision": "bf16 fp16 tf32",
+    "accelerate, when it wraps the head": "torch_compile torch_compile_backend torch_compile_mode",
+    "the log": "logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm",
+    "TensorBoard and its like": "report_to run_name",
+    "evaluation": "eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size",
+    "checkpoints": "save_strategy save_steps save_total_limit",
+    "the checkpoint to export": "load_best_model_at_end metric_for_best_model",
+    "the device": "use_cpu",
+    "several processes": "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+    "ddp_backend ddp_timeout deepspeed local_rank",
 }
-"""The flags, and what reads them."""
+READ = frozenset(" ".join(_READ_BY.values()).split())
+"""The flags. DeepSpeed's launcher passes --local_rank."""
 
 _CHECKPOINTING = (
     "is not for heads, whose losses recompute their logits already; lower --tokens_per_batch, "
@@ -109,17 +70,6 @@ REFUSED: dict[str, str] = {
 }
 """Known to users of transformers, and of no effect or a harmful one here: the reason is the answer to the flag."""
 
-NOT_OFFERED = {
-    *("average_tokens_across_devices", "batch_eval_metrics", "debug", "eval_accumulation_steps"),
-    *("eval_do_concat_batches", "eval_use_gather_object", "hub_always_push", "hub_model_id", "hub_private_repo"),
-    *("hub_revision", "hub_strategy", "hub_token", "include_for_metrics", "include_num_input_tokens_seen"),
-    *("label_names", "length_column_name", "liger_kernel_config", "log_on_each_node", "logging_nan_inf_filter"),
-    *("prediction_loss_only", "project", "remove_unused_columns", "restore_callback_states_from_checkpoint"),
-    *("save_on_each_node", "skip_memory_metrics", "trackio_bucket_id", "trackio_space_id"),
-    *("trackio_static_space_id", "use_cache"),
-}
-"""Unknown flags: nothing on the way of a head's training reads them, or the trainer sets them itself."""
-
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "adagrad", "rmsprop", "sgd")
 """Those of transformers that need no other package and update any head."""
 
@@ -143,6 +93,12 @@ def _by_steps(what: str) -> Entry:
 
     why = f"it counts no steps; leave it out, or pass --{what}_strategy steps"
     return (f"{what}_steps",), f"{what}_strategy", counts_none, why
+
+
+def _one_offset(option: str) -> Entry:
+    """--decay of a head whose offsets this option counts."""
+    why = "one offset has no other to be weighed against; leave it out"
+    return ("decay",), option, lambda v: getattr(v, option, 0) == 1, why
 
 
 NO_EFFECT: tuple[Entry, ...] = (
@@ -206,14 +162,13 @@ NO_EFFECT: tuple[Entry, ...] = (
         lambda v: v.dataloader_num_workers == 0,
         "there are no workers; leave it out, or pass --dataloader_num_workers 2",
     ),
-)
-"""(flags, the option that takes their effect away, whether it does so, why and what to do)."""
-
-_ONE_OFFSET = "one offset has no other to be weighed against; leave it out"
-OF_HEADS: tuple[Entry, ...] = (
-    (("decay",), "labels", lambda v: getattr(v, "labels", 0) == 1, _ONE_OFFSET),
-    (("decay",), "heads", lambda v: getattr(v, "heads", 0) == 1, _ONE_OFFSET),
-    (("decay",), "passes", lambda v: getattr(v, "passes", 0) == 1, _ONE_OFFSET),
+    (
+        ("simulate_nodes",),
+        "simulate_rows",
+        lambda v: v.simulate_rows == 0,
+        "nothing is simulated; leave it out, or raise --simulate_rows",
+    ),
+    *(_one_offset(option) for option in ("labels", "heads", "passes")),
     (
         ("order",),
         "encoder",
@@ -221,15 +176,7 @@ OF_HEADS: tuple[Entry, ...] = (
         "it reads one token at a time; leave it out, or take --encoder kgram",
     ),
 )
-OF_RUNS: tuple[Entry, ...] = (
-    (
-        ("simulate_nodes",),
-        "simulate_rows",
-        lambda v: v.simulate_rows == 0,
-        "nothing is simulated; leave it out, or raise --simulate_rows",
-    ),
-)
-"""The same for options of heads, and for `RunOptions`."""
+"""(flags, the option that takes their effect away, whether it does so, why and what to do); options of any head."""
 
 
 def refused(name: str, value: Any = None) -> str | None:
@@ -240,13 +187,13 @@ def refused(name: str, value: Any = None) -> str | None:
     return f"--{name} {reason}{got}; leave it out"
 
 
-def check_effects(values: Any, table: tuple[Entry, ...], given: set[str], written: set[str]) -> None:
+def check_effects(values: Any, given: set[str], written: set[str]) -> None:
     """ValueError for the first flag that was asked for and that another option makes ineffective.
 
-    given: names on the command line; written: those in the user's own --config. What the command line sets may take
-    the effect of a line of the file away.
+    values: all options of a run; given: names on the command line; written: those in the user's own --config. What the
+    command line sets may take the effect of a line of the file away.
     """
-    for names, other, takes_effect_away, why in table:
+    for names, other, takes_effect_away, why in NO_EFFECT:
         for name in names:
             asked = name in given or (name in written and other in written and other not in given)
             if asked and takes_effect_away(values):

@@ -24,16 +24,14 @@ def settle_end(given: Mapping[str, Any], defaults: dict[str, Any], source: str) 
                 raise ValueError(f"{where}--{name} must be a number above 0; got {value}")
         if where or options is given:
             _check_one_end(options, where)
-    if given.get("max_minutes"):
-        others: tuple[str, ...] = ("max_steps", "num_train_epochs")
+    asked = given.keys() & {"max_minutes", "max_steps", "num_train_epochs"}
+    others: tuple[str, ...] = ()
+    if given.get("max_minutes") or (not asked and defaults.get("max_minutes")):
+        others = ("max_steps", "num_train_epochs")
     elif "max_steps" in given:
         others = ("max_minutes",)
     elif "num_train_epochs" in given:
         others = ("max_minutes", "max_steps")
-    elif defaults.get("max_minutes") and "max_minutes" not in given:
-        others = ("max_steps", "num_train_epochs")
-    else:
-        others = ()
     for name in others:
         defaults.pop(name, None)
 

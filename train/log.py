@@ -1,4 +1,4 @@
-"""The log of a run: the metrics of a line, the last line of a short run, and the progress bar or progress lines.
+"""The log of a run: the metrics of a line, losses that end it, the last line of a short run, the progress bar or lines.
 
 Sums of metrics stay on the device until a line is due, so no step waits for the host.
 """
@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from functools import partial
+from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
@@ -20,8 +21,11 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from draft_heads.data.common.progress import ProgressLines, Update
 from draft_heads.heads.base import HeadLoss
+from draft_heads.train.checkpoints import how_to_resume
 from draft_heads.train.options import peak_flops
 from draft_heads.train.stopping import WallClock
+
+Trainer = Any  # a `trainer.DraftHeadTrainer`, whose module imports this one
 
 # --- metrics of a log line ------------------------------------------------------------------------------------------
 
@@ -104,6 +108,38 @@ def peak_memory(device: torch.device) -> dict[str, float]:
         return {"memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
     kib = getrusage(RUSAGE_SELF).ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     return {"memory_mib": round(kib / 1024)}
+
+
+# --- losses that are no finite number -------------------------------------------------------------------------------
+
+
+def check_losses(trainer: Trainer, batches: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """ValueError on every process if a loss of `batches`, (loss, tokens, segments), is no finite number on one.
+
+    It ends training before the head is saved, and names the rows of the batch.
+    """
+    finite = torch.stack([loss for loss, _, _ in batches] or [torch.zeros(())]).isfinite().tolist()
+    if int(trainer.accelerator.reduce(torch.tensor(finite.count(False), device=trainer.args.device))) == 0:
+        return
+    rows = "those of another process"
+    if False in finite:
+        _, input_ids, segment_ids = batches[finite.index(False)]
+        rows = ", ".join(row_names(trainer.train_dataset, input_ids, segment_ids, trainer.longest))
+    raise ValueError(
+        f"the loss became infinite or not a number by step {trainer.state.global_step}; rows of the batch: {rows}; "
+        f"{how_to_resume(Path(trainer.args.output_dir or ''))}; lower --learning_rate, or distil without those rows"
+    )
+
+
+def row_names(dataset: Any, input_ids: Tensor, segment_ids: Tensor, longest: int) -> list[str]:
+    """The `id` of every row of the dataset, cut to `longest` tokens, that a batch `[B, L]` was made of."""
+    batch = {
+        tuple(tokens[segments == number].tolist())
+        for tokens, segments in zip(input_ids, segment_ids)
+        for number in range(1, int(segments.max()) + 1)
+    }
+    rows = dataset.select_columns(["id", "input_ids"])
+    return [row["id"] for row in rows if tuple(row["input_ids"][:longest]) in batch]
 
 
 # --- when to log, and progress --------------------------------------------------------------------------------------

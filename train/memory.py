@@ -79,14 +79,3 @@ def training_memory(config: Any, kind: str, recipe: dict[str, Any]) -> dict[str,
     for stage, (whole, sharded) in enumerate(((16, 0), (4, 12), (2, 16), (0, 18))):
         parts[f"zero{stage}"] = fixed + (whole + sharded / 8) * parameters / 2**30
     return parts
-
-
-def memory_line(config: Any, kind: str, recipe: dict[str, Any]) -> str:
-    """The memory of a recipe in a line."""
-    memory = training_memory(config, kind, recipe)
-    stages = " / ".join(f"{memory[f'zero{stage}']:.0f}" for stage in range(4))
-    length = "" if recipe.get("max_length") else f", rows of {ASSUMED_LENGTH} tokens"
-    return (
-        f"{memory['zero0']:.0f} GiB on 1 GPU; {stages} GiB on each of 8 at ZeRO 0 / 1 / 2 / 3 (the target in bfloat16, "
-        f"{memory['target']:.0f} GiB, is whole on every GPU{length})"
-    )

@@ -7,7 +7,7 @@ bfloat16 arithmetic does a hundred times slower than float32; hence this one, in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,20 +62,20 @@ def is_for_muon(name: str, parameter: Tensor, tables: tuple[str, ...]) -> bool:
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon for the parameters that are `matrices`, AdamW for the rest; state and groups are those of the two."""
+    """Muon for the parameters that `is_for_muon` names, AdamW for the rest; state and groups are those of the two."""
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        matrices: Callable[[str, nn.Parameter], bool],
+        tables: tuple[str, ...],
         lr: float,
         weight_decay: float,
         betas: tuple[float, float],
         eps: float = 1e-8,
     ) -> None:
         named = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
-        chosen = [p for name, p in named if matrices(name, p)]
-        rest = [p for name, p in named if not matrices(name, p)]
+        chosen = [p for name, p in named if is_for_muon(name, p, tables)]
+        rest = [p for name, p in named if not is_for_muon(name, p, tables)]
         self.parts: tuple[Optimizer, ...] = ()
         super().__init__(chosen + rest, {"lr": lr})
         muon = (Muon(chosen, lr, weight_decay),) if chosen else ()

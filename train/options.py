@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from draft_heads.configs.options import THREADS_HELP, dtype_from_name, option
+from draft_heads.configs.options import THREADS_HELP, check_whole, dtype_from_name, option
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.train.inherited import OPTIMIZERS, refused
 from draft_heads.train.length import ENDLESS_EPOCHS
@@ -38,14 +38,10 @@ class RunOptions:
     threads: int = option(0, THREADS_HELP)
 
     def __post_init__(self) -> None:
-        if self.held_out < 1:
-            raise ValueError(f"--held_out must be at least 1 row; got {self.held_out}")
+        for name, least in (("held_out", 1), ("simulate_rows", 0), ("simulate_nodes", 1)):
+            check_whole(f"--{name}", getattr(self, name), least)
         if self.max_length < 0 or 0 < self.max_length < 8:
             raise ValueError(f"--max_length must be 0 (the dataset's own) or at least 8; got {self.max_length}")
-        if self.simulate_rows < 0:
-            raise ValueError(f"--simulate_rows must be at least 0 rows; got {self.simulate_rows}")
-        if self.simulate_nodes < 1:
-            raise ValueError(f"--simulate_nodes must be at least 1; got {self.simulate_nodes}")
         if self.target_device not in (None, "auto"):
             raise ValueError(f"--target_device must be auto, or left out; got {self.target_device}")
         if self.target_device and self.shard_target:
@@ -182,7 +178,7 @@ def _check_ranges(options: Any) -> None:
 
 
 def _check_intervals(options: Any) -> None:
-    """The end of the run, and intervals that are counted by it."""
+    """Intervals that the end of the run, or --patience, does not admit."""
     for name in ("save_steps", "eval_steps", "logging_steps"):
         if options.max_minutes and 0 < (getattr(options, name) or 0) < 1:
             raise ValueError(
@@ -193,11 +189,6 @@ def _check_intervals(options: Any) -> None:
         raise ValueError(
             f"--patience {options.patience} counts evaluations, got --eval_strategy no; pass --eval_strategy steps "
             "or drop --patience"
-        )
-    if options.max_minutes and options.max_steps > 0:
-        raise ValueError(
-            f"a run ends by time or by steps; got --max_minutes {options.max_minutes:g} and --max_steps "
-            f"{options.max_steps}; drop one of the two"
         )
 
 

@@ -27,17 +27,17 @@ from draft_heads.configs.recipes import (
 )
 from draft_heads.data.common.pretrained import load_config
 from draft_heads.data.text.chat_template import load_tokenizer
-from draft_heads.train.memory import count_parameters, memory_line
+from draft_heads.train.memory import ASSUMED_LENGTH, count_parameters, training_memory
 
-CONFIG_HELP = "recipe of defaults: a YAML file or a bundled name; without it that of the target's size class"
-PRINT_HELP = "print the recipe, where each setting is from and the memory that it takes, and exit"
 _NOT_OF_A_RECIPE = ("config", "print_recipe", "overwrite", "local_rank")
 
 
 def add_recipe_flags(group: Any) -> None:
     """--config and --print_recipe."""
-    group.add_argument("--config", help=CONFIG_HELP)
-    group.add_argument("--print_recipe", action="store_true", default=False, help=PRINT_HELP)
+    recipe = "recipe of defaults: a YAML file or a bundled name; without it that of the target's size class"
+    printed = "print the recipe, where each setting is from and the memory that it takes, and exit"
+    group.add_argument("--config", help=recipe)
+    group.add_argument("--print_recipe", action="store_true", default=False, help=printed)
 
 
 @dataclass
@@ -52,10 +52,6 @@ class Recipe:
     target: str = ""
     target_config: Any = None
 
-    def leave_out(self, name: str) -> None:
-        """Without one of the settings."""
-        self.settings = {key: value for key, value in self.settings.items() if key != name}
-
     def text(self, used: Collection[str], given: Mapping[str, Any]) -> str:
         """YAML of the settings among `used`, and of the flags `given` over them, with where each is from."""
         flags = {name: _plain(value) for name, value in given.items() if name not in _NOT_OF_A_RECIPE}
@@ -64,9 +60,16 @@ class Recipe:
 
     def memory(self, used: Mapping[str, Any], given: Mapping[str, Any]) -> str:
         """A comment about what training by those settings takes."""
-        needed = memory_line(self.target_config.get_text_config(decoder=True), self.kind, {**used, **given})
-        of = self.target or "a Llama of about this size"
-        return fill(f"Memory for {of}: {needed}", 120, initial_indent="# ", subsequent_indent="# ")
+        settings = {**used, **given}
+        memory = training_memory(self.target_config.get_text_config(decoder=True), self.kind, settings)
+        stages = " / ".join(f"{memory[f'zero{stage}']:.0f}" for stage in range(4))
+        length = "" if settings.get("max_length") else f", rows of {ASSUMED_LENGTH} tokens"
+        text = (
+            f"Memory for {self.target or 'a Llama of about this size'}: {memory['zero0']:.0f} GiB on 1 GPU; {stages} "
+            f"GiB on each of 8 at ZeRO 0 / 1 / 2 / 3 (the target in bfloat16, {memory['target']:.0f} GiB, is whole on "
+            f"every GPU{length})"
+        )
+        return fill(text, 120, initial_indent="# ", subsequent_indent="# ")
 
 
 def _plain(value: Any) -> Any:
@@ -133,10 +136,10 @@ def fit_to_target(recipe: Recipe, chat_template: str | None) -> None:
     """
     settings = recipe.settings
     if settings.get("draft_vocab_size", 0) >= recipe.target_config.get_text_config(decoder=True).vocab_size:
-        recipe.leave_out("draft_vocab_size")
+        del settings["draft_vocab_size"]
     if (template := settings.get("chat_template")) and not chat_template:
         if load_tokenizer(recipe.target).chat_template:
-            recipe.leave_out("chat_template")
+            del settings["chat_template"]
             recipe.line += f"; its chat template {template} is left out, the tokenizer has its own"
         else:
             recipe.line += f"; chat template {template}, as the tokenizer has none"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import math
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +20,20 @@ from safetensors import SafetensorError
 from transformers import set_seed
 
 from draft_heads.configs.options import explain_out_of_memory, use_threads
-from draft_heads.data.collate import label_counts
+from draft_heads.data.collate import label_counts, row_lengths
 from draft_heads.data.common.files import names_path
 from draft_heads.data.labels.shards import DistilledDataset, load_distilled
 from draft_heads.heads.base import DraftHead
+from draft_heads.heads.card import target_licence
 from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import HeadConfig, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.target.target import Target
 from draft_heads.train.checkpoints import how_to_resume
-from draft_heads.train.entry_points import trainer_script
-from draft_heads.train.length import too_few_in
+from draft_heads.train.length import RunLength, too_few_in
 from draft_heads.train.loss_plot import save_loss_plot
+from draft_heads.train.optimizer import is_for_muon
 from draft_heads.train.options import RunOptions, TrainingOptions
-from draft_heads.train.plan import training_plan
-from draft_heads.train.provenance import export_head
 from draft_heads.train.run_folder import begin, check_folder, run_settings
 from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -39,17 +43,24 @@ from draft_heads.train.training_data import load_data
 def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadTrainingArguments) -> None:
     """Train a head of this kind and export it to RUN/head; ValueError or OSError before anything is written."""
     head_type, config_type = head_classes(kind)
-    check_launched(kind, args)
     use_threads(run.threads)
     set_seed(args.seed)
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")
     every_setting["data"] = [load_distilled(source).content for source in run.dataset]
-    check_folder(args, every_setting, option_defaults(config_type))
+    defaults = {x.name: x.default for options in (RunOptions, TrainingOptions, config_type) for x in fields(options)}
+    check_folder(args, every_setting, {name: value for name, value in defaults.items() if value is not MISSING})
     target = load_target(run, args)
     settings = settings_for_target(settings, config_type, target)
     training, held_out, data, collator = load_data(run, target, settings["target_layers"])
-    head = head_type(head_config(config_type, settings, run, target, data))
-    if head.config.draft_vocab_size:
+    config = config_type(
+        **target_sizes(target.config),
+        **settings,
+        end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
+        target=run.target,
+        target_fingerprint=target.fingerprint(),
+    )
+    head = head_type(config)
+    if config.draft_vocab_size:
         print_once(args, choose_draft_vocab(head, training, collator.max_length))
     resume, lock = begin(args, every_setting)
     with explain_errors(lambda: how_to_resume(folder), folder):
@@ -92,21 +103,6 @@ def print_once(args: HeadTrainingArguments, text: str) -> None:
 # --- before training ------------------------------------------------------------------------------------------------
 
 
-def check_launched(kind: str, args: HeadTrainingArguments) -> None:
-    """ValueError for --deepspeed in a process that no launcher started."""
-    if args.deepspeed and "LOCAL_RANK" not in os.environ:
-        raise ValueError(
-            "--deepspeed needs a launcher, on one GPU too; got none; start with: deepspeed "
-            f"{' '.join(trainer_script(kind))} …"
-        )
-
-
-def option_defaults(config_type: type[HeadConfig]) -> dict[str, Any]:
-    """The defaults of all options of a run that have one."""
-    found = {x.name: x.default for kind in (RunOptions, TrainingOptions, config_type) for x in fields(kind)}
-    return {name: value for name, value in found.items() if value is not MISSING}
-
-
 def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
     """The frozen target: whole on this process's device, spread, split, or, for cached hidden states, in part."""
     if run.target_device and args.world_size > 1:
@@ -134,23 +130,6 @@ def settings_for_target(settings: dict[str, Any], config_type: type[HeadConfig],
     if settings["draft_vocab_size"] == target_sizes(target.config)["vocab_size"]:
         settings["draft_vocab_size"] = 0  # the whole vocabulary needs no table, and engines refuse one
     return settings
-
-
-def head_config(
-    config_type: type[HeadConfig],
-    settings: dict[str, Any],
-    run: RunOptions,
-    target: Target,
-    data: list[DistilledDataset],
-) -> HeadConfig:
-    """Settings, sizes and fingerprint of the target, and the end tokens of the data."""
-    return config_type(
-        **target_sizes(target.config),
-        **settings,
-        end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
-        target=run.target,
-        target_fingerprint=target.fingerprint(),
-    )
 
 
 def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
@@ -181,6 +160,40 @@ def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
         print_once(trainer.args, f"resuming {resume} ({trainer.clock.elapsed:.1f} minutes in)")
     with trainer.sigterm.installed():
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+
+
+def training_plan(trainer: DraftHeadTrainer) -> str:
+    """Parameters, steps or minutes, rows, tokens and memory in a line; then a warning per line."""
+    args: Any = trainer.args
+    rows = trainer.train_dataset
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory_sizes(trainer, trained).items())
+    tokens = sum(min(length, trainer.longest) for length in row_lengths(rows))
+    data, length = f"{len(rows):,} rows of {tokens:,} tokens", run_length(trainer)
+    plan = f"training {trained:,} parameters for {length} on {data}; memory before activations: {memory}"
+    if args.zero_config is not None:
+        plan += f"; ZeRO stage {args.zero_config['zero_optimization']['stage']}"
+    return "\n".join([plan, *(f"warning: {line}" for line in length.warnings(args))])
+
+
+def run_length(trainer: DraftHeadTrainer) -> RunLength:
+    """What ends the run: the steps that transformers' loop will count, or minutes."""
+    _, per_epoch, *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    return RunLength(steps, per_epoch, trainer.args.max_minutes)
+
+
+def memory_sizes(trainer: DraftHeadTrainer, trained: int) -> dict[str, int]:
+    """Bytes of target, head, gradients and optimizer of a head with `trained` parameters in float32."""
+    target, named = trainer.target, trainer.model.named_parameters()
+    one_moment = 0  # parameters that have one moment, Muon's, instead of AdamW's two
+    if trainer.args.head_optimizer == "muon":
+        one_moment = sum(p.numel() for name, p in named if is_for_muon(name, p, trainer.model.tables))
+    return {
+        "target": target.values_in_memory * target.dtype.itemsize,
+        "head": 4 * trained,
+        "gradients": 4 * trained,
+        "optimizer": 4 * (2 * trained - one_moment),
+    }
 
 
 @contextmanager
@@ -215,3 +228,65 @@ def metrics_line(metrics: dict[str, float]) -> str:
     if (outside := metrics.get("eval_outside_vocabulary")) is not None:
         figures += f"; {outside:.1%} of the labels are outside the draft vocabulary and count in the accuracy alone"
     return f"held-out rows: {figures}"
+
+
+def export_head(
+    trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: list[DistilledDataset]
+) -> Path:
+    """Write RUN/head: weights, configuration, provenance and model card. Called on every process."""
+    folder = Path(trainer.args.output_dir or "") / "head"
+    head = trainer.whole_head()
+    if trainer.args.process_index == 0:
+        head.save_pretrained(folder, provenance(trainer, run, settings, data))
+    return folder
+
+
+def provenance(
+    trainer: DraftHeadTrainer, run: RunOptions, settings: dict[str, Any], data: list[DistilledDataset]
+) -> dict[str, Any]:
+    """What `provenance.json` holds: command, versions, options, data, steps, minutes and metrics."""
+    known = {key: float(value) for key, value in trainer.final_metrics.items()}
+    metrics = {key: round(value, 5) for key, value in known.items() if math.isfinite(value)}
+    return {
+        "command": shlex.join(_command()),
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in ("torch", "transformers", "deepspeed", "datasets")},
+        "options": run_settings(run, settings, trainer.args),
+        "data": [
+            {
+                "name": _data_name(part.manifest["data"]["source"]),
+                "fingerprint": part.manifest["data"]["fingerprint"],
+                "counts": part.manifest["counts"],
+            }
+            for part in data
+        ],
+        "steps": trainer.steps,
+        "minutes": round(trainer.clock.elapsed, 2),
+        "metrics": metrics,
+        "target_licence": target_licence(run.target),
+    }
+
+
+def _command() -> list[str]:
+    """The command as it was typed, without what DeepSpeed's launcher adds to it and where this project's folder is."""
+    arguments = [text for text in sys.argv[1:] if not text.startswith("--local_rank")]
+    script = "/".join(Path(sys.argv[0]).parts[-2:])  # train/ctc.py
+    return [Path(sys.executable).name if arguments == sys.argv[1:] else "deepspeed", script, *arguments]
+
+
+def _data_name(source: str) -> str:
+    """A hub id, or the last part of a path: what a file is called, not where this machine has it."""
+    on_hub = source.count("/") == 1 and source[0] not in "./~" and not Path(source).exists()
+    return source if on_hub else Path(source).name
+
+
+def _git_commit() -> str:
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()

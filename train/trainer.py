@@ -6,7 +6,7 @@ One training step, in the order in which transformers' loop calls the methods be
 2. `_get_num_items_in_batch`   the windows of the global batch: all micro-batches, all processes
 3. `compute_loss`              target → hidden states; head → sum of losses over windows; sum / windows of 2.
 4. `_clip_grad_norm`, then a step of what `create_optimizer` and `create_scheduler` made
-5. the callbacks of `stopping`, then `log`, `evaluate`, `_save_checkpoint` where they are due
+5. the callbacks of `stopping`, then `log`, `evaluate`, a checkpoint where they are due
 
 As 3. divides by the windows of the global batch, the loss is the same on one process and on many, with and without
 gradient accumulation.
@@ -32,10 +32,9 @@ from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches, leave_signals_to_trainer
 from draft_heads.train.checkpoints import MarkComplete, read_marker
-from draft_heads.train.finite_losses import check_losses
 from draft_heads.train.held_out import loss_metrics, simulation_metrics
-from draft_heads.train.log import LogLastStep, LogMetrics, progress_callback
-from draft_heads.train.optimizer import MuonWithAdamW, is_for_muon
+from draft_heads.train.log import LogLastStep, LogMetrics, check_losses, progress_callback
+from draft_heads.train.optimizer import MuonWithAdamW
 from draft_heads.train.schedule import wall_time_scheduler
 from draft_heads.train.stopping import Patience, StopOnSigterm, WallClock
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -49,6 +48,8 @@ class DraftHeadTrainer(Trainer):
 
     model: DraftHead
     args: HeadTrainingArguments
+    data_collator: Any  # a `DraftCollator`
+    train_dataset: Any
 
     def __init__(
         self,
@@ -73,13 +74,14 @@ class DraftHeadTrainer(Trainer):
         self._order: EpochSampler | None = None  # of the training rows
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # of this process's steps
         self._loss_before = 0.0  # sum of the losses of the steps before a resume
+        limit, args.save_total_limit = args.save_total_limit, None  # transformers would go by the folders' time stamps
         super().__init__(
             model=head,
             args=args,
             data_collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            callbacks=[self.sigterm, self.clock, LogLastStep(), MarkComplete(self._progress)],
+            callbacks=[self.sigterm, self.clock, LogLastStep(), MarkComplete(self._progress, limit)],
         )
         if is_deepspeed_zero3_enabled():
             sharded.gather_until_step(head)
@@ -96,8 +98,7 @@ class DraftHeadTrainer(Trainer):
     @property
     def longest(self) -> int:
         """Tokens of a row that are trained on; the rest is cut."""
-        collator: Any = self.data_collator
-        return int(collator.max_length)
+        return int(self.data_collator.max_length)
 
     # --- before training --------------------------------------------------------------------------------------------
 
@@ -106,12 +107,11 @@ class DraftHeadTrainer(Trainer):
 
         Raises ValueError if no row has a token to train on after a base token.
         """
-        dataset: Any = self.train_dataset
-        trained = (row for row in dataset if sum(row["assistant_mask"][: self.longest]) > 1)
+        trained = (row for row in self.train_dataset if sum(row["assistant_mask"][: self.longest]) > 1)
         if not (first := list(islice(trained, rows))):
             raise ValueError(
                 f"training needs rows with an answer of two tokens or more within --max_length {self.longest}; none "
-                f"of {len(dataset):,} has one; raise it, or distil longer answers"
+                f"of {len(self.train_dataset):,} has one; raise it, or distil longer answers"
             )
         batch = self.data_collator(first)
         batch = {name: value.to(self.target.device) for name, value in batch.items()}
@@ -131,10 +131,9 @@ class DraftHeadTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """The processes' shares are cut here: accelerate would fill an epoch's last step up with rows of its first."""
         args, batches = self.args, self._row_batches()
-        rows: Any = self.train_dataset
         self._order = batches.sampler
         loader = DataLoader(
-            rows,
+            self.train_dataset,
             batch_sampler=batches,
             collate_fn=self.data_collator,
             num_workers=args.dataloader_num_workers,
@@ -149,8 +148,7 @@ class DraftHeadTrainer(Trainer):
 
     def _row_batches(self) -> RowBatches | TokenBatches:
         """Batches of `per_device_train_batch_size` rows, or of rows of similar length with `tokens_per_batch`."""
-        args = self.args
-        rows: Any = self.train_dataset
+        args, rows = self.args, self.train_dataset
         seed = args.seed if args.data_seed is None else args.data_seed
         if args.tokens_per_batch:
             lengths = [min(length, self.longest) for length in row_lengths(rows)]
@@ -200,11 +198,11 @@ class DraftHeadTrainer(Trainer):
         return super()._clip_grad_norm(model)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        args, tables = self.args, self.model.tables
+        args = self.args
         if self.optimizer is None and args.head_optimizer == "muon":
             self.optimizer = MuonWithAdamW(
                 (model or self.model).named_parameters(),
-                matrices=lambda name, parameter: is_for_muon(name, parameter, tables),
+                tables=self.model.tables,
                 lr=args.learning_rate,
                 weight_decay=args.weight_decay,
                 betas=(args.adam_beta1, args.adam_beta2),
@@ -262,8 +260,7 @@ class DraftHeadTrainer(Trainer):
 
         Attention and the head's several drafts per token do not count.
         """
-        collator: Any = self.data_collator
-        target = 0 if collator.hidden_dtype else 2 * self.target.parameters
+        target = 0 if self.data_collator.hidden_dtype else 2 * self.target.parameters
         return 6 * sum(sharded.size_of(p) for p in self.model.parameters()) + target
 
     def _whole_loss_sum(self) -> float:
@@ -274,17 +271,6 @@ class DraftHeadTrainer(Trainer):
         """What `resume` reads. Call on every process."""
         clock = self.clock
         return {"minutes": clock.now(), "loss_sum": self._whole_loss_sum(), "warm_until": clock.warm_until}
-
-    def _save_checkpoint(self, *args: Any, **options: Any) -> None:
-        """As transformers does, but nothing is deleted: it would go by the time stamps of folders.
-
-        `MarkComplete` deletes by step, once this checkpoint is complete.
-        """
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            super()._save_checkpoint(*args, **options)
-        finally:
-            self.args.save_total_limit = limit
 
     # --- evaluation and the end -------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, field, fields, make_dataclass
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 from draft_heads.configs.command_line import OptionParser
@@ -13,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from draft_heads.configs.options import add_flags, option_names
 from draft_heads.heads.config import HeadConfig
-from draft_heads.train.inherited import NO_EFFECT, OF_HEADS, OF_RUNS, READ, check_effects, refused
+from draft_heads.train.inherited import READ, check_effects, refused
 from draft_heads.train.length import settle_end
 from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo
 from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe
@@ -125,21 +126,15 @@ def check_together(
     run: RunOptions, head: HeadConfig, training: HeadTrainingArguments, given: set[str], written: set[str]
 ) -> None:
     """ValueError for options that do not go together; given, written: as `check_effects` has them."""
-    check_effects(training, NO_EFFECT, given, written)
+    check_effects(SimpleNamespace(**{**vars(head), **vars(run), **vars(training)}), given, written)
     check_schedule(training)
-    check_effects(run, OF_RUNS, given, written)
     if run.packing and training.tokens_per_batch:
         raise ValueError(
             "--packing would fill batches beyond --tokens_per_batch, whose rows are of similar length already; got "
             f"--packing and --tokens_per_batch {training.tokens_per_batch}; drop the one, or set the other to 0"
         )
-    check_effects(head, OF_HEADS, given, written)
-    check_metric(training.metric_for_best_model, head.offsets, bool(run.simulate_rows))
-
-
-def check_metric(metric: str | None, offsets: int, simulated: bool) -> None:
-    """ValueError for a --metric_for_best_model that an evaluation of a head with so many offsets does not measure."""
-    measured = ["loss", *(f"accuracy_{k + 1}" for k in range(offsets)), *["simulated_beta"] * simulated]
+    metric, offsets = training.metric_for_best_model, range(1, head.offsets + 1)
+    measured = ["loss", *(f"accuracy_{offset}" for offset in offsets), *["simulated_beta"] * bool(run.simulate_rows)]
     if metric is not None and metric.removeprefix("eval_") not in measured:
         raise ValueError(f"--metric_for_best_model must be one of {', '.join(measured)}; got {metric}")
 

@@ -86,24 +86,23 @@ def zero_config(given: str | dict[str, Any], args: Any) -> tuple[dict[str, Any],
         for key, why in _WITHOUT_EFFECT.items()
         if config.pop(key, False) is not False
     ]
-    for parents in (
-        ("zero_optimization",),
-        *(("zero_optimization", f"offload_{what}") for what in ("optimizer", "param")),
-    ):
-        _check_mapping(config, parents, name)
+    zero = _mapping(config, "zero_optimization", '{"stage": 2}', name)
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key) is not None:
+            _mapping(zero, key, '{"device": "cpu"}', name)
     for entry, flag in _SAME.items():
         _settle(config, entry, getattr(args, flag), f"--{flag}", name)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     what = f"--per_device_train_batch_size, --gradient_accumulation_steps and {processes} processes, together"
     _settle(config, "train_batch_size", batch, what, name)
-    stage = config.setdefault("zero_optimization", {}).setdefault("stage", 0)  # DeepSpeed's own default
+    stage = zero.setdefault("stage", 0)  # DeepSpeed's own default
     for path, value in _values(config):
         if value == "auto" and not (path[0] == "zero_optimization" and path[-1] in _AUTO_BY_WIDTH):
             raise ValueError(f"{name}: no flag fills {'.'.join(path)} 'auto'; write a value, or delete the entry")
     if type(stage) is not int or stage not in range(4):
         raise ValueError(f"{name}: zero_optimization.stage must be 0, 1, 2 or 3; got {json.dumps(stage)}")
-    offload = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
     if offload != "none" and "adam" not in str(args.optim):
         raise ValueError(
             f"{name}: offload_optimizer runs DeepSpeed's Adam whatever --optim says; got --optim {args.optim}; leave "
@@ -132,32 +131,26 @@ def read_zero_config(given: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} stands in it twice")
-    return found
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} stands in it twice")
+    return dict(pairs)
 
 
-def _check_mapping(config: Mapping[str, Any], path: tuple[str, ...], name: str) -> None:
-    """ValueError if what `path` leads to is there and no mapping; an `offload_…` may be null."""
-    value: Any = config
-    for key in path:
-        if not isinstance(value, Mapping) or key not in value:
-            return
-        value = value[key]
-    if not isinstance(value, Mapping) and not (value is None and len(path) > 1):
-        example = '{"stage": 2}' if len(path) == 1 else '{"device": "cpu"}'
-        raise ValueError(f"{name}: {'.'.join(path)} must be a mapping such as {example}; got {json.dumps(value)}")
+def _mapping(config: dict[str, Any], key: str, example: str, name: str) -> dict[str, Any]:
+    """What the entry holds, an empty mapping where it is missing; ValueError if it is no mapping."""
+    value = config.setdefault(key, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: {key} must be a mapping such as {example}; got {json.dumps(value)}")
+    return value
 
 
 def _settle(config: dict[str, Any], entry: str, value: Any, flag: str, name: str) -> None:
     """Fill the entry, `a` or `a.b`, with the flag's value where it is missing or `auto`; ValueError if it differs."""
     *parents, key = entry.split(".")
     for parent in parents:
-        config = config.setdefault(parent, {})
-        if not isinstance(config, dict):
-            raise ValueError(f'{name}: {parent} must be a mapping such as {{"enabled": true}}; got {config!r}')
+        config = _mapping(config, parent, '{"enabled": true}', name)
     if config.get(key, "auto") == "auto":
         config[key] = value
     elif config[key] != value:

@@ -12,17 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_heads.configs.options import check_whole
+from draft_heads.heads.block import LLAMA_NAMES
 from draft_heads.heads.checkpoint import misfits
 from draft_heads.heads.draft_vocab import check_draft_vocab
 from draft_heads.heads.eagle3 import Eagle3Config, Eagle3Head
 
-BLOCK = {
-    "input_layernorm": "token_norm",
-    "hidden_norm": "attention_norm",
-    "post_attention_layernorm": "mlp_norm",
-    **{f"self_attn.{name}_proj": f"{name}_proj" for name in "qkvo"},
-    **{f"mlp.{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")},
-}
+BLOCK = {**LLAMA_NAMES, "input_layernorm": "token_norm", "hidden_norm": "attention_norm"}
 """Their names of a layer's parts → this block's."""
 OUTSIDE = {"fc": "layer_projection", "norm": "norm", "lm_head": "lm_head"}
 ONLY = {
@@ -165,21 +161,17 @@ def assembled(config: dict[str, Any], tensors: dict[str, Tensor], layer: str, la
         if scaling != "default":
             raise ValueError(f"the head's rotary positions are of type {scaling}; only the default type can be read")
     classes = len(tensors["lm_head.weight"])
-    vocabulary = config["vocab_size"]
     if (stated := config.get("draft_vocab_size")) not in (None, classes):
         raise ValueError(f"draft_vocab_size {stated} must be the rows of lm_head.weight, {classes}; copy both again")
-    for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"):
-        if type(config[name]) is not int or config[name] < 1:
-            raise ValueError(f"{name} must be a whole number of 1 or more; got {config[name]!r}; copy it again")
-    ids = drafted_ids(tensors, classes, vocabulary)
+    sizes = {name: config[name] for name in ("hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")}
+    for name, size in sizes.items():
+        check_whole(name, size, least=1, remedy="copy it again")
+    ids = drafted_ids(tensors, classes, sizes["vocab_size"])
     made = Eagle3Config.from_dict(
         {
-            "hidden_size": config["hidden_size"],
-            "vocab_size": vocabulary,
-            "num_attention_heads": config["num_attention_heads"],
-            "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-            "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            "intermediate_size": config["intermediate_size"],
+            **sizes,
+            "num_key_value_heads": config.get("num_key_value_heads") or sizes["num_attention_heads"],
+            "head_dim": config.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"],
             "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
             "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
             "target_layers": checked_layers(layers),

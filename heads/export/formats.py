@@ -69,15 +69,12 @@ def check_kind(head: DraftHead, name: str) -> None:
     kind, wanted = head.config.kind, FORMATS[name].kind
     if kind == wanted:
         return
-    fitting = formats_of(kind)
     instead = (
-        f"--format {' or '.join(fitting)}"
-        if fitting
-        else (
-            "this project's engine: scripts/serve.py, scripts/evaluate.py, `draft_heads.inference.engine`, or "
-            "`model.generate(custom_generate=…)` of transformers; no other engine knows its kind"
-        )
+        "this project's engine: scripts/serve.py, scripts/evaluate.py, `draft_heads.inference.engine`, or "
+        "`model.generate(custom_generate=…)` of transformers; no other engine knows its kind"
     )
+    if fitting := formats_of(kind):
+        instead = f"--format {' or '.join(fitting)}"
     raise ValueError(f"--format {name} holds {wanted} heads; got a {kind} head; use {instead}")
 
 

@@ -12,12 +12,7 @@ from draft_heads.heads.medusa import MedusaHead
 
 def _names(heads: int, layers: int) -> dict[str, str]:
     """This head's names of tensors → theirs."""
-    return {f"heads.{k}.vocabulary.weight": f"{k}.{layers}.weight" for k in range(heads)} | {
-        f"heads.{k}.layers.{index}.linear.{part}": f"{k}.{index}.linear.{part}"
-        for k in range(heads)
-        for index in range(layers)
-        for part in ("weight", "bias")
-    }
+    return vllm_medusa.names_of(heads, layers, f"{{k}}.{layers}.weight", "{k}.{index}.linear.{part}")
 
 
 def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -37,10 +32,8 @@ def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, An
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     """See `formats.Format`; names may begin with `medusa_head.`, as in the published checkpoints."""
     tensors = {name.removeprefix("medusa_head."): tensor for name, tensor in tensors.items()}
-    layers, heads = (
-        config["medusa_num_layers"],
-        1 + max(int(name.split(".")[0]) for name in set(tensors) - {"token_map"}),
-    )
+    layers = config["medusa_num_layers"]
+    heads = 1 + max(int(name.split(".")[0]) for name in set(tensors) - {"token_map"})
     if f"0.{layers}.weight" not in tensors:
         found = ", ".join(sorted(name for name in tensors if name.startswith("0.")))
         raise ValueError(f"medusa_num_layers {layers!r} needs a tensor 0.{layers}.weight; of head 0 there are {found}")

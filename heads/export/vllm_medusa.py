@@ -21,12 +21,12 @@ def check(head: MedusaHead) -> None:
         )
 
 
-def _names(heads: int, layers: int, shared: bool = False) -> dict[str, str]:
-    """This head's names of tensors → theirs; shared: one vocabulary matrix for all offsets."""
-    return {
-        f"heads.{k}.vocabulary.weight": "lm_head.weight" if shared else f"lm_heads.{k}.weight" for k in range(heads)
-    } | {
-        f"heads.{k}.layers.{index}.linear.{part}": f"blocks.{k}.layers.{index}.{part}"
+def names_of(
+    heads: int, layers: int, vocabulary: str = "lm_heads.{k}.weight", layer: str = "blocks.{k}.layers.{index}.{part}"
+) -> dict[str, str]:
+    """This head's names of tensors → a format's, whose patterns are given."""
+    return {f"heads.{k}.vocabulary.weight": vocabulary.format(k=k) for k in range(heads)} | {
+        f"heads.{k}.layers.{index}.linear.{part}": layer.format(k=k, index=index, part=part)
         for k in range(heads)
         for index in range(layers)
         for part in ("weight", "bias")
@@ -48,7 +48,7 @@ def write(head: MedusaHead, target: Any, target_name: str) -> tuple[dict[str, An
         "medusa_fc_bias": True,
         "base_model_name_or_path": target_name,
     }
-    return config, tensors_of(head, _names(head.config.heads, head.config.layers))
+    return config, tensors_of(head, names_of(head.config.heads, head.config.layers))
 
 
 def tensors_of(head: MedusaHead, names: dict[str, str]) -> dict[str, Tensor]:
@@ -70,7 +70,8 @@ def tensors_of(head: MedusaHead, names: dict[str, str]) -> dict[str, Tensor]:
 def read(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHead:
     """See `formats.Format`; as vLLM reads it, which drops biases unless `medusa_fc_bias` is true."""
     layers, hidden, vocabulary = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
-    names = _names(config["num_heads"], layers, bool(config.get("original_lm_head")))
+    shared = {"vocabulary": "lm_head.weight"} if config.get("original_lm_head") else {}  # of all offsets
+    names = names_of(config["num_heads"], layers, **shared)
     classes, kept = len(tensors.get("token_map", range(vocabulary))), config.get("truncated_vocab_size") or vocabulary
     if kept not in (classes, vocabulary):
         raise ValueError(f"truncated_vocab_size {kept} must be the number of tokens that can be drafted, {classes}")
@@ -98,17 +99,8 @@ def assembled(
         )
     token_map = tensors.get("token_map")
     size = 0 if token_map is None else len(token_map)
-    head = MedusaHead(
-        MedusaConfig.from_dict(
-            {
-                "hidden_size": hidden,
-                "vocab_size": vocab_size,
-                "heads": heads,
-                "layers": layers,
-                "draft_vocab_size": size,
-            }
-        )
-    )
+    sizes = {"hidden_size": hidden, "vocab_size": vocab_size, "heads": heads, "layers": layers}
+    head = MedusaHead(MedusaConfig.from_dict({**sizes, "draft_vocab_size": size}))
     state = {ours: tensors.get(theirs, torch.zeros(hidden)) for ours, theirs in names.items()}
     if token_map is not None:
         head.set_draft_vocab(token_map)

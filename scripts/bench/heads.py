@@ -31,7 +31,7 @@ from draft_heads.data.common.files import write_text
 from draft_heads.heads.checkpoint import HEADS, head_variants, load_head
 from draft_heads.inference.evaluation.report import environment, markdown_table, overall
 from draft_heads.scripts.decoding_options import check_positive, script_parser
-from draft_heads.train.entry_points import trainer_script
+from draft_heads.train.command import trainer_script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CALIBRATION = (20, 80)  # steps of a short and a long run; the difference leaves loading out

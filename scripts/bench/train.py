@@ -77,7 +77,11 @@ def soft(args: argparse.Namespace, hidden: int) -> Inputs:
 LOSSES: dict[str, tuple[Callable[[argparse.Namespace, int], Inputs], Callable[..., Any], Callable[..., Any]]] = {
     "ctc": (ctc, lambda *given: ctc_loss_fused(*given)[0], lambda *given: plain_ctc(*given)[0]),
     "cross_entropy": (hard, linear_cross_entropy, plain_cross_entropy),
-    "soft_cross_entropy": (soft, soft_cross_entropy, plain_soft_cross_entropy),
+    "soft_cross_entropy": (
+        soft,
+        lambda *given: soft_cross_entropy(*given)[0],
+        lambda *given: plain_soft_cross_entropy(*given)[0],
+    ),
 }
 """Name → its inputs, the chunked way and the plain one."""
 

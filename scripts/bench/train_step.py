@@ -78,18 +78,16 @@ def plain_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, bias: Te
 
 
 def plain_soft_cross_entropy(
-    states: Tensor, weight: Tensor, hidden: Tensor, target: Any, bias: Tensor | None = None
-) -> Tensor:
-    wanted = target.logits(hidden).float().softmax(-1)
-    return F.cross_entropy(F.linear(states, weight, bias).float(), wanted, reduction="sum")
-
-
-def plain_soft_cross_entropies(
-    states: Tensor, weight: Tensor, hidden: Tensor, target: Any, row_weights: Tensor
+    states: Tensor,
+    weight: Tensor,
+    hidden: Tensor,
+    target: Any,
+    row_weights: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     wanted = target.logits(hidden).float().softmax(-1)
-    losses = F.cross_entropy(F.linear(states, weight).float(), wanted, reduction="none")
-    return (losses * row_weights).sum(), losses.detach()
+    losses = F.cross_entropy(F.linear(states, weight, bias).float(), wanted, reduction="none")
+    return (losses if row_weights is None else losses * row_weights).sum(), losses.detach()
 
 
 PLAIN = {
@@ -97,7 +95,6 @@ PLAIN = {
     "anchor_attention": partial(attention.dense_anchor_attention, anchors_per_chunk=10**9),
     "linear_cross_entropy": plain_cross_entropy,
     "soft_cross_entropy": plain_soft_cross_entropy,
-    "soft_cross_entropies": plain_soft_cross_entropies,
 }
 
 

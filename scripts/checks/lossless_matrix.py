@@ -140,15 +140,21 @@ def trained_head(
         counts = said.bincount(minlength=head.config.vocab_size)
         head.set_draft_vocab(frequent_tokens(counts, size, head.config.end_token_ids))
     head.config.anchors = 16
-    view = target.view()
+    view, rows_per_step = target.view(), min(4, len(texts))
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
-    for step in range(steps):
-        batch = [texts[(step * 4 + row) % len(texts)] for row in range(4)]
+
+    @cache
+    def batch_from(first: int) -> tuple[Any, ...]:
+        """The texts from one on, with what the target says of them, which stays the same from step to step."""
+        batch = [texts[(first + row) % len(texts)] for row in range(rows_per_step)]
         rows = [torch.tensor(prompt + answer) for prompt, answer in batch]
         ids, segments = pad_sequence(rows, True), pad_sequence([torch.ones_like(row) for row in rows], True)
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         mask = segments.bool() & (positions >= torch.tensor([[len(prompt)] for prompt, _ in batch]))
-        hidden, aux_hidden = target.forward_rows(ids, segments, positions, head.config.target_layers)
+        return ids, mask, segments, positions, *target.forward_rows(ids, segments, positions, head.config.target_layers)
+
+    for step in range(steps):
+        ids, mask, segments, positions, hidden, aux_hidden = batch_from(step * rows_per_step % len(texts))
         if step == 0:
             head.start_from(hidden[mask], view)
         loss = head(hidden, ids, ids, mask, view, segments, positions, aux_hidden, seed=step)

@@ -116,7 +116,7 @@ def test_training_starts_with_frames_that_differ_and_a_blank_of_one_half(view):
     head.start_from(values["hidden"], view)
     with torch.no_grad():
         frames = frames_of(head, values, torch.tensor([[5, 9], [5, 9]]), view)
-        blank = head.frame_log_probs(frames, view)[..., -1].exp()
+        blank = head.frame_logits(frames, view).softmax(-1)[..., -1]
         started = values["hidden"][0, 5] + head.frame_queries
     assert 0.3 < float(blank.mean()) < 0.7
     assert torch.cosine_similarity(frames[0, 0], started, dim=-1).min() > 0.98

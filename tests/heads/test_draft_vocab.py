@@ -159,7 +159,7 @@ def test_the_ctc_loss_is_the_reference_on_windows_cut_at_what_cannot_be_drafted(
     mask = torch.ones_like(rows.input_ids, dtype=torch.bool)
     windows = head.windows(rows.input_ids, rows.input_ids, mask, rows.segment_ids)
     frames = head.train_frames(rows, windows.anchors, view)[windows.valid]
-    log_probs = head.frame_log_probs(frames, head.draft_view(view))
+    log_probs = head.frame_logits(frames, head.draft_view(view)).log_softmax(-1)
     labels, lengths, closed = [], [], []
     for window, length in zip(windows.labels[windows.valid].tolist(), windows.lengths[windows.valid].tolist()):
         stop = next((u for u in range(length) if window[u] not in ODD.tolist()), length)

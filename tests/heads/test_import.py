@@ -70,11 +70,11 @@ EAGLE = [
     (0, put("config", eagle_config=lambda x: x | {"eagle_aux_hidden_state_layer_ids": [-1, 4, 8]}), LAYERS),
     (0, put("config", eagle_config=lambda x: None, eagle_aux_hidden_state_layer_ids=lambda x: ["2", "5", "9"]), LAYERS),
     (0, put("config", eagle_config=lambda x: None, eagle_aux_hidden_state_layer_ids=lambda x: 2.0), LAYERS),
-    (0, put("config", hidden_size=str), "hidden_size must be a whole number of 1 or more; got '32'"),
+    (0, put("config", hidden_size=str), "hidden_size must be a whole number; got '32'"),
     (
         0,
         put("config", num_attention_heads=lambda x: 0),
-        "num_attention_heads must be a whole number of 1 or more; got 0",
+        "num_attention_heads must be at least 1; got 0",
     ),
     (0, put("config", intermediate_size=lambda x: None), "intermediate_size must be a whole number.*; got None"),
     (0, put("config", head_dim=str), "head_dim must be of type int; got"),

@@ -11,7 +11,6 @@ from draft_heads.heads.base import TargetView
 from draft_heads.heads.cross_entropy import (
     _fused_linear_cross_entropy,
     linear_cross_entropy,
-    soft_cross_entropies,
     soft_cross_entropy,
 )
 from draft_heads.heads.ctc_loss import ctc_loss_fused, ctc_loss_reference, interleave_blank, lattice_log_prob
@@ -129,7 +128,7 @@ def test_the_lattice_equals_enumeration_of_all_alignments(frames, vocabulary, pr
     ):
         labels = torch.zeros(1, 3, dtype=torch.long)
         labels[0, : len(wanted)] = torch.tensor(wanted, dtype=torch.long)
-        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1])
+        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1:])
         got = lattice_log_prob(emissions, labels, torch.tensor([len(wanted)]), torch.tensor([not prefix]))
         assert float(got.exp()) == pytest.approx(enumerate_probability(log_probs, list(wanted), prefix), abs=1e-12)
 
@@ -146,7 +145,7 @@ def test_a_decay_weighs_what_enumeration_says_of_each_label(decay, prefix):
             whole = enumerate_probability(log_probs, wanted, False)
             expected += decay ** len(wanted) * (math.log(whole or 1e-300) - chain[len(wanted)])
         labels = torch.tensor([[*wanted, *[0] * (3 - len(wanted))]])
-        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1])
+        emissions = interleave_blank(log_probs[:, labels[0]][None], log_probs[None, :, -1:])
         given = labels, torch.tensor([len(wanted)]), torch.tensor([not prefix])
         got = lattice_log_prob(emissions, *given, decay=decay)
         if lattice_log_prob(emissions, *given) < -1e29:  # three equal labels need five frames
@@ -163,7 +162,7 @@ def test_gradients_of_a_decayed_loss_are_those_of_the_lattice_on_all_log_probabi
     log_probs = logits.log_softmax(-1)
     of_labels = log_probs.gather(2, values["labels"][:, None, :].expand(-1, log_probs.shape[1], -1))
     given = (values[name] for name in ("labels", "lengths", "closed"))
-    value = lattice_log_prob(interleave_blank(of_labels, log_probs[:, :, -1]), *given, decay=0.7)
+    value = lattice_log_prob(interleave_blank(of_labels, log_probs[:, :, -1:]), *given, decay=0.7)
     (-value[~infeasible].sum()).backward()
     assert torch.allclose(loss, -value[~infeasible].sum()) and loss < fused(values)[0]
     assert all(torch.allclose(got, leaf.grad, atol=1e-9) for got, leaf in zip(grads, leaves))
@@ -207,7 +206,7 @@ def test_chunked_cross_entropies_equal_whole_logits_in_value_and_gradient(count,
             gradients(lambda x, w: F.cross_entropy(F.linear(x, w, bias), labels, reduction="sum")),
         ),
         (
-            gradients(lambda x, w: soft_cross_entropy(x, w, aims, target, **size)),
+            gradients(lambda x, w: soft_cross_entropy(x, w, aims, target, **size)[0]),
             gradients(lambda x, w: F.cross_entropy(F.linear(x, w, bias), wanted, reduction="sum")),
         ),
     ]
@@ -221,7 +220,7 @@ def test_weighted_rows_are_the_weighted_sum_of_their_losses(rows_per_chunk):
     states, weight, aims, shares = torch.randn(10, 8), torch.randn(13, 8), torch.randn(10, 8), torch.rand(10)
     target = TargetView(torch.nn.Embedding(13, 8), torch.randn(13, 8))
     leaves = [x.clone().requires_grad_() for x in (states, weight)]
-    loss, losses = soft_cross_entropies(*leaves, aims, target, shares, chunk_bytes=4 * 13 * rows_per_chunk)
+    loss, losses = soft_cross_entropy(*leaves, aims, target, shares, chunk_bytes=4 * 13 * rows_per_chunk)
     (2 * loss).backward()
     plain = [x.clone().requires_grad_() for x in (states, weight)]
     each = F.cross_entropy(F.linear(*plain), target.logits(aims).softmax(-1), reduction="none")

@@ -2,7 +2,7 @@
 
 import torch
 
-from draft_heads.heads.windows import IGNORED, label_windows, position_in_segment, rank_in_segment, select_windows
+from draft_heads.heads.windows import IGNORED, choose_windows, label_windows, position_in_segment, rank_in_segment
 
 P, A, B, C, D, Q, E = 9, 1, 2, 3, 4, 5, 0  # E ends a turn
 
@@ -15,11 +15,16 @@ def row(text, greedy, mask=None, segments=None):
 
 
 def windows_of(arguments, size=3, agree=True):
-    labels, lengths, closed, valid = label_windows(*arguments, size, [E], agree)
+    found = label_windows(*arguments, size, [E], agree)
     return {
-        index: (labels[0, index, : lengths[0, index]].tolist(), bool(closed[0, index]))
-        for index in valid[0].nonzero()[:, 0].tolist()
+        index: (found.labels[0, index, : found.lengths[0, index]].tolist(), bool(found.closed[0, index]))
+        for index in found.valid[0].nonzero()[:, 0].tolist()
     }
+
+
+def select_windows(text, greedy, mask, segments, size, anchors_each=0, seed=0):
+    every = label_windows(text, greedy, mask, segments, size, [E])
+    return choose_windows(every, text, segments, anchors_each, seed)
 
 
 EXAMPLE = ([P, A, B, C, D, E], [IGNORED, A, B, C, Q, E])
@@ -68,11 +73,11 @@ def batch(rows=4, length=40, seed=0):
 
 def test_sampled_anchors_are_the_same_however_rows_are_batched():
     text, greedy, mask, segments = batch()
-    together = select_windows(text, greedy, mask, segments, 3, [E], anchors_each=6, seed=5)
+    together = select_windows(text, greedy, mask, segments, 3, anchors_each=6, seed=5)
     padded = [
         torch.nn.functional.pad(part[2:3], (0, 9)) for part in (text, greedy, mask, segments)
     ]  # alone, in a longer row
-    alone = select_windows(*padded, 3, [E], anchors_each=6, seed=5)
+    alone = select_windows(*padded, 3, anchors_each=6, seed=5)
     assert together.anchors[2].tolist() == alone.anchors[0].tolist()
     assert len(set(together.anchors[2].tolist())) == 6
     assert together.anchors.tolist() == together.anchors.sort(-1).values.tolist()
@@ -80,16 +85,16 @@ def test_sampled_anchors_are_the_same_however_rows_are_batched():
 
 def test_a_packed_conversation_has_the_anchors_of_a_row_of_its_own():
     text, greedy, mask, segments = batch(rows=3, length=20)
-    apart = select_windows(text, greedy, mask, segments, 3, [E], anchors_each=6, seed=5)
+    apart = select_windows(text, greedy, mask, segments, 3, anchors_each=6, seed=5)
     row, ids = text.reshape(1, 60), torch.arange(1, 4).repeat_interleave(20)[None]
-    packed = select_windows(row, row, torch.ones_like(row).bool(), ids, 3, [E], anchors_each=6, seed=5)
+    packed = select_windows(row, row, torch.ones_like(row).bool(), ids, 3, anchors_each=6, seed=5)
     assert packed.anchors.reshape(3, 6).tolist() == (apart.anchors + 20 * torch.arange(3)[:, None]).tolist()
 
 
 def test_another_seed_samples_other_anchors():
     text, greedy, mask, segments = batch()
     picks = {
-        tuple(select_windows(text, greedy, mask, segments, 3, [E], anchors_each=6, seed=s).anchors[0].tolist())
+        tuple(select_windows(text, greedy, mask, segments, 3, anchors_each=6, seed=s).anchors[0].tolist())
         for s in range(8)
     }
     assert len(picks) > 4
@@ -97,7 +102,7 @@ def test_another_seed_samples_other_anchors():
 
 def test_every_anchor_is_used_when_none_are_sampled():
     text, greedy, mask, segments = batch()
-    windows = select_windows(text, greedy, mask, segments, 3, [E])
+    windows = select_windows(text, greedy, mask, segments, 3)
     assert windows.valid.all() and windows.anchors.shape == (4, 38)
 
 
@@ -105,10 +110,10 @@ def test_each_packed_conversation_has_its_own_number_of_anchors():
     text = torch.tensor([[A, B, C, D] * 4 + [A, B, C, D] * 2])
     segments = torch.tensor([[1] * 16 + [2] * 8])
     arguments = text, text, torch.ones_like(segments).bool(), segments
-    windows = select_windows(*arguments, 2, [E], anchors_each=5, seed=3)
+    windows = select_windows(*arguments, 2, anchors_each=5, seed=3)
     assert windows.anchors.shape == (1, 10) and windows.valid.all()
     assert (windows.anchors < 16).sum() == 5
-    assert select_windows(*arguments, 2, [E], anchors_each=0).valid.sum() == 14 + 6
+    assert select_windows(*arguments, 2, anchors_each=0).valid.sum() == 14 + 6
 
 
 def test_ranks_of_the_docstring():

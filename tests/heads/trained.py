@@ -6,11 +6,10 @@ import torch
 
 from draft_heads.heads.base import Rows
 from draft_heads.heads.checkpoint import head_classes, head_variants
-from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.scripts.checks.lossless_matrix import trained_head
 from draft_heads.train.held_out import replay_answers, replay_drafter
-from tests.inference.models import load_target, make_prompts
+from tests.inference.models import load_target, make_prompts, oracle_of
 
 RULES = GenerationSettings(40)
 
@@ -19,7 +18,7 @@ RULES = GenerationSettings(40)
 def texts():
     """A target in float64 and its own answers."""
     target = load_target("llama", torch.float64)
-    oracle = Oracle(target, RULES)
+    oracle = oracle_of("llama", torch.float64, RULES)
     return target, [(prompt, oracle.answer(prompt)) for prompt in make_prompts(target, 2)]
 
 

@@ -1,5 +1,7 @@
 """Small random models, heads and a drafter the inference tests share."""
 
+import functools
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -7,7 +9,7 @@ from draft_heads.heads.checkpoint import head_classes
 from draft_heads.heads.config import target_sizes
 from draft_heads.inference.drafters.base import Drafter, SlotLoop, VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.lossless import judge_all
+from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
 from draft_heads.scripts.checks.lossless_matrix import RANDOM_TARGETS, load_target, make_prompts, untrained_head
@@ -22,6 +24,7 @@ __all__ = [
     "load_target",
     "make_head",
     "make_prompts",
+    "oracle_of",
     "small_model",
     "untrained_head",
     "vanilla_tokens",
@@ -31,6 +34,12 @@ __all__ = [
 def vanilla_tokens(target, prompt, settings):
     """What the engine says without drafts."""
     return DecodingEngine(target, VanillaDrafter()).generate(prompt, settings).tokens
+
+
+@functools.cache
+def oracle_of(name, dtype, settings):
+    """transformers' answers of a random target, each asked for once however many tests compare with it."""
+    return Oracle(load_target(name, dtype), settings)
 
 
 def make_head(target, kind="ctc", seed=1, scale=0.05, **settings):

@@ -16,7 +16,7 @@ from draft_heads.inference.generation import ContextError, GenerationSettings
 from draft_heads.inference.step import verify_step
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts
+from tests.inference.models import ScriptedDrafter, load_target, make_head, make_prompts, oracle_of
 
 PROMPT = list(range(3, 40))
 
@@ -144,7 +144,7 @@ def decode_with_partial_acceptances(target, drafter):
 
     Beside every draft of the script stands a wrong one, in front of it: accepted rows are never simply the first ones.
     """
-    answer = Oracle(target, GenerationSettings(100)).answer(PROMPT)
+    answer = oracle_of(target.name, target.dtype, GenerationSettings(100)).answer(PROMPT)
     hints = ScriptedDrafter(answer, 3)
     step_number = observed = 0
     begin, observe = drafter.begin, drafter.observe

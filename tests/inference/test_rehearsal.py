@@ -33,13 +33,13 @@ LAYER_KERNELS = 36
 """Kernels of the verify step: 32.5 on Llama, 35.1 on Qwen3; ten of a layer's are attention, which is one on CUDA."""
 
 
-def make_engine(model, kind, monkeypatch):
+def make_engine(model, kind, monkeypatch, **sizes):
     for module in (target_module, weights_module):  # a probe needs values
         monkeypatch.setattr(module, "probe", lambda target: (LogitsRule(), True))
     monkeypatch.setattr(F, "rms_norm", lambda states, *_: states.clone())  # one kernel on CUDA, many on meta
     model_class, config_class, shape = MODELS[model]
     with torch.device("meta"):
-        whole = model_class(config_class(**shape, max_position_embeddings=8192)).bfloat16()
+        whole = model_class(config_class(**shape | sizes, max_position_embeddings=8192)).bfloat16()
     target = Target(whole)
     assert target.fused is not None
     if kind == "vanilla":
@@ -100,7 +100,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_caught(mistake, monkeypatch):
-    engine = make_engine("llama", "medusa", monkeypatch)
+    engine = make_engine("llama", "medusa", monkeypatch, num_hidden_layers=1)
     propose, calls = engine.drafter.propose, []
 
     def mistaken():

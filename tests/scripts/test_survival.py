@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_killed_runs_end_as_undisturbed_ones():
-    command = [sys.executable, "scripts/checks/survival.py", "--training", "6", "--distillation", "8"]
+    command = [sys.executable, "scripts/checks/survival.py", "--training", "3", "--distillation", "4"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"wrong": 0' in done.stdout

@@ -30,6 +30,12 @@ def dataset(distil, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def cached(distil, tmp_path_factory):
+    """The dataset with its hidden states."""
+    return distil(tmp_path_factory.mktemp("cached") / "out", "--hidden_states", "float32")
+
+
+@pytest.fixture(scope="session")
 def uninterrupted(dataset, tmp_path_factory):
     output = tmp_path_factory.mktemp("run") / "a whole run"
     status, told = run(dataset, output)

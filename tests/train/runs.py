@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from draft_heads.train.entry_points import trainer_script
+from draft_heads.train.command import trainer_script
 from tests.running import ROOT, free_port, run_script
 
 TARGET = str(ROOT / "tests" / "tiny_target")

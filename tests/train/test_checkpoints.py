@@ -9,10 +9,10 @@ from draft_heads.train.checkpoints import MarkComplete, complete_checkpoints, da
 def saved(run, step, limit=2, best=None):
     """A checkpoint of a step, saved as the trainer does."""
     (run / f"checkpoint-{step}").mkdir()
-    args = SimpleNamespace(output_dir=str(run), world_size=1, save_total_limit=limit)
+    args = SimpleNamespace(output_dir=str(run), world_size=1)
     best = best and str(run / f"checkpoint-{best}")
     state = SimpleNamespace(global_step=step, is_world_process_zero=True, best_model_checkpoint=best)
-    MarkComplete(lambda: {"minutes": 1.0}).on_save(args, state, None)
+    MarkComplete(lambda: {"minutes": 1.0}, limit).on_save(args, state, None)
     return [int(path.name.split("-")[1]) for path in complete_checkpoints(run)]
 
 
@@ -43,7 +43,7 @@ def test_damage_is_found_by_size_or_checksum(tmp_path):
     (checkpoint / "global_step2").mkdir(parents=True)
     file = checkpoint / "global_step2" / "rank_0.pt"
     file.write_bytes(b"weights")
-    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1, save_total_limit=None)
+    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1)
     state = SimpleNamespace(global_step=2, is_world_process_zero=True, best_model_checkpoint=None)
     MarkComplete(lambda: {"minutes": 1.0}).on_save(args, state, None)
     assert damage(checkpoint) is None and newest_complete_checkpoint(tmp_path) == checkpoint

@@ -16,7 +16,7 @@ ZERO_2 = "configs/deepspeed/zero2.json"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind,stage,split",
-    [("medusa", 0, False), ("chimera", 1, False), ("medusa", 2, True), ("hydra", 3, False), ("ctc", 3, True)],
+    [("medusa", 0, False), ("chimera", 1, False), ("hydra", 2, True), ("ctc", 3, True)],
 )
 def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(dataset, tmp_path, kind, stage, split):
     status, told = run(dataset, tmp_path / "one", "--head_optimizer", "adamw", kind=kind)
@@ -62,15 +62,14 @@ def test_two_nodes_train_and_resume_as_one_process(dataset, uninterrupted, tmp_p
 @pytest.mark.parametrize(
     "flags,batch", [((), 2), (("--gradient_accumulation_steps", "2"), 1), (("--deepspeed", ZERO_2), 2)], ids=str
 )
-def test_the_last_step_of_an_epoch_on_two_processes_is_that_of_one(distil, tmp_path, flags, batch):
+def test_the_last_step_of_an_epoch_on_two_processes_is_that_of_one(cached, tmp_path, flags, batch):
     """41 rows in batches of 4: the last has a row, so one process has none; its cached states are padding too."""
     same = ("--head_optimizer", "adamw", "--learning_rate", "1e-3")
     same += ("--held_out", "7", "--max_steps", "14", "--save_steps", "12")
-    cached = distil(tmp_path / "cached", "--hidden_states", "float32")
     status, told = run(cached, tmp_path / "one", *same)
     assert status == 0, told
     two = tmp_path / "two"
-    for again in (False, True):
+    for again in (False, True)[: 1 if batch == 1 else 2]:  # accumulated batches resume as others do
         if again:  # in the second epoch
             shutil.rmtree(two / "head")
             shutil.rmtree(two / "checkpoint-14")

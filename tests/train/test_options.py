@@ -266,7 +266,7 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--save_steps", "0"], "--save_steps must be above 0; got 0"),
         (["--save_total_limit", "-3"], "--save_total_limit must be at least 2, got -3"),
         (["--warmup_steps", "nan"], "--warmup_steps must be 0 or more; got nan"),
-        (["--simulate_rows", "-1"], "--simulate_rows must be at least 0 rows; got -1"),
+        (["--simulate_rows", "-1"], "--simulate_rows must be at least 0; got -1"),
         (["--dataloader_num_workers", "-1"], "--dataloader_num_workers must be 0 or more"),
         (["--num_train_epochs", "inf"], "--num_train_epochs must be a number above 0; got inf"),
         (["--lr_scheduler_kwargs", '{"x": 2}'], "kwargs {'x': 2} make no schedule: get_cosine_schedule"),

@@ -1,7 +1,6 @@
-"""Simulated β: the worked example, agreement with decoding for every head and tree, and a head that stays as it is."""
+"""Simulated β: the worked example, agreement with decoding for every tree, and a head that stays as it is."""
 
 import copy
-import functools
 from types import SimpleNamespace
 
 import pytest
@@ -12,43 +11,12 @@ from draft_heads.heads.checkpoint import HEADS
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
 from draft_heads.inference.drafters.registry import HEAD_DRAFTERS, drafter_for
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.replay import replay
-from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.tree import DraftTree
-from draft_heads.scripts.checks.lossless_matrix import load_target, make_prompts, trained_head
+from draft_heads.scripts.checks.lossless_matrix import load_target, other_trees
 from draft_heads.train.held_out import greedy_answers, replay_answers, replay_drafter, simulation_metrics
-from tests.inference.models import ScriptedDrafter
-
-NEW_TOKENS = 48
-TREES = {  # head → settings, trees
-    "ctc": ("ctc", {}, ("prefix", "chain", "raw", "plain")),
-    "context": ("ctc", {"label_context": 4}, ("prefix", "chain")),
-    "chained": ("ctc", {"frames_from": "chain"}, ("prefix",)),
-    "chimera": ("chimera", {}, ("best", "chain")),
-    "chimera_layer0": ("chimera", {"encoder": "target_layer0_finetuned"}, ("best",)),
-    "eagle3": ("eagle3", {"target_layers": [1]}, ("best", "chain")),
-    "hydra": ("hydra", {"prefix_attention": True}, ("best", "chain")),
-    "medusa": ("medusa", {}, ("best", "chain", "raw", "prefix")),
-}
-
-
-@functools.cache
-def target():
-    return load_target("llama", torch.float64)
-
-
-@functools.cache
-def texts():
-    """(prompt, greedy answer) of the target."""
-    oracle = Oracle(target(), GenerationSettings(NEW_TOKENS))
-    return [(prompt, oracle.answer(prompt)) for prompt in make_prompts(target(), 4)]
-
-
-@functools.cache
-def head_named(name):
-    kind, settings, _ = TREES[name]
-    return trained_head(target(), texts(), steps=60, kind=kind, **settings)
+from tests.heads.trained import RULES, texts, trained
+from tests.inference.models import ScriptedDrafter, oracle_of
 
 
 def row_of(*turns):
@@ -59,7 +27,7 @@ def row_of(*turns):
 
 
 def with_states(batch, layers=()):
-    return {**batch, **target().states_of(batch, layers)}
+    return {**batch, **texts()[0].states_of(batch, layers)}
 
 
 class Watched(ScriptedDrafter):
@@ -103,37 +71,34 @@ def test_only_turns_that_are_greedy_throughout_are_replayed():
     assert list(greedy_answers(row)) == [(0, 1, 3)]
 
 
-@pytest.mark.parametrize("name,tree", [(name, tree) for name, (_, _, trees) in TREES.items() for tree in trees])
-def test_simulated_beta_is_the_decoders_beta(name, tree):
-    head, rules, steps = head_named(name), GenerationSettings(NEW_TOKENS), 0
-    engine = DecodingEngine(target(), drafter_for(head, target(), 16, tree=tree))
-    drafter = HEAD_DRAFTERS[head.config.kind](prepare_for_drafting(head), target().view(), 16, tree=tree)
-    for prompt, answer in texts():
+@pytest.mark.parametrize(("kind", "tree"), [(kind, tree) for kind in HEADS for tree in other_trees(kind)])
+def test_simulated_beta_is_the_decoders_beta(kind, tree):
+    """Of every head and its usual tree: `tests/test_every_head.py`."""
+    head, (target, known), steps = trained(kind, 0), texts(), 0
+    engine = DecodingEngine(target, drafter_for(head, target, 16, tree=tree))
+    drafter = HEAD_DRAFTERS[kind](prepare_for_drafting(head), target.view(), 16, tree=tree)
+    for prompt, answer in known:
         batch = with_states(DraftCollator(0, 256)([row_of(prompt, answer)]), head.config.target_layers)
-        decoded = engine.generate(prompt, rules)
+        decoded = engine.generate(prompt, RULES)
         assert replay_answers(drafter, batch) == [(len(decoded.tokens), decoded.target_steps)]
         steps += decoded.target_steps
-    assert steps < 0.95 * 4 * NEW_TOKENS  # drafts were accepted
+    assert steps < 0.95 * len(known) * RULES.max_new_tokens  # drafts were accepted
 
 
-def test_every_kind_of_head_is_simulated_here():
-    assert {kind for kind, *_ in TREES.values()} == set(HEADS) == set(HEAD_DRAFTERS)
-
-
-@pytest.mark.parametrize("name", ["ctc", "chimera", "eagle3", "hydra", "medusa"])
-def test_every_answer_of_a_row_has_its_conversation_as_prompt(name):
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_answer_of_a_row_has_its_conversation_as_prompt(kind):
     """A conversation of two turns, packed behind another one: the same steps as decoding after each prompt."""
-    head, rules = head_named(name), GenerationSettings(NEW_TOKENS)
-    (one, first), (two, second) = ((prompt[:20], None) for prompt, _ in texts()[:2])
-    oracle = Oracle(target(), rules)
+    head, (target, known) = trained(kind, 0), texts()
+    one, two = (prompt[:20] for prompt, _ in known)
+    oracle = oracle_of("llama", torch.float64, RULES)
     first = oracle.answer(one)
     second = oracle.answer([*one, *first, *two])
-    rows = [row_of(*texts()[2]), row_of(one, first, two, second)]
+    rows = [row_of(*known[0]), row_of(one, first, two, second)]
     batch = with_states(DraftCollator(0, 512, packing=True)(rows), head.config.target_layers)
     assert len(batch["input_ids"]) == 1 and int(batch["segment_ids"].max()) == 2
-    engine = DecodingEngine(target(), drafter_for(head, target(), 16))
-    decoded = [engine.generate(prompt, rules) for prompt in (texts()[2][0], one, [*one, *first, *two])]
-    simulated = replay_answers(replay_drafter(head, target(), target().view(), 16), batch)
+    engine = DecodingEngine(target, drafter_for(head, target, 16))
+    decoded = [engine.generate(prompt, RULES) for prompt in (known[0][0], one, [*one, *first, *two])]
+    simulated = replay_answers(replay_drafter(head, target, target.view(), 16), batch)
     assert simulated == [(len(answer.tokens), answer.target_steps) for answer in decoded]
 
 
@@ -157,11 +122,10 @@ def trainer_of(wrapped, rows):
 def test_measuring_leaves_the_head_as_it_was(kind, dtype):
     """Parameters, their gradients and memory, modules and random numbers; then it trains on."""
     target = load_target("llama", dtype)
-    name = next(name for name, (its, *_) in TREES.items() if its == kind)
-    head = copy.deepcopy(head_named(name)).to(dtype).train()
+    head = copy.deepcopy(trained(kind, 0)).to(dtype).train()
     for parameter in head.parameters():
         parameter.grad = torch.ones_like(parameter)
-    rows = [row_of(prompt, answer) for prompt, answer in texts()]
+    rows = [row_of(prompt, answer) for prompt, answer in texts()[1]]
 
     def everything():
         parameters = [(name, id(x), x.data_ptr(), x._version, x.requires_grad, x.grad) for name, x in named(head)]
@@ -183,8 +147,8 @@ def test_measuring_leaves_the_head_as_it_was(kind, dtype):
 def test_a_head_of_another_type_drafts_as_it_will_when_it_is_loaded():
     """Trained in float32 for a target in bfloat16: the drafter converts its copy, as decoding does."""
     target = load_target("llama", torch.bfloat16)
-    head = copy.deepcopy(head_named("ctc")).float()
+    head = copy.deepcopy(trained("ctc", 0)).float()
     drafter = replay_drafter(head, target, target.view(), 16)
     assert drafter.head.dtype == torch.bfloat16 and head.dtype == torch.float32
-    metrics = simulation_metrics(trainer_of(target, [row_of(*texts()[0])]), head)
+    metrics = simulation_metrics(trainer_of(target, [row_of(*texts()[1][0])]), head)
     assert metrics["simulated_beta"] >= 1

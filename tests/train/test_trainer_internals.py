@@ -30,7 +30,6 @@ TRAINER = {  # what each method of `DraftHeadTrainer` is called with by `Trainer
     "_maybe_log_save_evaluate": "tr_loss grad_norm model trial epoch ignore_keys_for_eval start_time learning_rate",
     "_run_epoch": "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval "
     "start_time resume_from_checkpoint epochs_trained steps_trained_in_current_epoch",
-    "_save_checkpoint": "model trial",
 }
 
 
@@ -83,11 +82,11 @@ def test_the_trainer_does_not_divide_the_loss_of_an_accumulated_batch_again():
     assert default is None, changed(ours, "Trainer.loss_is_scaled_for_ga", f"is {default}, which goes before it")
 
 
-def test_the_trainer_deletes_checkpoints_by_the_option_that_is_unset_while_it_saves():
+def test_the_trainer_deletes_checkpoints_by_the_option_that_is_unset():
     """That none is deleted is tested in `test_resume`."""
     source = inspect.getsource(Trainer._save_checkpoint)
     assert "save_total_limit=self.args.save_total_limit" in source, changed(
-        "DraftHeadTrainer._save_checkpoint", "Trainer._save_checkpoint", "does not read args.save_total_limit there"
+        "DraftHeadTrainer.__init__", "Trainer._save_checkpoint", "does not read args.save_total_limit there"
     )
 
 

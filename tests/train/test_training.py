@@ -126,8 +126,7 @@ def test_gradient_accumulation_has_the_losses_of_one_large_batch(dataset, uninte
     assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), abs=1e-4)
 
 
-def test_a_dataset_with_cached_hidden_states_is_trained_on_without_the_targets_forward(distil, tmp_path):
-    cached = distil(tmp_path / "cached", "--hidden_states", "float32")
+def test_a_dataset_with_cached_hidden_states_is_trained_on_without_the_targets_forward(cached, tmp_path):
     rows = load_distilled(cached).dataset.select(range(4))
     batch = DraftCollator(0, 512, hidden_dtype=torch.float32)(list(rows))
     target = Target.from_pretrained(TARGET, device="cpu")
@@ -139,14 +138,13 @@ def test_a_dataset_with_cached_hidden_states_is_trained_on_without_the_targets_f
     assert len(losses(tmp_path / "run")) == 6
 
 
-def test_several_datasets_are_trained_on_together(distil, dataset, tmp_path):
+def test_several_datasets_are_trained_on_together(distil, dataset, cached, tmp_path):
     more = distil(tmp_path / "more", "--limit", "20")
     status, told = run(dataset, tmp_path / "both", "--dataset", dataset, more)
     assert status == 0, told
     provenance = json.loads((tmp_path / "both" / "head" / "provenance.json").read_text())
     assert [part["counts"]["rows"] for part in provenance["data"]] == [48, 20]
     assert {part["name"] for part in provenance["data"]} == {"conversations.jsonl"}
-    cached = distil(tmp_path / "cached", "--hidden_states", "float32")
     status, told = run(dataset, tmp_path / "mixed", "--dataset", dataset, cached)
     assert status != 0 and "or none; got" in told
 

@@ -53,7 +53,7 @@ def test_what_no_flag_says_is_kept():
         ({"train_batch_size": 8}, "train_batch_size 8 contradicts --per_device_train_batch_size, .* 3 processes"),
         ({"bf16": {"enabled": False}}, "bf16.enabled false contradicts --bf16, true"),
         ({"fp16": {"enabled": True}}, "fp16.enabled true contradicts --fp16, false"),
-        ({"fp16": True}, r"fp16 must be a mapping such as \{\"enabled\": true\}; got True"),
+        ({"fp16": True}, r"fp16 must be a mapping such as \{\"enabled\": true\}; got true"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "'optimizer' would replace --optim, --learning"),
         ({"optimizer": {"type": "OneBitAdam"}}, "'optimizer' would replace --optim"),
         ({"scheduler": {"type": "WarmupLR"}}, "'scheduler' would replace --lr_scheduler_type, --warmup_steps"),

@@ -90,5 +90,5 @@ class CTCDrafter(HeadDrafter):
                 return bias
 
         else:
-            log_probs = tempered(head.frame_log_probs(frames, view), temperature)
+            log_probs = tempered(head.frame_logits(frames, view).log_softmax(-1), temperature)
         return build_tree(log_probs, self.max_nodes, self.tree, vocabulary=head.draft_vocab, bias_of=bias_of)
