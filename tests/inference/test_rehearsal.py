@@ -75,7 +75,7 @@ def rehearse(engine):
         with verifying:
             after, packed = steps.verify(drafted, text)
     assert described(after) == described(step)
-    assert packed.shape == (1 + 2 * len(step.tokens),)
+    assert packed.shape == (1 + 2 * step.tokens.shape[1],)
     return drafting.kernels, verifying.kernels
 
 

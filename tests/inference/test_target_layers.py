@@ -152,4 +152,4 @@ def test_parts_of_a_hybrid_are_shown_their_own_layers(target):
     for head, (_, drafter) in zip(heads, parts):
         states = target.forward_rows(text.input_ids, text.segment_ids, text.position_ids, head.config.target_layers)
         expected = head.target_states(*(x[0, anchor] for x in states))
-        assert torch.allclose(drafter._last, expected, atol=1e-4)
+        assert torch.allclose(drafter.state[0], expected, atol=1e-4)
