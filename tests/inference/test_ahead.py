@@ -224,7 +224,7 @@ def test_a_drafter_on_the_host_reads_what_the_engine_has_read(words, most):
     run, counts, seen = engine.steps.run, [], []
 
     def watched(*arguments):
-        seen.extend(arguments[0].new_tokens)
+        seen.extend(arguments[0].new_tokens[0])
         with HostReads() as reads:
             result = run(*arguments)
         counts.append(len(reads.read))

@@ -90,9 +90,9 @@ def test_a_step_needs_no_host_and_is_short(model, monkeypatch):
 MISTAKES = {
     "a missing device": lambda tree: replace(tree, tokens=tree.tokens + torch.arange(len(tree))),
     "a value read on the host": lambda tree: tree.limit_depth(int(tree.parents.max()), tree.parents),
-    "a tensor made from a list": lambda tree: tree.take(torch.tensor([*range(len(tree))], device="meta")),
+    "a tensor made from a list": lambda tree: tree.take(torch.tensor([[*range(len(tree))]], device="meta")),
     "a boolean index": lambda tree: tree.map(lambda x: x[tree.candidate]),
-    "an index of 0 dimensions": lambda tree: replace(tree, tokens=tree.tokens - tree.tokens[tree.parents[0]]),
+    "an index of 0 dimensions": lambda tree: replace(tree, tokens=tree.tokens - tree.tokens[0, tree.parents[0, 0]]),
     "another type than before": lambda tree: replace(tree, log_probs=tree.log_probs.double()),
     "another size than before": lambda tree: tree.padded(2 * len(tree)),
 }

@@ -72,7 +72,7 @@ def test_the_tree_holds_the_most_frequent_continuations(datastore, max_nodes, k)
         kept = [counts[path] for path in paths]
         assert kept == sorted(counts.values(), reverse=True)[:max_nodes]
         shares = [count / places for count in kept]
-        assert drafter.propose().log_probs.tolist() == pytest.approx([math.log(share) for share in shares])
+        assert drafter.propose().log_probs[0].tolist() == pytest.approx([math.log(share) for share in shares])
 
 
 def test_shorter_suffixes_fill_the_tree(datastore):
@@ -97,7 +97,7 @@ def test_many_places_are_sampled_evenly(datastore):
     begin(drafter, [0, 1])
     counts, places = brute_force([0, 1], 1, 1)
     assert places > 40
-    shares = dict(zip(proposal(drafter), drafter.propose().log_probs.exp().tolist()))
+    shares = dict(zip(proposal(drafter), drafter.propose().log_probs[0].exp().tolist()))
     for path, share in shares.items():
         assert share == pytest.approx(counts[path] / places, abs=0.06)
 

@@ -45,13 +45,13 @@ class Recorder(VanillaDrafter):
 
     target_layers = tuple(LAYERS)
 
-    def begin(self, prompt, capacity):
+    def begin(self, slot, prompt, capacity):
         self.tokens, self.aux_hidden = [], []
 
-    def observe(self, step):
+    def observe(self, step, slot=None):
         count = int(step.count)
-        self.tokens += step.tokens[:count].tolist()
-        self.aux_hidden += step.aux_hidden[:count]
+        self.tokens += step.tokens[0, :count].tolist()
+        self.aux_hidden += step.aux_hidden[0, :count]
 
 
 SMALL = {"vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
