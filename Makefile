@@ -11,7 +11,7 @@ TARGET := data/tiny_target
 help:
 	@echo "make quickstart   distil, train two heads, decode, report: the whole job on the embedded target"
 	@echo "make test         the tests, but for the slow ones"
-	@echo "make test-slow    compiled programs, the small losslessness matrix, launched trainings"
+	@echo "make test-slow    the small losslessness matrix, launched trainings"
 	@echo "make fuzz         the property tests with a hundred times their budget in make test (an hour)"
 	@echo "make lint         ruff and mypy"
 	@echo "make lossless     the full losslessness matrix (hours on two cores)"

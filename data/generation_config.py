@@ -148,7 +148,7 @@ def check_settings(model: Any, name: str) -> None:
             ) from None
         logger.info(
             "the generation settings of %s ask for %s, which is applied to each token's logits on the host: steps "
-            "run neither compiled nor captured",
+            "run without CUDA graphs",
             name,
             settings_text(asked),
         )

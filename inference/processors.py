@@ -1,7 +1,7 @@
 """Logits processors that read the text so far, applied to a draft tree: each node has its own path.
 
-transformers' processors run on the host, row by row, and eagerly: a step that has any is neither compiled nor captured
-and does not start ahead. Without any, steps run as usual.
+transformers' processors run on the host, row by row, and eagerly: a step that has any is not captured and
+does not start ahead. Without any, steps run as usual.
 
 Shapes: B slots, R rows of a forward (row 0 = base token), V vocabulary.
 """

@@ -1,9 +1,8 @@
-"""How one decoding step runs: eagerly, as compiled programs or as CUDA graphs, at once or ahead of the host.
+"""How one decoding step runs: eagerly or as CUDA graphs, at once or ahead of the host.
 
 `StepRunner` is the interface of all of them: `begin` a text, `prefill` its prompt, then `run` step after step.
 
     eager     `draft` and `verify` call the drafter and `verify_step` as they are
-    compiled  both call one program each (`Target.compile`)
     captured  steps are replayed as CUDA graphs: whole steps if they run ahead, else their verification
     ahead     a step starts before the host has read the tokens of the one before, so nothing in it reads the host
 """
@@ -22,14 +21,13 @@ from torch import Tensor
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.generation import Clock, GenerationSettings
 from draft_heads.inference.processors import TextProcessors
-from draft_heads.inference.sampling import Sampling
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
-from draft_heads.inference.target.compiled import no_host_sync, program
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, Drafted, current
+from draft_heads.inference.target.host_sync import no_host_sync
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree, padded_nodes
-from draft_heads.inference.verify import Accept, TypicalAcceptance, accept_exact
+from draft_heads.inference.verify import Accept, accept_exact
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +53,7 @@ class TextState:
 
     @property
     def greedy(self) -> bool:
-        """Whether tokens follow from the model's logits alone, as compiled programs and CUDA graphs need it."""
+        """Whether tokens follow from the model's logits alone, as CUDA graphs need it."""
         return self.settings.sampling is None and self.processors is None
 
 
@@ -65,7 +63,7 @@ class StepRunner:
     ahead     a step starts before the tokens of the one before are read; every tree is padded to one size
     captured  the CUDA graphs; None: steps are not captured
     cache     the newest text's; None: the next text allocates one
-    reserved  positions of a cache whose address compiled programs or CUDA graphs hold; a longer text doubles it
+    reserved  positions of a cache whose address CUDA graphs hold; a longer text doubles it
     """
 
     def __init__(
@@ -88,25 +86,17 @@ class StepRunner:
         self._accept = accept
         self._drafting = "draft" if drafter.max_nodes else "other"  # the plain loop drafts nothing
         self._end = torch.zeros(1, dtype=torch.long, device=target.device)
-        self._warmed_up = False
-        # compiled programs, or None: bound methods of its own would keep a runner alive
-        self._compiled_draft = self._compiled_verify = None
-        if target.compiled:
-            self._compiled_verify = program(self._verify_tree, target.device)
-            if drafter.on_device and drafter.max_nodes:
-                self._compiled_draft = program(self._draft_tree, target.device)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def begin(self, tokens: int, settings: GenerationSettings, processors: TextProcessors | None = None) -> TextState:
-        """Make room for a text of at most `tokens`, prompt and answer, and compile or capture what is missing.
+        """Make room for a text of at most `tokens`, prompt and answer, and capture what is missing.
 
         The memory is that of the text before, whose steps must not run any more.
         """
         reserved = self.reserved_length(tokens)
         cache = self._cleared_cache(reserved)
-        self._warm_up_shapes(cache)
         if self.captured is not None and self.target.fused is not None:
             self._capture_lengths(self.captured, TextState(cache, reserved, self._end, settings))
         return TextState(cache, reserved, self._end.fill_(tokens), settings, processors)
@@ -153,56 +143,30 @@ class StepRunner:
         return result
 
     def draft(self, step: VerifiedStep, text: TextState) -> Drafted:
-        """The drafter observes the step and proposes a tree."""
-        after_prompt = step.tree is None  # prompts differ in length: their step is not compiled
-        draft = self._draft_tree if after_prompt or self._compiled_draft is None else self._compiled_draft
-        tree = draft(step)
+        """The drafter observes the step and proposes a tree, padded to one size if steps run ahead."""
+        self.drafter.observe(step)
+        tree = self.drafter.propose()
+        assert len(tree) <= self.drafter.max_nodes, "a proposal has more nodes than its drafter's max_nodes"
+        if self.ahead:
+            tree = tree.padded(padded_nodes(self.drafter.max_nodes))
         text.clock.lap(self._drafting)
         return Drafted(step.base, tree)
 
     def verify(self, drafted: Drafted, text: TextState) -> tuple[VerifiedStep, Tensor]:
         """The target verifies the tree, accepts a path and commits it."""
         text.cache.set_visible_length(1 + len(drafted.tree))
-        # sampling needs wrapping 64-bit integers, which compiled CPU code does not guarantee
-        verify = self._compiled_verify if self._compiled_verify is not None and text.greedy else self._verify_tree
         settings = text.settings
-        return verify(
-            drafted.base, drafted.tree, text.cache, text.end, settings.sampling, settings.typical, text.processors
-        )
-
-    # --- what is compiled -------------------------------------------------------------------------------------------
-
-    def _draft_tree(self, step: VerifiedStep) -> DraftTree:
-        """The drafter's tree after it observed the step, padded to one size if steps run ahead."""
-        self.drafter.observe(step)
-        tree = self.drafter.propose()
-        assert len(tree) <= self.drafter.max_nodes, "a proposal has more nodes than its drafter's max_nodes"
-        if self.target.compiled and len(tree) == 1:
-            return tree.padded(2)  # a program compiled for one node specialises to that size
-        return tree.padded(padded_nodes(self.drafter.max_nodes)) if self.ahead else tree
-
-    def _verify_tree(
-        self,
-        base: Tensor,
-        tree: DraftTree,
-        cache: KVCache,
-        end: Tensor,
-        sampling: Sampling | None,
-        typical: TypicalAcceptance | None,
-        processors: TextProcessors | None = None,
-    ) -> tuple[VerifiedStep, Tensor]:
-        """`verify_step` for one sequence, and the tensor for `PendingReadback`."""
         step = verify_step(
             self.target,
-            cache,
-            base,
-            tree,
+            text.cache,
+            drafted.base,
+            drafted.tree,
             self.drafter.max_depth,
-            end=end,
-            sampling=sampling,
-            accept=self._accept if typical is None else typical,
+            end=text.end,
+            sampling=settings.sampling,
+            accept=self._accept if settings.typical is None else settings.typical,
             target_layers=self.drafter.target_layers,
-            processors=processors,
+            processors=text.processors,
         )
         assert step.source is not None
         read = [step.count, step.next_tokens[0], step.source[0]]
@@ -210,11 +174,11 @@ class StepRunner:
             read.append(step.choices[0])
         return step, torch.cat(read)
 
-    # --- memory, programs and graphs --------------------------------------------------------------------------------
+    # --- memory and graphs ------------------------------------------------------------------------------------------
 
     def reserved_length(self, text: int) -> int:
-        """Tokens to allocate memory for; where programs or CUDA graphs hold its address, it must not grow later."""
-        if not self.target.compiled and self.captured is None:
+        """Tokens to allocate memory for; where CUDA graphs hold its address, it must not grow later."""
+        if self.captured is None:
             return text
         self.reserved *= 1 << (-(-text // self.reserved) - 1).bit_length()
         return max(text, min(self.target.max_positions, self.reserved))
@@ -228,21 +192,6 @@ class StepRunner:
             self.cache = self.target.new_cache(max(text, min(limit, -(-text // 256) * 256)) + extra)
         self.cache.clear()
         return self.cache
-
-    def _warm_up_shapes(self, cache: KVCache) -> None:
-        """Compile for an empty tree and for trees of any size before the first answer, where tree sizes vary."""
-        if self._compiled_verify is None or self.drafter.on_device or self._warmed_up:
-            return
-        self._warmed_up = True
-        base = torch.zeros(1, dtype=torch.long, device=self.target.device)
-        chain = torch.zeros(1, 3, dtype=torch.long, device=self.target.device)
-        for tree in (DraftTree.empty(base.device), DraftTree.build(chain, torch.full_like(chain, -1))):
-            self.target.prefill(base, cache)
-            for tensor in tree.tensors() if len(tree) > 1 else ():
-                torch._dynamo.maybe_mark_dynamic(tensor, 1)
-            cache.set_visible_length(4 + self.drafter.max_depth)
-            self._compiled_verify(base, tree, cache, self._end, None, None)
-            cache.clear()
 
     def _capture_lengths(self, captured: CapturedSteps, text: TextState) -> None:
         """Capture the step of every visible length and tree size before the first answer, or when memory has moved."""

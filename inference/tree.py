@@ -73,7 +73,7 @@ class DraftTree:
     def empty(cls, device: torch.device | str = "cpu", texts: int = 1) -> DraftTree:
         """No drafts: the step verifies the base tokens only, as the vanilla loop does."""
         none = torch.zeros(texts, 0, dtype=torch.long, device=device)
-        return cls.build(none, none.clone())  # two tensors: compiled programs guard on aliasing
+        return cls.build(none, none)
 
     def tensors(self) -> list[Tensor]:
         """Its five tensors."""

@@ -31,7 +31,7 @@ from draft_heads.inference.verify import TypicalAcceptance
 ACCEPTANCE = ("exact", "typical")
 REPORTED = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "acceptance", "seed"),
-    *("max_nodes", "limit", "stop_at_loops", "batch_size", "compile", "attention"),
+    *("max_nodes", "limit", "stop_at_loops", "batch_size", "attention"),
     *("drafters", "chat_template", "target_adapter"),
 )
 
@@ -68,7 +68,6 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, the checkpoint's own on GPU")
     add("--device", help="cpu, cuda, …, or auto: layers on all GPUs (default cuda if present)")
-    add("--compile", action="store_true", help="compile the target; the first answers take longer")
     add(
         "--attention",
         choices=tuple(TREE_ATTENTION),
@@ -113,11 +112,6 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     add("--seed", type=int, default=0, help="of sampling and of the bootstrap over questions (default 0)")
     options = parse_with_config(parser, arguments, ("target", "drafters", "benchmarks", "output"))
     check_positive(options, "max_new_tokens", "max_nodes", "limit", "batch_size")
-    if options.compile and options.batch_size > 1:
-        raise ValueError(
-            "--compile makes programs for one sequence at a time; got it with --batch_size "
-            f"{options.batch_size}; leave one of them out"
-        )
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"--seed must be at least 0 and below 2^63; got {options.seed}")
     GenerationSettings(**_acceptance(options))  # checked before anything is loaded
@@ -147,12 +141,10 @@ def load_target(options: argparse.Namespace) -> Target:
 
 
 def configure_target(target: Target, options: argparse.Namespace) -> Target:
-    """Apply --threads, --attention and --compile; returns the target."""
+    """Apply --threads and --attention; returns the target."""
     use_threads(options.threads)
     if options.attention != "masked":
         target.attend(options.attention)
-    if options.compile:
-        target.compile()
     return target
 
 

@@ -54,7 +54,7 @@ class Drafter(ABC):
     loads          the path that it needs, as a table writes it (`kind=PATH`); "" where it loads nothing
     options_type   the dataclass of its options
     text_only      it reads nothing but the text, so recorded answers can be replayed through it
-    on_device      neither `observe` nor `propose` copies a value to the host: they may be compiled, captured, run ahead
+    on_device      neither `observe` nor `propose` copies a value to the host: they may be captured, run ahead
     reads_choices  `observe` reads the target's choices at nodes off the accepted path
     extends_paths  it can continue any path: it has `table`, n-grams of the text, and `read(tokens)`
     proposes_levels  it has `propose_levels()`, one distribution per depth, from which a hybrid builds its tree

@@ -24,20 +24,13 @@ OUTPUTS = 32  # of one of `column_blocks`
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC")
 _VECTOR_FLAGS = {"AVX2": "-march=x86-64-v3", "AVX512": "-march=x86-64-v4"}  # by torch's name of what this CPU can do
-_loaded: Path | None = None
 
 logger = logging.getLogger(__name__)
-
-
-def is_loaded() -> bool:
-    """Whether the operations are there; compiled programs may ask this, but not `load_library`."""
-    return _loaded is not None
 
 
 @cache
 def load_library() -> bool:
     """Compile (fifteen seconds, once per machine: the library stays in torch's cache) and load; False without g++."""
-    global _loaded
     compiler = os.environ.get("CXX", "c++")
     includes = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     links = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu"]
@@ -60,9 +53,6 @@ def load_library() -> bool:
             reason[-300:],
         )
         return False
-    torch.library.register_fake("draft_heads::ctc_prefix_tree", _tree_shapes)
-    torch.library.register_fake("draft_heads::skinny_matmul", _product_shape)
-    _loaded = library
     return True
 
 
@@ -81,23 +71,10 @@ def ctc_prefix_tree(probs: Tensor, max_nodes: int, max_depth: int) -> tuple[Tens
     return labels, parents, log_probs
 
 
-def _tree_shapes(probs: Tensor, max_nodes: int, max_depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    vocabulary, level, size = probs.shape[1] - 1, 1, 0
-    for _ in range(max_depth):
-        level = min(level * vocabulary, max_nodes)
-        size = min(size + level, max_nodes)
-    labels = probs.new_empty(size, dtype=torch.long)
-    return labels, torch.empty_like(labels), probs.new_empty(size)
-
-
 def skinny_matmul(rows: Tensor, blocks: Tensor, outputs: int) -> Tensor:
     """rows `[R, K]` float32 times a matrix with `outputs` N, given as `column_blocks` `[N/32, K, 32]` → [R, N]."""
     product: Tensor = torch.ops.draft_heads.skinny_matmul(rows, blocks, outputs)
     return product
-
-
-def _product_shape(rows: Tensor, blocks: Tensor, outputs: int) -> Tensor:
-    return rows.new_empty(rows.shape[0], outputs)
 
 
 def column_blocks(weight: Tensor) -> Tensor:

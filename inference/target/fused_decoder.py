@@ -197,9 +197,8 @@ class FusedDecoder:
         self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: KVCache, target_layers: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden `[B, R, H]` and aux_hidden `[B, R, k·H]` as in `Target.forward_tree`; copies nothing to the host."""
-        if not torch.compiler.is_compiling():  # whoever calls a compiled program has done this
-            cache.allocate(self.like)
-            cache.set_visible_length(token_ids.shape[1])
+        cache.allocate(self.like)
+        cache.set_visible_length(token_ids.shape[1])
         assert cache.rows is not None
         end = cache.rows.shape[2]
         positions = depths + cache.lengths[:, None]

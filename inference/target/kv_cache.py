@@ -97,9 +97,7 @@ class KVCache(Cache):
         if self.store is None or not self._end:
             return
         if self._end not in self._views:
-            view = self.store.flatten(1, 3)[:, :, : self._end]
-            torch._dynamo.maybe_mark_dynamic(view, 2)  # one compiled program for all lengths
-            self._views[self._end] = view
+            self._views[self._end] = self.store.flatten(1, 3)[:, :, : self._end]
         self.rows = self._views[self._end]
 
     def slots(self, rows: int) -> Tensor:
@@ -111,12 +109,11 @@ class KVCache(Cache):
         assert self.rows is not None
         batch, heads, _, size = keys.shape
         states = torch.cat([keys, values], dim=1).flatten(0, 1)  # [B·2·G, R, D]
-        if batch == 1 and not torch.compiler.is_compiling():
+        if batch == 1:
             self.rows[layer].index_copy_(1, slots[0], states)
-        else:  # in a compiled program index_copy_ into a part would copy the whole tensor
+        else:
             lanes = torch.arange(len(states), device=slots.device)[:, None]
-            into = slots.repeat_interleave(2 * heads, 0) if batch > 1 else slots
-            self.rows.index_put_((torch.full_like(lanes, layer), lanes, into), states)
+            self.rows[layer].index_put_((lanes, slots.repeat_interleave(2 * heads, 0)), states)
         both = self.rows[layer].view(batch, 2, heads, -1, size)
         return both[:, 0], both[:, 1]
 

@@ -48,7 +48,7 @@ class MergedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if self.blocks is not None and (torch.compiler.is_compiling() or len(rows) <= MAX_SKINNY_ROWS):
+        if self.blocks is not None and len(rows) <= MAX_SKINNY_ROWS:
             product = library.skinny_matmul(rows, self.blocks, self.outputs).view(*x.shape[:-1], self.outputs)
         elif len(self.weights) == 1:
             return F.linear(x, self.weights[0], self.bias)

@@ -85,7 +85,6 @@ class Target:
         self.name = name or getattr(config, "_name_or_path", "") or config.model_type
         TARGET_OF[id(model)] = self
         self.runs = runs
-        self.compiled = False
         self.changes = 0  # how often the model was found to have other weights (`refresh`)
         self._drafted_below = 0  # 0: all rows of the LM head are chosen from
         self._whole: tuple[Target, Collection[int]] | None = None  # of a target without some of its layers
@@ -160,11 +159,6 @@ class Target:
         """What decodes: "fused" or "modules", as reports name it."""
         return "fused" if self.fused is not None else "modules"
 
-    def compile(self) -> None:
-        """Engines made from now on decode through compiled programs; ValueError where the modules must do."""
-        self._check_compilable(self._needs_fused("compile").attention)
-        self.compiled = True
-
     def without_layers(self, skipped: Collection[int]) -> Target:
         """A target of the layers that are left, sharing their weights; ValueError where the modules must do."""
         whole = self._needs_fused("self_speculative")
@@ -176,15 +170,7 @@ class Target:
 
     def attend(self, path: str) -> None:
         """How tree rows attend, a name of `TREE_ATTENTION`; ValueError where the modules must do."""
-        fused = self._needs_fused("attention")
-        if self.compiled:
-            self._check_compilable(path)
-        fused.attention = path
-
-    @staticmethod
-    def _check_compilable(path: str) -> None:
-        if path == "flex":
-            raise ValueError("compiled programs need attention masked; got flex; use one of them")
+        self._needs_fused("attention").attention = path
 
     def _needs_fused(self, option: str) -> FusedDecoder:
         if self.fused is None:

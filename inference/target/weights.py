@@ -109,11 +109,6 @@ def take_in_changes(target: Target) -> None:
             f"a target stays where it is and of its type; {target.name} was {before} and is {now}; make a new Target, "
             "with new drafters and engines"
         )
-    if target.compiled:
-        raise ValueError(
-            f"compiled programs keep the weights that they were made for; those of {target.name} have changed; make a "
-            "new Target, with new drafters and engines, or do not compile it"
-        )
     target.changes += 1
     target.__dict__.pop("_weights_hashes", None)
     target._take_parts()

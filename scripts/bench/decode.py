@@ -1,6 +1,6 @@
 """Decoding benchmarks. The last line of output is one JSON object.
 
-    python scripts/bench/decode.py --target TARGET [--compile] [--drafters ctc=RUN/head …] [--threads 2]
+    python scripts/bench/decode.py --target TARGET [--drafters ctc=RUN/head …] [--threads 2]
 
 - vanilla against transformers' own `generate` (`--baselines eager static compiled`), tokens per second, same prompts;
 - verifying a tree of 8, 16, 32, 64 nodes against a step of a single row, after `--prompt_tokens` of text;
@@ -284,7 +284,7 @@ def run() -> None:
     filler = (texts[0] * options.prompt_tokens)[: options.prompt_tokens]
     result |= bench_verification(target, filler, 10 * options.repeats)
     plain_console().print(table(result))
-    settings = {"threads": torch.get_num_threads(), "compile": options.compile, "device": str(target.device)}
+    settings = {"threads": torch.get_num_threads(), "device": str(target.device)}
     medians = {
         **{name: value["median"] for name, value in result.items() if name.startswith("vanilla_")},
         "verify_over_step": {nodes: value["median"] for nodes, value in result["verify_over_step"].items()},

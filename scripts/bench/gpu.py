@@ -310,7 +310,7 @@ def run() -> bool:
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     add_threads(parser)
     args = parser.parse_args()
-    args.attention, args.compile = "masked", False
+    args.attention = "masked"
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     parts = Parts(args.output, device, args.seconds)
     wrong = check_answers(parts, args, device)

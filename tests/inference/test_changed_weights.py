@@ -200,16 +200,6 @@ def test_a_target_that_was_converted_is_refused(change):
             engine.generate(PROMPT, SETTINGS)
 
 
-def test_compiled_programs_refuse_other_weights():
-    target = Target(random_llama(211), name="small")
-    engine = DecodingEngine(target, VanillaDrafter())
-    engine.generate(PROMPT, SETTINGS)
-    target.compiled = True
-    in_place(target.model)
-    with pytest.raises(ValueError, match=r"compiled programs keep the weights .*; those of small have changed;"):
-        engine.generate(PROMPT, SETTINGS)
-
-
 def test_nothing_is_merged_again_while_nothing_changes():
     target = Target(random_llama(211))
     engine, fused = DecodingEngine(target, NgramDrafter()), target.fused

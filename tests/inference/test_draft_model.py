@@ -120,22 +120,6 @@ def test_the_cache_after_any_continuation_is_that_of_a_fresh_forward(target, inn
         assert torch.allclose(loop.cache.store[..., : len(cached), :], fresh.store[..., : len(cached), :], atol=1e-12)
 
 
-@pytest.mark.slow
-@torch.inference_mode()
-def test_compiled_drafts_are_the_same_at_every_length_without_compiling_again():
-    texts = [list(range(3, 40)), [5], [7] * 90, [9] * 180, [5, 6], [5, 6, 7]]
-    model = small_model(dtype=torch.float32)
-    plain = DraftLoop(model)
-    plain.begin(256)
-    expected = [plain.draft(text, 7) for text in texts]
-    model.compile()
-    loop = DraftLoop(model)
-    loop.begin(256)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert [loop.draft(text, 7) for text in texts] == expected
-        assert loop.draft([*texts[-1], *expected[-1][:6], 8], 3) == plain.draft([*texts[-1], *expected[-1][:6], 8], 3)
-
-
 class Witness(Drafter):
     """Proposes what it is given and keeps what it was told."""
 

@@ -9,7 +9,6 @@ from torch import nn
 from draft_heads.heads.checkpoint import head_variants
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
-from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import GenerationSettings
 from tests.inference.models import load_target, make_head
 from tests.inference.trees import check_tree
@@ -103,14 +102,3 @@ def test_trees_are_those_of_a_head_that_never_says_the_other_tokens(kind, settin
         assert set(mine.tokens[0].tolist()) <= set(SOME.tolist()) and int(mine.tokens.max()) > 140
         assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.parents, theirs.parents)
         assert torch.allclose(mine.log_probs, theirs.log_probs, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_compiled_programs_draft_from_it_too():
-    target = load_target("qwen3", torch.float32)
-    prompts = [list(range(3, 40)), [7] * 90]
-    expected = [Oracle(target, RULES).answer(prompt) for prompt in prompts]
-    target.compile()
-    engine = DecodingEngine(target, drafter_for(cut_head(target, "ctc", {}), target, 12))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert [engine.generate(prompt, RULES).tokens for prompt in prompts] == expected

@@ -309,7 +309,7 @@ def test_a_drafter_looks_no_further_than_the_text_may_reach(target, kind, settin
 
         monkeypatch.setattr(each, "propose", proposing)
         engine = DecodingEngine(target, each)
-        monkeypatch.setattr(engine.steps, "reserved_length", lambda text: 240)  # as compiled programs reserve it
+        monkeypatch.setattr(engine.steps, "reserved_length", lambda text: 240)  # as CUDA graphs reserve it
         for prompt in ([5, 6, 7], PROMPT):
             engine.generate(prompt, GenerationSettings(80))
     for (own, _), (other, _) in zip(*trees.values(), strict=True):

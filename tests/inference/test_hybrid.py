@@ -20,7 +20,7 @@ from draft_heads.inference.drafters.text.ngram import NgramDrafter, NgramTable
 from draft_heads.inference.drafters.text.prompt_lookup import PromptLookupDrafter
 from draft_heads.inference.engine import DecodingEngine, GenerationSettings
 from draft_heads.inference.tree import DraftTree, ancestor_rows, depths
-from tests.inference.models import ForkedDrafter, ScriptedDrafter, load_target, make_head, make_prompts, vanilla_tokens
+from tests.inference.models import ForkedDrafter, ScriptedDrafter, make_head, vanilla_tokens
 from tests.inference.trees import check_tree
 
 # ---- merging ---------------------------------------------------------------------------------------------
@@ -268,17 +268,6 @@ def test_a_window_rides_along_behind_the_merged_nodes(llama, llama_prompts):
     assert torch.equal(tree.tokens[riding], own.tokens[cells])
     depth, own_depth = (depths(ancestor_rows(some.parents, 20))[:, 1:] for some in (tree, own))
     assert torch.equal(depth[riding], own_depth[cells])
-
-
-@pytest.mark.slow
-def test_a_compiled_target_drafts_its_heads_through_programs():
-    torch.set_num_threads(1)
-    llama, plain = load_target("llama", torch.float32), load_target("llama", torch.float32)
-    llama.compile()
-    hybrid = DecodingEngine(llama, HybridDrafter(parts_of(llama, "medusa+ctc+ngram"), llama, 6))
-    for prompt in make_prompts(llama, 2):
-        settings = GenerationSettings(70)
-        assert hybrid.generate(prompt, settings).tokens == vanilla_tokens(plain, prompt, settings)
 
 
 # ---- against the best part ---------------------------------------------------------------------------------

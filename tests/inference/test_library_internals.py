@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations import deepspeed as integration
 
-from draft_heads.inference.target import compiled, sharded
+from draft_heads.inference.target import sharded
 from draft_heads.inference.target.kv_cache import KVCache, PreallocatedLayer
 from tests.inference.models import load_target
 from tests.internals import changed, parameters
@@ -137,27 +137,3 @@ def test_moving_a_module_calls_apply_of_each_part_which_drops_merged_weights():
 
     nn.Sequential(Part(2, 2)).double()
     assert calls == [True], changed("heads/block.py and target/linear.py: _apply", "nn.Module._apply", f"saw {calls}")
-
-
-def test_guards_of_a_compiled_program_have_the_names_by_which_they_are_kept():
-    """Those of arguments are checked at every call; those of weights and settings, which never change, are not."""
-    seen = []
-
-    class Scaled(nn.Module):
-        def forward(self, x):
-            return x * self.factor
-
-    def keep(guards):
-        seen.extend(guards)
-        return compiled.argument_guards(guards)
-
-    module = Scaled()
-    module.factor = torch.tensor(0.5)
-    program = torch.compile(module.forward, backend="eager", fullgraph=True, options={"guard_filter_fn": keep})
-    assert float(program(torch.tensor(4.0))) == 2.0
-    kept = {guard.name for guard, stays in zip(seen, compiled.argument_guards(seen)) if stays}
-    ours = "inference/target/compiled.py: argument_guards"
-    assert "x" in kept, changed(ours, "the name of a guard", f"is one of {sorted(kept)}, none of them the argument's")
-    assert any("self" in guard.name for guard in seen), changed(
-        ours, "the name of a guard", "has no `self` for a weight"
-    )

@@ -8,7 +8,6 @@ import torch
 
 from draft_heads.inference.drafters.heads.ctc_search import build_tree, prefix_tree
 from draft_heads.inference.native import library
-from draft_heads.inference.target.compiled import program
 from tests.inference.test_ctc_search import every_prefix, paths
 from tests.inference.trees import check_tree, only
 
@@ -80,28 +79,6 @@ def test_certain_frames_leave_the_rest_of_the_budget_to_the_impossible():
 def test_a_head_that_says_nan_is_refused():
     with pytest.raises(RuntimeError, match="probs must be probabilities; got nan"):
         library.ctc_prefix_tree(torch.full((3, 9), torch.nan), 4, 3)
-
-
-@pytest.mark.parametrize("frames,vocabulary,max_nodes", [(7, 50, 7), (3, 2, 20), (1, 3, 9), (4, 1, 9)])
-def test_shapes_are_known_before(frames, vocabulary, max_nodes):
-    probs = random_frames(frames, vocabulary, 0).exp()
-    torch.library.opcheck(torch.ops.draft_heads.ctc_prefix_tree, (probs, max_nodes, min(frames, max_nodes)))
-    blocks = library.column_blocks(torch.ones(20, 10))
-    torch.library.opcheck(torch.ops.draft_heads.skinny_matmul, (torch.randn(3, 10), blocks, 20))
-
-
-@pytest.mark.slow
-def test_a_compiled_search_is_the_same_search():
-    class Searching:
-        def tree(self, log_probs):
-            return build_tree(log_probs[None], 7).tensors()
-
-    searching = Searching()
-    fast = program(searching.tree, torch.device("cpu"))
-    for seed in range(3):
-        log_probs = random_frames(7, 100, seed)
-        for fresh, own in zip(fast(log_probs), searching.tree(log_probs)):
-            assert torch.allclose(fresh, own)
 
 
 @pytest.mark.parametrize("outputs,inputs", [(1, 1), (32, 64), (33, 5), (70, 512), (100, 513), (31, 2049)])

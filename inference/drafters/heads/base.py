@@ -42,7 +42,6 @@ class RotationTable:
             positions = torch.arange(-(-tokens // 256) * 256, device=self._table.device)
             cos, sin = self._block.rotation(positions[None])
             self._table = torch.stack([cos[0, 0], sin[0, 0]], dim=1)
-            torch._dynamo.maybe_mark_dynamic(self._table, 0)  # as in `BlockCache`
 
     def memory(self) -> list[Tensor]:
         return [self._table]

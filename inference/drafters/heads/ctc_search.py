@@ -25,7 +25,7 @@ from draft_heads.heads.windows import rows_at
 from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
 from draft_heads.inference.native import library
-from draft_heads.inference.target.compiled import host_sync_allowed
+from draft_heads.inference.target.host_sync import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, TokenTrie
 
 TREE_MODES = ("prefix", "chain", "raw", "plain")
@@ -62,7 +62,7 @@ def _native(log_probs: Tensor) -> bool:
     """Whether the C++ search is loaded and supports this device and type."""
     if log_probs.device.type != "cpu" or log_probs.dtype != torch.float32:
         return False
-    return library.is_loaded() if torch.compiler.is_compiling() else library.load_library()
+    return library.load_library()
 
 
 class PlainEmissions:

@@ -18,7 +18,7 @@ from draft_heads.configs.options import option
 from draft_heads.heads.block import folded_attention
 from draft_heads.heads.windows import rows_at
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadOptions
-from draft_heads.inference.target.compiled import host_sync_allowed
+from draft_heads.inference.target.host_sync import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, kept_parents
 
 Expand = Callable[[int, Tensor, Tensor], Tensor]

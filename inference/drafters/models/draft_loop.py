@@ -12,13 +12,9 @@ from torch import Tensor
 
 from draft_heads.inference.drafters.base import Drafter
 from draft_heads.inference.step import VerifiedStep, verify_step
-from draft_heads.inference.target.compiled import program
 from draft_heads.inference.target.kv_cache import KVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import DraftTree
-
-_ONE_BY_ONE = 4  # up to so many new tokens go through the compiled one-row forward one by one
-_ROWS_PER_CALL = 4  # one-row forwards compiled together: calling each alone costs a third of its time
 
 
 class DraftLoop:
@@ -39,10 +35,6 @@ class DraftLoop:
         self._observed, self._observed_drafts = 0, list[int]()  # the same for the inner drafter
         self._depth = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         self._self_mask = torch.ones(1, 1, 1, dtype=torch.bool, device=model.device)
-        self._next, self._next_rows, self._verify = self._row, self._rows, self._verify_tree
-        if model.compiled:
-            self._next, self._next_rows = program(self._row, model.device), program(self._rows, model.device)
-            self._verify = program(self._verify_tree, model.device)
 
     def begin(self, capacity: int) -> None:
         """Start a new text; it and its answer have at most `capacity` tokens."""
@@ -96,41 +88,23 @@ class DraftLoop:
         """One forward per token; the tokens are copied to the host together, at the end."""
         fresh = torch.tensor(text[kept:], device=self.model.device)
         cache = self.cache
-        if len(fresh) <= (_ONE_BY_ONE if self.model.compiled else 1):
-            for token in fresh.split(1):
-                choice = self._step(token, cache)
+        if len(fresh) == 1:
+            chosen = [self._after(fresh, cache)]
         else:
-            choice = self.model.prefill(fresh, cache)[1].argmax()[None]
+            chosen = [self.model.prefill(fresh, cache)[1].argmax()[None]]
             self.forwards += 1
-        chosen = [choice]
-        done = 1
-        while done < count:
-            several = self.model.compiled and count - done >= _ROWS_PER_CALL
-            chosen.append(self._step(chosen[-1][-1:], cache, _ROWS_PER_CALL if several else 1))
-            done += len(chosen[-1])
+        while len(chosen) < count:
+            chosen.append(self._after(chosen[-1], cache))
         return torch.cat(chosen).tolist()
 
-    def _step(self, token: Tensor, cache: KVCache, rows: int = 1) -> Tensor:
-        """`_row` or `_rows`, with the bookkeeping on the host."""
-        cache.set_visible_length(rows)
-        choices = (self._next if rows == 1 else self._next_rows)(token, cache)
-        cache.bound += rows
-        self.forwards += rows
-        return choices
-
-    def _row(self, token: Tensor, cache: KVCache) -> Tensor:
+    def _after(self, token: Tensor, cache: KVCache) -> Tensor:
         """[1] the model's choice after `token [1]`, which is committed."""
+        cache.set_visible_length(1)
         _, logits, _ = self.model.forward_tree(token[None], self._depth, self._self_mask, cache)
         cache.lengths += 1
+        cache.bound += 1
+        self.forwards += 1
         return logits[0].argmax(-1)
-
-    def _rows(self, token: Tensor, cache: KVCache) -> Tensor:
-        """[_ROWS_PER_CALL] successive choices."""
-        choices = []
-        for _ in range(_ROWS_PER_CALL):
-            token = self._row(token, cache)
-            choices.append(token)
-        return torch.cat(choices)
 
     def _by_trees(self, text: list[int], kept: int, count: int) -> list[int]:
         """The inner drafter proposes and the model verifies, until there are `count` tokens."""
@@ -178,7 +152,8 @@ class DraftLoop:
         assert self.inner is not None and self._hidden is not None
         cache = self.cache
         cache.set_visible_length(1 + max(len(tree), self.inner.max_depth))
-        step = self._verify(base, tree, cache)
+        layers = self.inner.target_layers
+        step = verify_step(self.model, cache, base, tree, self.inner.max_depth, target_layers=layers)
         self.forwards += 1
         start, accepted = cache.bound, int(step.count)
         cache.bound = start + accepted
@@ -191,7 +166,3 @@ class DraftLoop:
         for store, states in ((self._hidden, hidden), (self._aux, aux_hidden)):
             if store is not None and states is not None:
                 store[start : start + len(states)] = states
-
-    def _verify_tree(self, base: Tensor, tree: DraftTree, cache: KVCache) -> VerifiedStep:
-        assert self.inner is not None
-        return verify_step(self.model, cache, base, tree, self.inner.max_depth, target_layers=self.inner.target_layers)

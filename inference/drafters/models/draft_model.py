@@ -137,8 +137,6 @@ def load_draft_model(kind: str, path: str, target: Target) -> Target:
     model = Target.from_pretrained(path, target.dtype, target.device, drafts=True)
     check_same_tokens(kind, model, target)
     model.draft_only_below(target.vocab_size)
-    if target.compiled and model.fused is not None:
-        model.compile()
     return model
 
 
