@@ -144,7 +144,7 @@ class StepRunner:
 
     def draft(self, step: VerifiedStep, text: TextState) -> Drafted:
         """The drafter observes the step and proposes a tree, padded to one size if steps run ahead."""
-        self.drafter.observe(step)
+        self.drafter.observe(step, 0 if step.tree is None else None)
         tree = self.drafter.propose()
         assert len(tree) <= self.drafter.max_nodes, "a proposal has more nodes than its drafter's max_nodes"
         if self.ahead:

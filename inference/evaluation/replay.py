@@ -57,7 +57,7 @@ def replay(
     while len(done.tokens) < len(tokens):
         start = len(done.tokens)
         drafter.set_visible_length(-(-(len(prompt) + start + drafter.max_depth) // rounded) * rounded)
-        drafter.observe(step)
+        drafter.observe(step, 0 if step.tree is None else None)
         tree = drafter.propose()
         sources = accepted_sources(tree, tokens[start:])
         count = len(sources) + 1

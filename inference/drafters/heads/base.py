@@ -190,7 +190,7 @@ class HeadDrafter(Drafter):
         self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
         self.slots = slots
-        self.length = torch.zeros(slots, dtype=torch.long, device=view.device)
+        self.length = torch.ones(slots, dtype=torch.long, device=view.device)  # a slot without a text drafts too
         self.state: tuple[Tensor, ...] = ()  # [B, …] each
         self._caches, self._after = caches, after
         self._kept: list[BlockCache | RotationTable] = [*caches]

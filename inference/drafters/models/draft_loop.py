@@ -144,7 +144,7 @@ class DraftLoop:
             self.inner.rewind(step, self._capacity)
         else:
             self.inner.begin(0, tokens[:-1], self._capacity)
-            self.inner.observe(step)
+            self.inner.observe(step, 0)
         self._observed, self._observed_drafts = len(text), []
 
     def _verify_and_commit(self, base: Tensor, tree: DraftTree) -> VerifiedStep:
