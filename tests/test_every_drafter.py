@@ -192,7 +192,7 @@ def test_a_drafter_that_says_on_device_copies_nothing_to_the_host(words):
         asked.extend(questions.asked)
         return result
 
-    drafter.observe = lambda step: watched(observe, step)
+    drafter.observe = lambda *given: watched(observe, *given)
     drafter.propose = lambda: watched(propose)
     answer = DecodingEngine(target(), drafter, ahead=True).generate(prompts()[0], RULES)  # inside `no_host_sync`
     assert answer.tokens == answers()[0] and len(calls) > 5 and not asked

@@ -125,7 +125,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
-        """Read the committed tokens and their hidden states: of all B texts, or after a prefill of the one in `slot`."""
+        """Read the committed tokens and their hidden states: of all texts, or after a prefill of the one in `slot`."""
 
     def rewind(self, text: VerifiedStep, capacity: int) -> None:
         """Replace the observed text by `text`, given whole as after a prefill, after the target rejected a draft."""

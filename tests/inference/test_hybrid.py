@@ -203,7 +203,7 @@ def test_a_part_drafts_among_others_as_by_itself(llama, llama_prompts, monkeypat
     hybrid, trees = HybridDrafter([part, ngram], llama, 6), []
     begin, observe, propose = hybrid.begin, hybrid.observe, hybrid.propose
     monkeypatch.setattr(hybrid, "begin", lambda *given: (apart.begin(*given[:2], given[2] + 20), begin(*given)))
-    monkeypatch.setattr(hybrid, "observe", lambda step: (apart.observe(step), observe(step)))
+    monkeypatch.setattr(hybrid, "observe", lambda *given: (apart.observe(*given), observe(*given)))
     monkeypatch.setattr(hybrid, "propose", lambda: (trees.append(apart.propose()), propose())[1])
     for prompt in llama_prompts[:2]:
         DecodingEngine(llama, hybrid).generate(prompt, GenerationSettings(40))

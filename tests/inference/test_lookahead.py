@@ -68,7 +68,7 @@ def test_the_last_row_is_what_the_target_says_behind_the_cells_of_its_column(tar
     drafter = LookaheadDrafter(n=n, w=w)
     steps = []
     observe = drafter.observe
-    drafter.observe = lambda step: (steps.append(step), observe(step))
+    drafter.observe = lambda step, *slot: (steps.append(step), observe(step, *slot))
     text = prompt + DecodingEngine(target, drafter).generate(prompt, GenerationSettings(12)).tokens
     end = len(prompt)
     checked = 0

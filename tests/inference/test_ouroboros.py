@@ -251,7 +251,7 @@ def test_every_forward_of_the_draft_model_teaches_the_lookahead_inside(llama):
     drafter = OuroborosDrafter(llama, **SMALL)
     inner, told = drafter.loop.inner, []
     observe = inner.observe
-    inner.observe = lambda step: (told.append(step.choices is not None), observe(step))
+    inner.observe = lambda step, *slot: (told.append(step.choices is not None), observe(step, *slot))
     verified_ones, whole = [], drafter.loop._verify_and_commit
     drafter.loop._verify_and_commit = lambda *arguments: verified_ones.append(1) or whole(*arguments)
     DecodingEngine(llama, drafter).generate(make_prompts(llama, 1)[0], GenerationSettings(30))

@@ -18,7 +18,6 @@ from draft_heads.heads.ctc import CTCHead
 from draft_heads.inference.drafters.base import tempered
 from draft_heads.inference.drafters.heads.base import BlockCache, HeadDrafter, HeadOptions
 from draft_heads.inference.drafters.heads.ctc_search import TREE_MODES, build_tree
-from draft_heads.inference.native import library
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.tree import DraftTree
 
@@ -50,8 +49,6 @@ class CTCDrafter(HeadDrafter):
             )
         caches, frames = [BlockCache(head, slots)], head.config.frames
         super().__init__(head, view, chosen, slots, frames, caches, after=2 * frames + 1)
-        if tree == "prefix" and self.view.device.type == "cpu":
-            library.load_library()  # compile now, not during the first answer
         self.tree = tree
         self.on_device = tree in ("prefix", "chain")  # the trees of the published code are built on the host
 

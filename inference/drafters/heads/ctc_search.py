@@ -24,7 +24,6 @@ from draft_heads.heads.prefix_scores import PrefixState, child_scores, empty_pre
 from draft_heads.heads.windows import rows_at
 from draft_heads.inference.drafters.base import check_max_nodes
 from draft_heads.inference.drafters.heads.level_tree import best_indices
-from draft_heads.inference.native import library
 from draft_heads.inference.target.host_sync import host_sync_allowed
 from draft_heads.inference.tree import DraftTree, TokenTrie
 
@@ -47,22 +46,11 @@ def build_tree(
     if mode not in TREE_MODES:
         raise ValueError(f"tree must be one of {', '.join(TREE_MODES)}; got {mode!r}")
     check_max_nodes(max_nodes)
-    if mode == "prefix" and bias_of is None and _native(log_probs):
-        deepest, probs = min(max_depth or log_probs.shape[1], max_nodes), log_probs.exp()
-        found = (library.ctc_prefix_tree(of_text, max_nodes, deepest) for of_text in probs)
-        tree = DraftTree.stack([DraftTree.build(*(x[None] for x in one)) for one in found])
-    elif mode in ("prefix", "chain"):
+    if mode in ("prefix", "chain"):
         tree = prefix_tree(log_probs, max_nodes, max_depth, bias_of=bias_of, chain=mode == "chain")
     else:
         tree = DraftTree.stack([alignment_tree(of_text, max_nodes, mode == "raw") for of_text in log_probs])
     return tree if vocabulary is None else replace(tree, tokens=vocabulary[tree.tokens])
-
-
-def _native(log_probs: Tensor) -> bool:
-    """Whether the C++ search is loaded and supports this device and type."""
-    if log_probs.device.type != "cpu" or log_probs.dtype != torch.float32:
-        return False
-    return library.load_library()
 
 
 class PlainEmissions:
@@ -154,7 +142,6 @@ def prefix_tree(
     """The `max_nodes` prefixes of highest Ψ over all depths, of each text's frames `[B, T, V+1]`; equal scores: the
     shorter prefix first.
 
-    In torch operations: the reference for `native/ctc_prefix_tree.cpp`, and the search on GPUs and in other types.
     bias_of: see `ContextEmissions`, which then reads `log_probs` as logits. chain: one prefix a depth.
 
     The children of a level's nodes are one [M, T]×[T, C] product a text, whose M best are the next level; ancestors
