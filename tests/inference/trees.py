@@ -7,9 +7,10 @@ from draft_heads.inference.tree import DraftTree
 
 def check_tree(tree: DraftTree) -> None:
     """ValueError unless each text's tree is topologically ordered and candidate siblings differ in their token."""
-    for columns in torch.stack([tree.tokens, tree.parents, tree.candidate.long()], dim=-1).reshape(-1, len(tree), 3):
+    columns = torch.stack([tree.tokens, tree.parents, tree.candidate.long()], dim=-1)  # [B, M, 3] or [M, 3]
+    for nodes in columns if columns.dim() > 2 else [columns]:
         seen: set[tuple[int, int]] = set()
-        for index, (token, parent, candidate) in enumerate(columns.tolist()):
+        for index, (token, parent, candidate) in enumerate(nodes.tolist()):
             if not -1 <= parent < index:
                 raise ValueError(f"a node's parent must come before it: node {index} has parent {parent}")
             if candidate and (parent, token) in seen:
