@@ -308,11 +308,11 @@ def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_ba
 
         def __init__(self, steps):
             self.steps = steps
-
         def findings(self):
             return {"steps": self.steps, "ratio": 0.5, "parts": {"ngram": {"needed": 2 * self.steps}}}
 
-    engine = SimpleNamespace(drafters=[Counting(3), Counting(4)], drafter=None)
+    each = [Counting(3), Counting(4)]
+    engine = SimpleNamespace(drafter=SimpleNamespace(slots=2, of_slot=each.__getitem__))
     drafters = drafters_of({"h": engine, "transformers": object()})
     before = findings_of(drafters)
     for drafter in drafters["h"]:
