@@ -308,6 +308,7 @@ def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_ba
 
         def __init__(self, steps):
             self.steps = steps
+
         def findings(self):
             return {"steps": self.steps, "ratio": 0.5, "parts": {"ngram": {"needed": 2 * self.steps}}}
 
