@@ -79,5 +79,5 @@ def test_tokens_are_those_of_generate(own, prompt, ends, name, temperature):
     drafter = ForkedDrafter(expected + [3] * 20, 4) if name == "forked" else drafter_named(name)
     assert DecodingEngine(target, drafter).generate(prompt, settings).tokens == expected
     if name != "forked":
-        found = BatchEngine(target, lambda: drafter, 1).generate([prompt], settings)
+        found = BatchEngine(target, drafter).generate([prompt], settings)
         assert [answer.tokens for answer in found] == [expected]
