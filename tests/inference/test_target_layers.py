@@ -111,7 +111,7 @@ def test_a_head_drafts_from_its_layers_as_it_was_trained(target, head):
 def test_batches_and_draft_models_pass_the_layers_on(target, head):
     prompts = make_prompts(target, 3)
     expected = [DecodingEngine(target, drafter_for(head, target, 8)).generate(prompt, SETTINGS) for prompt in prompts]
-    together = BatchEngine(target, lambda: drafter_for(head, target, 8), 2).generate(prompts, SETTINGS)
+    together = BatchEngine(target, drafter_for(head, target, 8, slots=2)).generate(prompts, SETTINGS)
     assert [x.accept_lengths for x in together] == [x.accept_lengths for x in expected]
     cascade = DecodingEngine(target, DraftModelDrafter(target, drafter_for(head, target, 8), k=4))
     for prompt, answer in zip(prompts, expected):
