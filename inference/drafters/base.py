@@ -223,7 +223,7 @@ class SlotLoop(Drafter):
     def observe(self, step: VerifiedStep, slot: int | None = None) -> None:
         """Each drafter sees the tree that it proposed itself, not padded; `new_tokens` says which text has ended."""
         if slot is not None:
-            self.each[slot].observe(step)
+            self.each[slot].observe(step, 0)
             self._proposed[slot] = self._none
             return
         for index, tree in enumerate(self._proposed):
