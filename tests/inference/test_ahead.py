@@ -19,6 +19,7 @@ from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle, judge_all
 from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.cuda_graphs import CapturedSteps, _pool_and_stream, cuda_graph, current
+from draft_heads.inference.target.host_sync import no_host_sync
 from draft_heads.inference.target.kv_cache import PerLayerKVCache
 from draft_heads.inference.target.target import Target
 from draft_heads.inference.tree import padded_nodes
@@ -225,7 +226,7 @@ def test_a_drafter_on_the_host_reads_what_the_engine_has_read(words, most):
 
     def watched(*arguments):
         seen.extend(arguments[0].new_tokens[0])
-        with HostReads() as reads:
+        with HostReads() as reads, no_host_sync():  # as on a GPU
             result = run(*arguments)
         counts.append(len(reads.read))
         return result

@@ -24,13 +24,22 @@ SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32
 ODD = ("[bold]", "[/x]", "a|b", "$x$ and $y$", "_hidden", ":smile:", "a`b", "new\nline", "\\|", "[red]a[/]")
 
 
+class StubDrafter(SimpleNamespace):
+    """Says of itself what it is given."""
+
+    slots, __hash__ = 1, object.__hash__
+
+    def of_slot(self, slot):
+        return self
+
+
 class Drafting(StubEngine):
     """A stub engine with a drafter of a kind."""
 
     def __init__(self, kind, max_nodes=4, carries_over=False):
         super().__init__(2)
         facts = {"kind": kind, "sources": (kind,), "max_nodes": max_nodes, "carries_over": carries_over}
-        self.drafter = SimpleNamespace(**facts, findings=dict, settings=dict)
+        self.drafter = StubDrafter(**facts, findings=dict, settings=dict)
 
 
 def report_of(drafters, questions=QUESTIONS, **settings):
@@ -116,7 +125,7 @@ def test_skipped_questions_are_told_on_the_terminal_too(tmp_path):
 
 def test_runs_processes_batches_and_repeated_questions_are_counted(tmp_path):
     asked = [question(1, None, "abcd"), question(2, None, "efgh"), question(3, None, "abcd")]
-    learner, plain = SimpleNamespace(carries_over=True), SimpleNamespace(carries_over=False)
+    learner, plain = StubDrafter(carries_over=True), StubDrafter(carries_over=False)
     engines = {"vanilla": StubEngine(), "learns": Drafting("ngram", carries_over=True)}
     both = [benchmark(asked, name="one"), benchmark([question(1, None, "efgh", "new")], name="two")]
     found = evaluate(engines, StubOracle(), both, render)
