@@ -153,7 +153,7 @@ class _Run:
         if any(self.slots):
             running = self._end > 0
             cache.lengths *= running
-            self._base = step.base
+            self._base = step.base.clone()  # `begin` writes a new text's into it; the drafter keeps the step's
             drafter.observe(replace(step, count=step.count * running, new_tokens=new_tokens))
             self.clock.lap(self._drafting)
 

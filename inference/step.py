@@ -83,14 +83,14 @@ class VerifiedStep:
 
     def of_text(self, index: int, tree: DraftTree | None) -> VerifiedStep:
         """The step of one of B texts, whose own tree is `tree`, without padding rows."""
-        step = replace(self.map(lambda x: x[index : index + 1]), tree=tree)
-        if step.choices is not None and tree is not None:
-            step = replace(step, choices=step.choices[:, : 1 + len(tree)])
-        new, read = self.new_tokens, self.read_choices
+        own, new, read = slice(index, index + 1), self.new_tokens, self.read_choices
+        step = replace(self, tree=None).map(lambda x: x[own])
         return replace(
             step,
-            new_tokens=None if new is None else new[index : index + 1],
-            read_choices=None if read is None else read[index : index + 1],
+            tree=tree,
+            choices=None if step.choices is None or tree is None else step.choices[:, : 1 + len(tree)],
+            new_tokens=None if new is None else new[own],
+            read_choices=None if read is None else read[own],
         )
 
     @property

@@ -227,12 +227,10 @@ class SlotLoop(Drafter):
             self._proposed[slot] = self._none
             return
         for index, tree in enumerate(self._proposed):
-            if tree is not None:
-                own = step.of_text(index, tree)
-                if own.new_tokens == [[]]:
-                    self._proposed[index] = None
-                else:
-                    self.each[index].observe(own)
+            if step.new_tokens is not None and not step.new_tokens[index]:
+                self._proposed[index] = None
+            elif tree is not None:
+                self.each[index].observe(step.of_text(index, tree))
 
     def propose(self) -> DraftTree:
         for index, drafter in enumerate(self.each):

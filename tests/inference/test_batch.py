@@ -1,5 +1,7 @@
 """Several sequences at once answer as one by one, whatever each accepts and whenever each ends."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,13 +10,16 @@ from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter
 from draft_heads.inference.drafters.registry import drafter_for
+from draft_heads.inference.drafters.text.lookahead import LookaheadDrafter
 from draft_heads.inference.drafters.text.ngram import NgramDrafter
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
+from draft_heads.inference.step import VerifiedStep
+from draft_heads.inference.tree import DraftTree
 from draft_heads.inference.verify import TypicalAcceptance
 from draft_heads.scripts.checks.lossless_matrix import trained_head
-from tests.inference.models import in_slots, load_target, make_prompts
+from tests.inference.models import in_slots, load_target, make_head, make_prompts
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -65,6 +70,60 @@ def test_a_batch_answers_as_one_by_one(target, prompts, make_drafters, kind):
             else:
                 assert answer.accept_lengths == expected.accept_lengths and answer.sources == expected.sources
     assert kind in ("vanilla", "ngram") or any(len(set(answer.accept_lengths)) > 1 for answer in together)
+
+
+@pytest.mark.parametrize("tree", ["default", "chain"])
+@pytest.mark.parametrize("kind", HEADS)
+@torch.inference_mode()
+def test_the_drafts_of_a_batch_are_those_of_each_text_by_itself(target, prompts, kind, tree):
+    """After prompts of several lengths, and after a step that committed another number of tokens of each."""
+    head, options = make_head(target, kind, scale=0.3).eval(), {} if tree == "default" else {"tree": tree}
+    layers, texts = head.config.target_layers, [prompts[0], prompts[1][:5], [*prompts[2], *prompts[3]]]
+    together = drafter_for(head, target, 12, slots=3, **options)
+    alone = [drafter_for(head, target, 12, **options) for _ in texts]
+    accepted, rows = (1, 3, 2), torch.arange(4)
+    before, after = [], []
+    for text, count in zip(texts, accepted):
+        ids = torch.tensor([text])
+        hidden, _ = target.forward_rows(ids, torch.ones_like(ids), torch.arange(len(text))[None], layers)
+        prompt = len(text) - 1 - count
+        before.append(VerifiedStep.of_prompt(ids[0, :prompt], hidden[0, :prompt], ids[0, prompt : prompt + 1]))
+        place = prompt + rows.clamp(max=count - 1)[None]
+        following = ids[:, prompt + 1 :].gather(1, rows.clamp(max=count - 1)[None])
+        step = VerifiedStep(ids[:, place[0]], following, hidden[:, place[0]], torch.tensor([count]))
+        after.append(replace(step, tree=DraftTree.empty()))
+    for slot, (drafter, step) in enumerate(zip(alone, before)):
+        for each, place in ((together, slot), (drafter, 0)):
+            each.begin(place, step.tokens[0], 80)
+            each.observe(step, place)
+    for steps in (None, after):
+        if steps is not None:
+            fields = ("tokens", "next_tokens", "hidden", "count")
+            whole = VerifiedStep(*(torch.cat([getattr(step, name) for step in steps]) for name in fields))
+            together.observe(replace(whole, tree=DraftTree.empty(texts=3)))
+        found = together.propose()
+        for slot, drafter in enumerate(alone):
+            if steps is not None:
+                drafter.observe(steps[slot])
+            expected = drafter.propose()
+            own, size = found.map(lambda x, slot=slot: x[slot : slot + 1]), len(expected)
+            assert size > 2 and torch.equal(own.tokens[:, :size], expected.tokens)
+            assert torch.equal(own.parents[:, :size], expected.parents) and not own.candidate[:, size:].any()
+            torch.testing.assert_close(own.log_probs[:, :size], expected.log_probs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("slots", [2, 3, 16])
+def test_texts_whose_window_rides_along_may_end_one_before_another(target, prompts, slots):
+    """The trees of a step are as large as the largest; a text that has ended had a larger one."""
+    head = make_head(target, "medusa", scale=0.4).eval()
+    window = in_slots(lambda: LookaheadDrafter(n=3, w=4), slots)
+    hybrid = HybridDrafter([("medusa", drafter_for(head, target, 8, slots=slots)), ("lookahead", window)], target, 6)
+    oracle = Oracle(target, GenerationSettings(40))
+    settings = GenerationSettings(40, tuple({oracle.answer(prompt)[5 + n] for n, prompt in enumerate(prompts[:3])}))
+    expected = [Oracle(target, settings).answer(prompt) for prompt in prompts]
+    assert len(set(map(len, expected))) > 1
+    for _ in range(2):
+        assert [answer.tokens for answer in BatchEngine(target, hybrid).generate(prompts, settings)] == expected
 
 
 def test_an_answer_of_one_token_leaves_nothing_behind(target):

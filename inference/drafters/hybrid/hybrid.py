@@ -159,8 +159,10 @@ class HybridDrafter(Drafter):
             if not text.running:
                 continue
             new = committed_tokens(step, row)
-            if not new:  # the answer has ended
+            if not new:  # the answer has ended, and what it drafted last lies in no later forward
                 text.running = False
+                for part in self.parts:
+                    part.rows[index] = []
                 continue
             if text.merged is not None:
                 self._steps += 1
