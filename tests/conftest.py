@@ -16,3 +16,13 @@ LONGEST = ("test_ahead", "test_batch", "test_lossless_matrix", "test_ouroboros",
 def pytest_collection_modifyitems(items):
     """The files that decode or train the most come last."""
     items.sort(key=lambda item: item.path.stem in LONGEST)
+
+
+def pytest_configure(config):
+    """A test run that was killed while DeepSpeed compiled an operator left a lock that this one would wait for."""
+    if not hasattr(config, "workerinput"):  # once, before the processes of pytest-xdist start
+        from draft_heads.train.zero_config import build_locks
+
+        for lock, builders in build_locks().items():
+            if builders is None:
+                lock.unlink()

@@ -195,19 +195,11 @@ def check_launcher(args: Any, environment: Mapping[str, str] = os.environ) -> No
 def check_build_locks(pause: float = 2.0) -> None:
     """ValueError for the lock of a build of DeepSpeed's operators that was killed: later runs would wait for it.
 
-    Builds run in the folder of their lock. A line says so where one is going on; where there is no /proc to tell,
-    locks of more than 15 minutes are refused.
+    A line says so where a build is going on.
     """
-    if not builds_lock_by_a_file():
-        return
-    for lock in _builds_folder().glob("**/lock"):
-        if not (builders := _working_in(lock.parent)):
-            time.sleep(pause)  # a build has its lock for a moment before and after the compiler runs
-            builders = _working_in(lock.parent)
-        if not lock.is_file():
-            continue
+    for lock, builders in build_locks(pause).items():
         age = (time.time() - lock.stat().st_mtime) / 60
-        if builders == [] or (builders is None and age > 15):
+        if builders is None:
             raise ValueError(
                 f"{lock} is {age:.0f} minutes old and no compiler works there: a build of DeepSpeed's operators was "
                 "killed, and runs would wait for it forever; delete the file, unless another machine builds there"
@@ -215,6 +207,22 @@ def check_build_locks(pause: float = 2.0) -> None:
         if os.environ.get("RANK", "0") == "0":
             at_work = f" by {', '.join(builders)}" if builders else ""
             print(f"waiting for a build of DeepSpeed's operators{at_work} ({lock})", flush=True)
+
+
+def build_locks(pause: float = 2.0) -> dict[Path, list[str] | None]:
+    """Each lock of a build of DeepSpeed's operators, with the programs that work there; None for a killed build's.
+
+    Builds run in the folder of their lock. Where there is no /proc to tell, those of more than 15 minutes were killed.
+    """
+    locks: dict[Path, list[str] | None] = {}
+    for lock in _builds_folder().glob("**/lock") if builds_lock_by_a_file() else ():
+        if not (builders := _working_in(lock.parent)):
+            time.sleep(pause)  # a build has its lock for a moment before and after the compiler runs
+            builders = _working_in(lock.parent)
+        if lock.is_file():
+            killed = builders == [] or (builders is None and time.time() - lock.stat().st_mtime > 900)
+            locks[lock] = None if killed else builders or []
+    return locks
 
 
 def _builds_folder() -> Path:
