@@ -104,7 +104,7 @@ def check(end: str, tests: Sequence[str], jobs: int) -> tuple[bool, dict[str, st
         return False, {}, "cannot be installed together"
     python, log = str(folder / "bin" / "python"), folder / "tests.log"
     versions = installed(folder)
-    parallel = ["-n", str(jobs), "--dist", "load"] if jobs > 1 else []
+    parallel = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
     pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", *parallel, *tests]
     own = {"TORCH_EXTENSIONS_DIR": str(folder / "extensions")}  # DeepSpeed's, compiled for one torch
     tested = step(f"{end}: tests", pytest, log, OMP_NUM_THREADS="1", **own)
