@@ -3,19 +3,21 @@
 Every text has a slot of the drafter and a row of the cache, which the next prompt takes when it ends; the tokens are
 those of decoding one by one.
 
-Shapes: B slots, R rows of a forward (the largest tree's), A accepted rows at most.
+Shapes: B slots, R rows of a forward (the largest tree's), A accepted rows at most, C tokens of the longest text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import LogitsProcessorList
 
-from draft_heads.inference.drafters.base import Drafter, check_vocabulary
+from draft_heads.inference.drafters.base import Drafter, VanillaDrafter, check_vocabulary
 from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Prompt, Stopper, prompt_ids, room
 from draft_heads.inference.processors import TextProcessors, processors_of
 from draft_heads.inference.step import VerifiedStep, choices, verify_step
@@ -28,12 +30,16 @@ from draft_heads.inference.verify import accept_exact
 class _Slot:
     """A running text: its answer so far, its stop rules, how many of its tokens are in the cache.
 
+    index       of the prompt
+    prompt      its tokens
     text        the prompt, the answer so far and the base token
     processors  what changes the logits by the text, if anything does
     """
 
+    index: int
     answer: Generation
     stopper: Stopper
+    prompt: int
     committed: int
     text: list[int]
     processors: LogitsProcessorList | None
@@ -59,56 +65,132 @@ class BatchEngine:
     @torch.inference_mode()
     def generate(self, prompts: Sequence[Prompt], settings: GenerationSettings | None = None) -> list[Generation]:
         """The answers in the prompts' order, the run's seconds shared by tokens; ContextError if one is too long."""
-        self.target.refresh()
         settings = settings or GenerationSettings()
         ids = [prompt_ids(self.target, prompt) for prompt in prompts]
         limits = [room(self.target, len(prompt), settings.max_new_tokens) for prompt in ids]
-        answers = [Generation() for _ in prompts]
         if not prompts:
-            return answers
-        run = _Run(self.target, self.drafter, settings, longest=max(len(i) + limit for i, limit in zip(ids, limits)))
-        waiting = list(range(len(prompts)))[::-1]
-        while True:
-            for slot in range(self.drafter.slots):
-                while run.slots[slot] is None and waiting:
-                    index = waiting.pop()
-                    own = replace(settings, stop=deepcopy(settings.stop))  # a stop rule may be stateful
-                    run.begin(slot, ids[index], Stopper(own, self.target, limits[index]), answers[index])
-            if not any(run.slots):
-                break
-            run.step()
+            return []
+        run = _Run(self.target, self.drafter, settings, max(map(sum, zip(map(len, ids), limits))))
+        found = {ended.number: ended.answer for ended in run.answers(ids, limits)}
+        answers = [found[index] for index in range(len(ids))]
         tokens = max(1, sum(len(answer.tokens) for answer in answers))  # a stop rule may take back all
         for answer in answers:
             answer.seconds = run.clock.seconds(len(answer.tokens) / tokens)
         return answers
 
+    @torch.inference_mode()
+    def generate_with_states(
+        self,
+        prompts: Sequence[list[int]],
+        limits: Sequence[int],
+        settings: GenerationSettings,
+        target_layers: Sequence[int] = (),
+    ) -> Iterator[Ended]:
+        """Answers and the states of their texts, in the order in which the answers end.
+
+        limits         most new tokens of each answer
+        target_layers  whose outputs are kept, too; ValueError for others than those that the drafter reads
+        """
+        read = self.drafter.target_layers
+        if read and target_layers and tuple(read) != tuple(target_layers):
+            raise ValueError(
+                f"the drafter reads layers {list(read)} and the states of layers {list(target_layers)} are to be kept; "
+                "one forward gives those of one list; draft with ngram, which reads none"
+            )
+        if prompts:
+            longest = max(map(sum, zip(map(len, prompts), limits)))
+            run = _Run(self.target, self.drafter, settings, longest, True, tuple(target_layers) or read)
+            for ended in run.answers(prompts, limits):
+                yield ended if target_layers else ended._replace(aux_hidden=None)
+
+
+class Ended(NamedTuple):
+    """An answer that has ended, and the target's states at every token of prompt and answer."""
+
+    number: int  # of its prompt
+    answer: Generation
+    hidden: Tensor | None = None  # [n, H], None where states are not kept
+    aux_hidden: Tensor | None = None  # [n, k·H]
+
+
+class _States:
+    """The target's states at the tokens of every slot's text, `[B, C + A, …]` each, written as they are computed."""
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self._shape = slots, capacity
+        self._stores: list[Tensor] = []
+
+    def write(self, slots: Tensor, places: Tensor, *states: Tensor | None) -> None:
+        """Put states `[b, n, …]` at `places [b, n]` of `slots [b]`."""
+        given = [x for x in states if x is not None]
+        if not self._stores:
+            self._stores = [x.new_zeros(*self._shape, x.shape[-1]) for x in given]
+        for store, new in zip(self._stores, given):
+            store[slots[:, None], places] = new
+
+    def of(self, slot: int, length: int) -> list[Tensor]:
+        """[length, …] each, those of one text."""
+        return [store[slot, :length].clone() for store in self._stores]
+
+    def select(self, slots: Tensor) -> None:
+        self._stores = [store[slots] for store in self._stores]
+
 
 class _Run:
     """The memory of one call: the slots' texts and caches.
 
-    end   [B] int64, the length at which each text must end; 0 for a slot without one
-    base  [B] int64, the base token of each text
+    end     [B] int64, the length at which each text must end; 0 for a slot without one
+    base    [B] int64, the base token of each text
+    states  of every text, where they are kept
     """
 
-    def __init__(self, target: Target, drafter: Drafter, settings: GenerationSettings, longest: int) -> None:
-        """longest: tokens of the longest prompt and its answer."""
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        settings: GenerationSettings,
+        longest: int,
+        keeps_states: bool = False,
+        target_layers: Sequence[int] = (),
+    ) -> None:
+        """longest: tokens of the longest prompt and its answer; target_layers: whose outputs are wanted."""
+        target.refresh()
         self.target, self.drafter, self.settings, self.longest = target, drafter, settings, longest
         self.clock = Clock()
         self.slots: list[_Slot | None] = [None] * drafter.slots
         rows = max(drafter.max_nodes, drafter.max_depth) + 1
+        self._layers = target_layers or drafter.target_layers
         self._cache = target.new_cache(longest + rows, drafter.slots)
         self._single = target.new_cache(longest)
+        self._states = _States(drafter.slots, longest + rows) if keeps_states else None
         self._end = torch.zeros(drafter.slots, dtype=torch.long, device=target.device)
         self._base = torch.zeros_like(self._end)
         self._drafting = "draft" if drafter.max_nodes else "other"
         for member in drafter.members():
             member.drafts_for = self
 
-    def begin(self, slot: int, ids: list[int], stopper: Stopper, answer: Generation) -> None:
-        """Prefill a prompt by itself and copy it to its slot, which stays free if the answer has one token only."""
-        prompt = torch.tensor(ids, device=self.target.device)
+    def answers(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[Ended]:
+        """The answers to all prompts, as they end."""
+        waiting = list(range(len(prompts)))[::-1]
+        while True:
+            for slot in range(len(self.slots)):
+                while self.slots[slot] is None and waiting:
+                    index = waiting.pop()
+                    own = replace(self.settings, stop=deepcopy(self.settings.stop))  # a stop rule may be stateful
+                    answer = self._begin(slot, index, prompts[index], Stopper(own, self.target, limits[index]))
+                    if self.slots[slot] is None:
+                        yield Ended(index, answer)
+            if not any(self.slots):
+                return
+            if self._states is not None and not waiting:
+                self._leave_out_free_slots()
+            yield from self._step()
+
+    def _begin(self, slot: int, index: int, ids: list[int], stopper: Stopper) -> Generation:
+        """Prefill a prompt by itself and copy it to its slot, which stays free if one token is all that is wanted."""
+        prompt, answer = torch.tensor(ids, device=self.target.device), Generation()
         self._single.clear()
-        hidden, logits, aux_hidden = self.target.prefill(prompt, self._single, self.drafter.target_layers)
+        hidden, logits, aux_hidden = self.target.prefill(prompt, self._single, self._layers)
         processors = processors_of(self.target, stopper.settings, ids, stopper.limit)
         if processors is not None:
             logits = TextProcessors([processors], [ids]).after_prompt(logits[None])[0]
@@ -116,38 +198,43 @@ class _Run:
         first = int(base)
         stopper.extend(answer, [first], [-1])
         self.clock.lap("verify")
-        if answer.finish_reason:
-            return
+        if answer.finish_reason and self._states is None:
+            return answer
         self._cache.copy_sequence(slot, self._single)
         self._end[slot], self._base[slot] = len(ids) + stopper.limit, first
+        step = VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden)
+        if self._states is not None:
+            places = torch.arange(len(ids), device=prompt.device)[None]
+            self._states.write(prompt.new_tensor([slot]), places, step.hidden, step.aux_hidden)
         self.drafter.begin(slot, prompt, self.longest)
-        self.drafter.observe(VerifiedStep.of_prompt(prompt, hidden, base, aux_hidden), slot)
+        self.drafter.observe(step, slot)
         self.clock.lap(self._drafting)
-        self.slots[slot] = _Slot(answer, stopper, len(ids), [*ids, first], processors)
+        self.slots[slot] = _Slot(index, answer, stopper, len(ids), len(ids), [*ids, first], processors)
+        return answer
 
-    def step(self) -> None:
-        """One draft and one target forward for all; slots whose answers end become None."""
+    def _step(self) -> list[Ended]:
+        """One draft and one target forward for all; slots whose texts end become None."""
         cache, drafter = self._cache, self.drafter
         cache.bound = max(slot.committed for slot in self.slots if slot is not None)
         visible = cache.set_visible_length(1 + max(drafter.max_depth, drafter.max_nodes))
         drafter.set_visible_length(visible)
         tree = drafter.propose()
         self.clock.lap(self._drafting)
+        places = cache.slots(drafter.max_depth + 1)
         step = self._verify(tree)
+        if self._states is not None:
+            every = torch.arange(len(places), device=places.device)
+            self._states.write(every, places, step.hidden, step.aux_hidden)
         self.clock.lap("verify")
         assert step.source is not None
         counts, next_tokens, sources = step.count.tolist(), step.next_tokens.tolist(), step.source.tolist()
         self.clock.lap("accept")
-        new_tokens: list[list[int]] = []
+        ended, new_tokens = [], []
         for index, slot in enumerate(self.slots):
             new = [] if slot is None else next_tokens[index][: counts[index]]
-            if slot is not None:
-                slot.committed += len(new)
-                slot.text += new
-                slot.stopper.extend(slot.answer, new, sources[index][: counts[index]])
-                if slot.answer.finish_reason:
-                    self.slots[index], new = None, []
-                    self._end[index] = 0
+            if slot is not None and self._has_ended(index, slot, new, sources[index]):
+                ended.append(self._free(index, slot))
+                new = []
             new_tokens.append(new)
         self.clock.lap("other")
         if any(self.slots):
@@ -156,19 +243,51 @@ class _Run:
             self._base = step.base.clone()  # `begin` writes a new text's into it; the drafter keeps the step's
             drafter.observe(replace(step, count=step.count * running, new_tokens=new_tokens))
             self.clock.lap(self._drafting)
+        return ended
+
+    def _has_ended(self, index: int, slot: _Slot, new: list[int], sources: list[int]) -> bool:
+        """Add a step's tokens to a text. Where states are kept, one that ends goes on until its last token was read."""
+        slot.committed += len(new)
+        answer = slot.answer
+        if not answer.finish_reason:
+            slot.text += new
+            slot.stopper.extend(answer, new, sources[: len(new)])
+            if answer.finish_reason:
+                self._end[index] = slot.committed + 1  # no draft is accepted any more
+        all_read = self._states is None or slot.committed >= slot.prompt + len(answer.tokens)
+        return bool(answer.finish_reason) and all_read
+
+    def _free(self, index: int, slot: _Slot) -> Ended:
+        self.slots[index] = None
+        self._end[index] = 0
+        states = [] if self._states is None else self._states.of(index, slot.prompt + len(slot.answer.tokens))
+        return Ended(slot.index, slot.answer, *states)
+
+    def _leave_out_free_slots(self) -> None:
+        """Without drafts: once a quarter of the slots are free, and no prompt waits for them."""
+        used = [index for index, slot in enumerate(self.slots) if slot is not None]
+        if self.drafter.max_nodes or 4 * len(used) > 3 * len(self.slots):
+            return
+        slots = torch.tensor(used, device=self.target.device)
+        self._cache.select_sequences(slots)
+        self._end, self._base = self._end[slots], self._base[slots]
+        assert self._states is not None
+        self._states.select(slots)
+        self.slots = [self.slots[index] for index in used]
+        self.drafter = VanillaDrafter(self.target.device, len(used))
 
     def _verify(self, tree: DraftTree) -> VerifiedStep:
-        settings, drafter = self.settings, self.drafter
+        settings = self.settings
         return verify_step(
             self.target,
             self._cache,
             self._base,
             tree,
-            drafter.max_depth,
+            self.drafter.max_depth,
             self._end,
             settings.sampling,
             accept_exact if settings.typical is None else settings.typical,
-            drafter.target_layers,
+            self._layers,
             _processors(self.slots),
         )
 

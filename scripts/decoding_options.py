@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from draft_heads.configs.options import DTYPES, add_threads, dtype_name, use_thr
 from draft_heads.data.common.files import write_text
 from draft_heads.data.common.processes import own_device
 from draft_heads.data.generation_config import processor_settings, unapplied_settings
-from draft_heads.data.labels.loops import LoopDetector
+from draft_heads.data.labels.loops import IncrementalStop
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
@@ -175,26 +175,6 @@ def load_engines(
     """An engine for every drafter, by the names that reports use; batch engines if `batch_size` is above 1."""
     engine = DecodingEngine if batch_size == 1 else BatchEngine
     return {spec.name: engine(target, build_drafter(spec, target, max_nodes, batch_size)) for spec in specs}
-
-
-class IncrementalStop:
-    """A loop detector as a `stop` rule; while an answer continues the previous one, only its new tokens are pushed."""
-
-    def __init__(self, new_detector: Callable[[], LoopDetector] = LoopDetector) -> None:
-        self._new_detector = new_detector
-        self._tokens: list[int] = []
-        self._ended = True  # the first call makes a detector
-
-    def __call__(self, tokens: list[int]) -> int | None:
-        """The length at which the detector ends `tokens`, None if it does not."""
-        if self._ended or tokens[: len(self._tokens)] != self._tokens:
-            self._detector, self._tokens, self._ended = self._new_detector(), [], False
-        for token in tokens[len(self._tokens) :]:
-            self._tokens.append(token)
-            if self._detector.push(token):
-                self._ended = True
-                return len(self._tokens)
-        return None
 
 
 def generation_settings(options: argparse.Namespace) -> GenerationSettings:

@@ -24,6 +24,7 @@ from draft_heads.data.labels.distill import distill, preview, select_conversatio
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
 from draft_heads.data.text.conversations import BadRow, count_by_reason
+from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_positive, script_parser
 
@@ -56,13 +57,15 @@ def run(args: dict[str, Any]) -> None:
     target = Target.from_pretrained(
         args["target"], args["dtype"], own_device(args["device"]), args["target_adapter"], args["chat_template"]
     )
+    local = options.labels == "generate" and options.engine == "local"
+    answerer = TargetAnswerer.from_options(target, options) if local else None
     if args["preview"]:
-        preview(target, loaded, args["preview"], options)
+        preview(target, loaded, args["preview"], options, answerer)
         return
     rank = Processes.from_environment().rank
     if rank == 0:
         print(f"writes {args['output']}/shard-*.arrow and {args['output']}/manifest.json")
-    manifest = distill(target, loaded, args["output"], options, args["overwrite"])
+    manifest = distill(target, loaded, args["output"], options, args["overwrite"], answerer=answerer)
     if rank == 0:
         summary(manifest, args["output"])
 

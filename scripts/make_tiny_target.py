@@ -34,7 +34,6 @@ from draft_heads.data.bpe import train_tokenizer
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.pretrained import check_folder_or_hub_id
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.labels.answers import answer_prompts
 from draft_heads.data.labels.loops import loop_start
 from draft_heads.data.synthetic.corpus import conversations, drills, questions, word_problems
 from draft_heads.data.text.benchmarks import gsm8k_answer
@@ -46,6 +45,7 @@ from draft_heads.data.text.conversations import (
     parse_record,
 )
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, end_token_ids
+from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.evaluation.report import markdown_table
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import check_new_folder, script_parser

@@ -13,7 +13,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -59,10 +59,8 @@ class AnswerServer:
                 raise ValueError(f"base_url {self.url} serves no model; pass model_name")
             self.model = str(models[0]["id"])
 
-    def answers(
-        self, prompts: list[list[int]], limits: list[int], progress: Callable[[int], None] = lambda count: None
-    ) -> list[Answer]:
-        """One greedy answer per prompt, in order; `limits` as in `data.labels.answers.answer_prompts`.
+    def __call__(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[tuple[int, Answer]]:
+        """See `data.labels.answers.Answerer`.
 
         Ctrl-C and errors end it at once, whatever the server does: the pool drops what was not sent yet and does not
         wait for its threads (those of concurrent.futures would be waited for).
@@ -72,12 +70,8 @@ class AnswerServer:
             number, (prompt, limit) = job
             return number, self._answer(prompt, limit)
 
-        answers: dict[int, Answer] = {}
         with ThreadPool(min(self._concurrency, len(prompts)) or 1) as pool:
-            for number, found in pool.imap_unordered(answer, enumerate(zip(prompts, limits))):
-                answers[number] = found
-                progress(1)
-        return [answers[number] for number in range(len(prompts))]
+            yield from pool.imap_unordered(answer, enumerate(zip(prompts, limits)))
 
     def _answer(self, prompt: list[int], limit: int) -> Answer:
         body = {"model": self.model, "prompt": prompt, "max_tokens": limit, "temperature": 0}

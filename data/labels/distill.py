@@ -40,8 +40,9 @@ from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
 from draft_heads.data.generation_config import processor_settings
+from draft_heads.data.labels.answers import Answerer
 from draft_heads.data.labels.distill_options import DistillOptions
-from draft_heads.data.labels.distiller import Distiller
+from draft_heads.data.labels.distiller import Distiller, Row
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, check_disk
 from draft_heads.data.labels.labeller import Labeller
 from draft_heads.data.labels.shards import ShardFolder
@@ -65,16 +66,19 @@ def distill(
     options: DistillOptions,
     overwrite: bool = False,
     show_progress: bool = True,
+    answerer: Answerer | None = None,
 ) -> dict[str, Any]:
     """Label the conversations of `source` with `target` into `output`; returns the finished manifest.
 
     source: a file, dataset folder or hub id, or what `select_conversations` read of one with these `options`.
+    answerer: writes the answers of `labels="generate"` (`inference.answers.TargetAnswerer`); None: the server of
+        `options`.
     A run that was killed continues with the next shard when it is called again with the same arguments. ValueError for
     a finished output, or one that other arguments began, unless `overwrite`, for one that another run writes, and
     where every conversation is left out.
     Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
-    distiller = Distiller(target, options)
+    distiller = Distiller(target, options, answerer)
     loaded = source if isinstance(source, Conversations) else select_conversations(source, options)
     processes = Processes.from_environment()
     with processes.first_alone() as first:
@@ -108,6 +112,7 @@ def distill(
             show(distiller.unit, done, total)
 
         distiller.advance = advance
+        distiller.show_labelled = lambda rows, of: show("answered rows labelled", rows, of)
         for number, shard in enumerate(shards):
             done = sum(sizes[:number])  # conversations that end early leave answers out
             advance(0)
@@ -156,42 +161,42 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
 
 
 def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datasets.Dataset, first: int) -> None:
-    rows = distiller.rows(conversations, first)
-    kept = [row for row in rows if row.skipped is None]
-    counts = {
-        "rows": len(kept),
-        "tokens": sum(len(row.ids) for row in kept),
-        "trained_tokens": sum(map(sum, (row.mask for row in kept))),
-        "agreeing_tokens": 0,
-        "skipped": len(rows) - len(kept),
-        "cut": sum(row.cut for row in kept),
-        "unfinished": sum(row.finish == "limit" and not row.cut for row in kept),
-        "loops": sum(row.finish == "loop" for row in kept),
-    }
+    counts = dict.fromkeys((*_COUNTED, "agreeing_tokens"), 0)
+    entry: dict[str, Any] = {"first_row": first, "source_rows": len(conversations), "skipped": [], "cut": []}
+    trimmed: dict[int, dict[str, Any]] = {}  # by the number of the row
 
-    def count_agreement() -> Iterator[dict[str, Any]]:
-        for record in distiller.label(kept):
-            counts["agreeing_tokens"] += sum(
-                m and x == y for m, x, y in zip(record["assistant_mask"], record["input_ids"], record["greedy_ids"])
-            )
+    def rows() -> Iterator[Row]:
+        for row in distiller.rows(conversations, first):
+            place = {"row": row.number, "place": row.place, "id": row.id}
+            counts["skipped"] += row.skipped is not None
+            if row.skipped is not None:
+                entry["skipped"].append(place | {"reason": row.skipped})
+                continue
+            counts["rows"] += 1
+            counts["tokens"] += len(row.ids)
+            counts["trained_tokens"] += sum(row.mask)
+            counts["cut"] += row.cut
+            counts["unfinished"] += row.finish == "limit" and not row.cut
+            counts["loops"] += row.finish == "loop"
+            if row.trimmed is not None:
+                trimmed[row.number] = place | {"reason": row.trimmed, "kept_turns": len(row.messages)}
+            if row.cut:
+                entry["cut"].append(row.id)
+            yield row
+
+    def records() -> Iterator[dict[str, Any]]:
+        for record in distiller.records(rows()):
+            columns = record["assistant_mask"], record["input_ids"], record["greedy_ids"]
+            counts["agreeing_tokens"] += sum(m and x == y for m, x, y in zip(*columns))
             yield record
+        entry["skipped"].sort(key=lambda left_out: left_out["row"])
+        entry["trimmed"] = [trimmed[number] for number in sorted(trimmed)]
 
-    entry = {
-        "first_row": first,
-        "source_rows": len(conversations),
-        "skipped": [
-            {"row": row.number, "place": row.place, "id": row.id, "reason": row.skipped}
-            for row in rows
-            if row.skipped is not None
-        ],
-        "trimmed": [
-            {"row": number, "place": row.place, "id": row.id, "reason": row.trimmed, "kept_turns": len(row.messages)}
-            for number, row in {row.number: row for row in kept if row.trimmed is not None}.items()
-        ],
-        "cut": [row.id for row in kept if row.cut],
-    }
     states = 0 if distiller.hidden_dtype is None else 1 + bool(distiller.options.target_layers)
-    folder.write(count_agreement(), entry, counts, STATE_COLUMNS[:states])
+    folder.write(records(), entry, counts, STATE_COLUMNS[:states])
+
+
+_COUNTED = ("rows", "tokens", "trained_tokens", "skipped", "cut", "unfinished", "loops")
 
 
 def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
@@ -203,7 +208,7 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
         content = [record["id"], messages, extra] if extra else [record["id"], messages]
         digest.update(json.dumps(content, ensure_ascii=True).encode())
     settings = asdict(options)
-    for name in ("labels", "split", "batch_size", "base_url", "model_name", "concurrency"):
+    for name in ("labels", "split", "batch_size", "drafter", "base_url", "model_name", "concurrency"):
         del settings[name]
     settings["max_length"] = distiller.max_length
     settings["dtype"] = dtype_name(target.dtype)
@@ -228,11 +233,13 @@ def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:
     }
 
 
-def preview(target: Labeller, loaded: Conversations, count: int, options: DistillOptions) -> None:
+def preview(
+    target: Labeller, loaded: Conversations, count: int, options: DistillOptions, answerer: Answerer | None = None
+) -> None:
     """Print the first `count` rows that `distill` would write with `options`; nothing is written."""
     chosen = loaded.dataset.select(range(min(count, len(loaded.dataset))))
     console = plain_console()
-    for row in Distiller(target, options).rows(chosen):
+    for row in sorted(Distiller(target, options, answerer).rows(chosen), key=lambda row: row.number):
         console.rule(f"{row.id}: {len(row.ids)} tokens, {sum(row.mask)} trained")
         if row.skipped is not None:
             console.print(f"skipped: {row.skipped}")

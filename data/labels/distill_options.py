@@ -41,6 +41,7 @@ class DistillOptions:
     )
     # --- free on resume ---------------------------------------------------------------------------------------------
     batch_size: int = option(32, "rows generated and labelled together (32)", least=1)
+    drafter: str = option("", "drafts the generated answers, which stay the same: ngram, ctc=RUN/head, … (none)")
     base_url: str | None = option(None, "URL of the --engine openai server, e.g. http://127.0.0.1:8000/v1")
     concurrency: int = option(256, "requests that the server gets at once (256)", least=1)
     model_name: str | None = option(None, "name of the model on that server (the first it lists)")
@@ -54,5 +55,10 @@ class DistillOptions:
             )
         if (self.engine == "openai") != (self.base_url is not None):
             raise ValueError("--engine openai and --base_url URL go together; pass both or neither")
+        if self.drafter and (self.labels, self.engine) != ("generate", "local"):
+            raise ValueError(
+                f"--drafter drafts the answers that the target writes here; got {self.drafter!r} with --labels "
+                f"{self.labels} --engine {self.engine}; pass --labels generate --engine local, or leave it out"
+            )
         if self.engine == "openai" and self.labels != "generate":
             raise ValueError("--engine openai generates answers; pass --labels generate with it")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,16 +11,13 @@ import torch
 
 from draft_heads.configs.options import DTYPES
 from draft_heads.data.labels.answer_server import AnswerServer
-from draft_heads.data.labels.answers import Answer, answer_prompts
+from draft_heads.data.labels.answers import Answer, Answerer
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
-from draft_heads.data.labels.labeller import Labeller, checked_ids
+from draft_heads.data.labels.labeller import Labelled, Labeller, checked_ids
 from draft_heads.data.text.chat_text import ControlTokenError
 from draft_heads.data.text.conversations import Conversation, conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
-
-# (prompts, most new tokens of each, progress) → an answer each
-Answerer = Callable[[list[list[int]], list[int], Callable[[int], None]], list[Answer]]
 
 
 @dataclass
@@ -43,13 +40,14 @@ class Row:
     cut: bool = False
     finish: str = "end"
     trained: bool = True  # whether the answer that is being written is to be trained on
+    labelled: Labelled | None = None  # of `ids`, where what wrote the answer has them
 
 
 class Distiller:
     """Turns conversations into labelled rows; `distill` adds the files."""
 
     def __init__(self, target: Labeller, options: DistillOptions, answerer: Answerer | None = None) -> None:
-        """answerer: None asks the target itself, or the server of `options`"""
+        """answerer: writes the answers of `labels="generate"`; None: the server of `options`"""
         target.refresh()
         if not target.end_token_ids:
             raise ValueError(
@@ -69,64 +67,73 @@ class Distiller:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
         target.check_layers(options.target_layers)
         if answerer is None and options.engine == "openai":
-            answerer = AnswerServer(target, options).answers
-        self._answerer = answerer or (
-            lambda prompts, limits, progress: answer_prompts(
-                target, prompts, limits, options.batch_size, options.cut_loops, progress
-            )
-        )
+            answerer = AnswerServer(target, options)
+        self._answerer = answerer
         self.unit = "answers" if options.labels == "generate" else "conversations"
         self.advance: Callable[[int], None] = lambda units: None  # called with the number of new units
+        self.show_labelled: Callable[[int, int], None] = lambda rows, of: None  # after a server wrote the answers
 
     def count_units(self, record: dict[str, Any]) -> int:
         """The units of work, named by `unit`, of a conversation that is answered to its end."""
         return sum(turn["role"] == "user" for turn in record["messages"]) if self.unit == "answers" else 1
 
-    def rows(self, conversations: datasets.Dataset, first: int = 0) -> list[Row]:
-        """Rendered or generated rows, skipped ones included, not yet labelled; numbered from `first`.
+    def rows(self, conversations: datasets.Dataset, first: int = 0) -> Iterator[Row]:
+        """Rendered or generated rows, skipped ones included, as they end; numbered from `first`.
 
         A conversation is one row, but for templates that rewrite earlier turns in later prompts (they drop thoughts):
         there each turn that is answered after such a change begins a row, of the same number and id.
         """
-        rows = [self._new_row(first + i, record) for i, record in enumerate(conversations)]
-        ended: list[Row] = []
-        while waiting := [row for row in rows if row.pending]:
-            ended += self._answer_next_turn(waiting)
-        rows = sorted(ended + rows, key=lambda row: row.number)
-        for row in rows:
-            if row.skipped is None and not any(row.mask):
-                all_trained = all(turn.get("trained", True) for turn in row.messages)
-                answer = "first answer" if all_trained else "first answer to train on"
-                beyond = f"begins beyond max_length {self.max_length}"
-                unfinished = bool(row.ids) and not row.cut  # an earlier answer, which is not to be trained on
-                row.skipped = f"its {answer} {'follows an unfinished one' if unfinished else beyond}"
-        return rows
+        asked: list[tuple[Row, list[int]]] = []  # a prompt each, for the next answer
+        for index, record in enumerate(conversations):
+            yield from self._ended(self._new_row(first + index, record), asked)
+        while asked:
+            answering, asked = asked, []
+            prompts = [prompt for _, prompt in answering]
+            limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
+            if self._answerer is None:
+                raise ValueError("labels generate needs an answerer; got none; pass inference.answers.TargetAnswerer")
+            for index, answer in self._answerer(prompts, limits):
+                self.advance(1)
+                self._add_answer(*answering[index], answer)
+                yield from self._ended(answering[index][0], asked)
 
-    def label(self, rows: list[Row]) -> Iterator[dict[str, Any]]:
-        """The shard's rows in source order."""
-        rows = [row for row in rows if row.skipped is None]
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-        dtype = self.hidden_dtype
-        # With hidden states, rows are written as they are labelled (in length order): a shard of them may not fit
-        # in memory.
-        labelled: dict[int, dict[str, Any]] = {}
-        for start in range(0, len(order), self.options.batch_size):
-            batch = order[start : start + self.options.batch_size]
-            texts, masks = [rows[i].ids for i in batch], [rows[i].mask for i in batch]
-            layers = self.options.target_layers
-            for i, (greedy, *states) in zip(batch, self.target.label(texts, dtype is not None, layers, masks)):
-                row = rows[i]
-                record: dict[str, Any] = dict(id=row.id, conversation=row.conversation)
-                record |= dict(input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
-                if dtype is not None:
-                    columns = zip(STATE_COLUMNS[: 1 + bool(layers)], states)
-                    stored = {name: cast_for_storage(x, dtype, row.id) for name, x in columns if x is not None}
-                    yield record | {name: hidden_bytes(x) for name, x in stored.items()}
-                else:
-                    labelled[i] = record
-            self.advance(len(batch) if self.unit == "conversations" else 0)
-        for i in sorted(labelled):
-            yield labelled[i]
+    def records(self, rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
+        """What a shard has of its rows, in source order; with hidden states as they come: of those a shard may not
+        fit in memory."""
+        records = self._label(row for row in rows if row.skipped is None)
+        in_order = records if self.hidden_dtype is not None else sorted(records, key=lambda found: found[0])
+        yield from (record for _, record in in_order)
+
+    def _label(self, rows: Iterable[Row]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(number of the row, its record)"""
+        unlabelled = []
+        for row in rows:
+            if row.labelled is None:
+                unlabelled.append(row)
+            else:
+                yield row.number, self._record(row, row.labelled)
+                row.labelled = None
+        unlabelled.sort(key=lambda row: len(row.ids))
+        for start in range(0, len(unlabelled), self.options.batch_size):
+            batch = unlabelled[start : start + self.options.batch_size]
+            texts, masks = [row.ids for row in batch], [row.mask for row in batch]
+            keep_hidden, layers = self.hidden_dtype is not None, self.options.target_layers
+            for row, labelled in zip(batch, self.target.label(texts, keep_hidden, layers, masks)):
+                yield row.number, self._record(row, labelled)
+            if self.unit == "conversations":
+                self.advance(len(batch))
+            else:
+                self.show_labelled(start + len(batch), len(unlabelled))
+
+    def _record(self, row: Row, labelled: Labelled) -> dict[str, Any]:
+        greedy, *states = labelled
+        record: dict[str, Any] = dict(id=row.id, conversation=row.conversation)
+        record |= dict(input_ids=row.ids, assistant_mask=row.mask, greedy_ids=greedy)
+        if self.hidden_dtype is None:
+            return record
+        columns = zip(STATE_COLUMNS[: 1 + bool(self.options.target_layers)], states)
+        stored = {name: cast_for_storage(x, self.hidden_dtype, row.id) for name, x in columns if x is not None}
+        return record | {name: hidden_bytes(x) for name, x in stored.items()}
 
     def count_tokens(self, conversations: datasets.Dataset) -> int:
         """Tokens of the rows: exact for argmax; for generate an upper bound, every answer as long as it may be."""
@@ -195,47 +202,58 @@ class Distiller:
             ) from None
         row.pending, row.mask, row.skipped = [], [], str(error)
 
-    def _answer_next_turn(self, rows: list[Row]) -> list[Row]:
-        """Answer the first pending turn of every row, or end the conversation where its prompt does not fit.
+    def _ended(self, row: Row, asked: list[tuple[Row, list[int]]]) -> Iterator[Row]:
+        """Ask a conversation's next question, which goes to `asked`; the row that ends before it, if one does."""
+        if not row.pending:
+            yield self._checked(row)
+            return
+        turn = row.pending.pop(0)
+        row.trained = all(recorded.get("trained", True) for recorded in row.messages[turn + 1 : turn + 2])
+        if row.ids:
+            row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0]}
+        messages = row.messages[: turn + 1]
+        try:
+            text = self.renderer.text(messages, add_generation_prompt=True, extra=row.extra)
+            kept = self._kept_tokens(row, messages, text)
+            prompt = self.renderer.prompt(messages, row.extra) if kept is None else kept
+            checked_ids(self.target, prompt, "the conversation")
+        except ConversationError as error:
+            self._reject(row, error)
+            yield row
+            return
+        if len(prompt) >= self.max_length:
+            row.pending, row.cut = [], bool(row.ids)
+            yield self._checked(row)
+            return
+        if row.ids and kept is None:  # the template rewrote the turns before
+            if any(row.mask):
+                yield replace(row, pending=[])
+            row.ids, row.mask = [], []
+        row.text, row.labelled = text, None
+        asked.append((row, prompt))
 
-        Returns the rows that ended because the template rewrote them; their conversations go on in `rows`.
-        """
-        answering, prompts, ended = [], [], []
-        for row in rows:
-            turn = row.pending.pop(0)
-            row.trained = all(recorded.get("trained", True) for recorded in row.messages[turn + 1 : turn + 2])
-            if row.ids:
-                row.messages[turn - 1] = {"role": "assistant", "content": row.answer[0]}
-            messages = row.messages[: turn + 1]
-            try:
-                text = self.renderer.text(messages, add_generation_prompt=True, extra=row.extra)
-                kept = self._kept_tokens(row, messages, text)
-                prompt = self.renderer.prompt(messages, row.extra) if kept is None else kept
-                checked_ids(self.target, prompt, "the conversation")
-            except ConversationError as error:
-                self._reject(row, error)
-                continue
-            if len(prompt) >= self.max_length:
-                row.pending, row.cut = [], bool(row.ids)
-                continue
-            if row.ids and kept is None:
-                if any(row.mask):
-                    ended.append(replace(row, pending=[]))
-                row.ids, row.mask = [], []
-            row.text = text
-            answering.append(row)
-            prompts.append(prompt)
-        limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
-        answers = self._answerer(prompts, limits, self.advance)
-        for row, prompt, answer in zip(answering, prompts, answers):
-            row.mask += [False] * (len(prompt) - len(row.ids)) + [row.trained] * len(answer.tokens)
-            row.ids = prompt + answer.tokens
-            row.answer = self.renderer.answer_text(answer.tokens, self.target.end_token_ids)
-            row.finish = answer.finish
-            if answer.finish != "end":
-                row.pending = []
-                row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
-        return ended
+    def _checked(self, row: Row) -> Row:
+        """The row, skipped where nothing of it can be trained on."""
+        if row.skipped is None and not any(row.mask):
+            all_trained = all(turn.get("trained", True) for turn in row.messages)
+            answer = "first answer" if all_trained else "first answer to train on"
+            beyond = f"begins beyond max_length {self.max_length}"
+            unfinished = bool(row.ids) and not row.cut  # an earlier answer, which is not to be trained on
+            row.skipped = f"its {answer} {'follows an unfinished one' if unfinished else beyond}"
+        return row
+
+    def _add_answer(self, row: Row, prompt: list[int], answer: Answer) -> None:
+        row.mask += [False] * (len(prompt) - len(row.ids)) + [row.trained] * len(answer.tokens)
+        row.ids = prompt + answer.tokens
+        row.answer = self.renderer.answer_text(answer.tokens, self.target.end_token_ids)
+        row.finish = answer.finish
+        if answer.labelled is not None:  # earlier answers are their own labels, too
+            chosen = answer.labelled.greedy_ids
+            greedy = [token if own else other for token, own, other in zip(row.ids, row.mask, chosen)]
+            row.labelled = answer.labelled._replace(greedy_ids=greedy)
+        if answer.finish != "end":
+            row.pending = []
+            row.cut = answer.finish == "limit" and len(row.ids) == self.max_length
 
     def _kept_tokens(self, row: Row, messages: Messages, text: str) -> list[int] | None:
         """The row's own tokens followed by the next prompt; None where `text`, that prompt, rewrites what was there."""

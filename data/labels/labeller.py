@@ -24,11 +24,11 @@ class Labelled(NamedTuple):
 
 
 class Labeller(Protocol):
-    """A frozen causal LM that answers prompts and gives its greedy token at every position of a text."""
+    """A frozen causal LM that gives its greedy token at every position of a text."""
 
     name: str  # folder or hub id it was loaded from
     adapter: str | None  # PEFT adapter that was merged into it
-    model: Any  # the transformers model, which writes answers (`data.labels.answers`)
+    model: Any  # the transformers model
     tokenizer: PreTrainedTokenizerBase  # with the chat template in use
 
     @property
@@ -53,15 +53,6 @@ class Labeller(Protocol):
 
     def refresh(self) -> None:
         """Update what was derived from the model's weights if they have changed since the last answer."""
-
-    def new_cache(self, capacity: int, batch: int = 1) -> Any:
-        """A cache with room for `capacity` tokens of each of `batch` sequences."""
-
-    def prefill(self, prompt: Tensor, cache: Any) -> Any:
-        """Read a prompt `[n]` into a cache of one sequence; `logits [V]` of what follows."""
-
-    def forward_tree(self, token_ids: Tensor, depths: Tensor, sees: Tensor, cache: Any) -> Any:
-        """Append rows of tokens `[B, R]` to the cached texts; `logits [B, R, V]` of what follows each."""
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies it (`data.fingerprint`)."""

@@ -7,7 +7,7 @@ be kept out of training (`cut_loops`) and of measurements (`stop_at_loops`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class LoopDetector:
@@ -33,6 +33,26 @@ class LoopDetector:
                 runs[period - 1] = 0
         tokens.append(token)
         return found
+
+
+class IncrementalStop:
+    """A loop detector as a `stop` rule; while an answer continues the previous one, only its new tokens are pushed."""
+
+    def __init__(self, new_detector: Callable[[], LoopDetector] = LoopDetector) -> None:
+        self._new_detector = new_detector
+        self._tokens: list[int] = []
+        self._ended = True  # the first call makes a detector
+
+    def __call__(self, tokens: list[int]) -> int | None:
+        """The length at which the detector ends `tokens`, None if it does not."""
+        if self._ended or tokens[: len(self._tokens)] != self._tokens:
+            self._detector, self._tokens, self._ended = self._new_detector(), [], False
+        for token in tokens[len(self._tokens) :]:
+            self._tokens.append(token)
+            if self._detector.push(token):
+                self._ended = True
+                return len(self._tokens)
+        return None
 
 
 def loop_start(tokens: Sequence[int], max_period: int = 40, copies: int = 3, min_tokens: int = 12) -> int | None:

@@ -42,7 +42,7 @@ def label(
     device = target.device
     hidden_BLH, aux_BLK = target.modules(ids_BL.to(device), positions.to(device), target_layers=target_layers)
     hidden_NH = hidden_BLH[real_BL.to(device)]
-    choices = torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
+    choices = greedy_choices(target, hidden_NH).cpu()
     aux_BLK = hidden_BLH[..., :0] if aux_BLK is None else aux_BLK
     labelled = []
     for hidden_LH, aux_LK, chosen, row, mask in zip(
@@ -54,6 +54,11 @@ def label(
         hidden, aux_hidden = (x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK))
         labelled.append(Labelled(greedy, hidden, aux_hidden))
     return labelled
+
+
+def greedy_choices(target: Target, hidden_NH: Tensor) -> Tensor:
+    """[N] int64, the target's token after each of N states."""
+    return torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)])
 
 
 def own_logits(target: Target, hidden: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from draft_heads.data.labels.answers import answer_prompts
+from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.models.draft_model import DraftModelDrafter

@@ -18,8 +18,8 @@ from draft_heads.data.generation_config import (
     processor_settings,
     unapplied_settings,
 )
-from draft_heads.data.labels.answers import answer_prompts
 from draft_heads.data.text.rendering import render_prompt
+from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.hybrid.hybrid import HybridDrafter

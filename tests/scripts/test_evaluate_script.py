@@ -14,10 +14,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draft_heads.data.labels.loops import IncrementalStop
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts import evaluate, lossless
-from draft_heads.scripts.decoding_options import IncrementalStop, drafter_specs
+from draft_heads.scripts.decoding_options import drafter_specs
 from tests.running import on_two_nodes
 from tests.tiny_chat import save_target
 

@@ -54,7 +54,8 @@ class RotationTable:
 
 
 class BlockCache:
-    """Keys and values that a head's block has read: a buffer `[B, C, 2·G, D]` of which the first C' rows are visible.
+    """Keys and values that a head's block has read: a buffer `[B, C, 2·G, D]` of which the first C' rows are visible,
+    of all texts or of the first few.
 
     The number of rows in use stays on the device: places are tensors, and masks hide what lies after them.
     """
@@ -63,7 +64,7 @@ class BlockCache:
         config = head.config
         self._heads, self._rows_per_token = config.num_key_value_heads, rows_per_token
         self._store = next(head.parameters()).new_zeros(texts, 0, 2 * self._heads, config.head_dim)
-        self._visible = self._store
+        self._texts, self._visible = texts, self._store
 
     def reserve(self, tokens: int) -> None:
         """Room for `tokens` tokens of each text, all visible; allocates only where there is too little."""
@@ -72,12 +73,16 @@ class BlockCache:
             grown = self._store.new_zeros(texts, -(-rows // 256) * 256, *shape)
             grown[:, :size] = self._store
             self._store = grown
-        self._visible = self._store
+        self._visible = self._store[: self._texts]
 
     def set_visible_length(self, tokens: int) -> None:
         """Only the first `tokens` tokens of each text are read until the next call."""
         rows = -(-tokens * self._rows_per_token // 16) * 16  # attention is slower over odd numbers of keys
-        self._visible = self._store[:, :rows]
+        self._visible = self._store[: self._texts, :rows]
+
+    def use_texts(self, count: int) -> None:
+        """Only the first `count` texts are read, from the next `reserve` or `set_visible_length` on."""
+        self._texts = count
 
     def of(self, texts: slice) -> BlockCache:
         """The cache of some of the texts, over the same memory."""
@@ -100,7 +105,7 @@ class BlockCache:
 
     def write(self, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put rows `[B, G, Q, D]` at `places [B, Q]` of each text."""
-        texts, size = self._store.shape[:2]
+        texts, size = len(places), self._store.shape[1]
         if texts > 1:
             places = places + torch.arange(0, texts * size, size, device=places.device)[:, None]
         rows = torch.cat([keys, values], dim=1).transpose(1, 2).flatten(0, 1)
@@ -190,7 +195,8 @@ class HeadDrafter(Drafter):
         self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
         self.slots = slots
-        self.length = torch.ones(slots, dtype=torch.long, device=view.device)  # a slot without a text drafts too
+        self._lengths = torch.ones(slots, dtype=torch.long, device=view.device)  # a slot without a text drafts too
+        self.length = self._lengths
         self.state: tuple[Tensor, ...] = ()  # [B, …] each
         self._caches, self._after = caches, after
         self._kept: list[BlockCache | RotationTable] = [*caches]
@@ -227,13 +233,29 @@ class HeadDrafter(Drafter):
         return {**super().settings(), "tree_temperature": self.head.config.tree_temperature}
 
     def memory(self) -> list[Tensor]:
-        return [self.length, *(buffer for kept in self._kept for buffer in kept.memory())]
+        return [self._lengths, *(buffer for kept in self._kept for buffer in kept.memory())]
 
     def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         self.view = self._of_draft_vocab(self.view.current())
         self.length[slot : slot + 1].zero_()
+        self.reserve(capacity)
+
+    def reserve(self, capacity: int) -> None:
+        """Room for `capacity` tokens of each text; allocates only where there is too little."""
         for kept in self._kept:
             kept.reserve(capacity + self._after)
+
+    def use_slots(self, count: int) -> None:
+        """Draft for the first `count` slots only, until the next call; those after them have no text.
+
+        `set_visible_length` is called before anything else.
+        """
+        self.slots, self.length = count, self._lengths[:count]
+        self.state = tuple(
+            torch.cat([x[:count], x[:1].expand(max(0, count - len(x)), *x.shape[1:])]) for x in self.state
+        )
+        for cache in self._caches:
+            cache.use_texts(count)
 
     def set_visible_length(self, tokens: int) -> None:
         for cache in self._caches:

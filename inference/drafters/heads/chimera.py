@@ -119,7 +119,7 @@ class ChimeraDrafter(HeadDrafter):
 
     def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
         """h_n [B, H] and the base token [B]."""
-        head, recent = self.head, self._recent[texts]
+        head, recent = self.head, self._recent[: self.slots][texts]
         hidden = head.target_states(step.hidden, step.aux_hidden)
         text = torch.cat([recent, step.tokens], dim=1)
         encoded = self._encode(text, step.tokens, texts)

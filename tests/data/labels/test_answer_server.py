@@ -17,10 +17,11 @@ import pytest
 
 from draft_heads.data.labels import answer_server
 from draft_heads.data.labels.answer_server import AnswerServer
-from draft_heads.data.labels.answers import answer_prompts
+from draft_heads.data.labels.answers import in_order
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.shards import load_distilled
+from draft_heads.inference.answers import TargetAnswerer, answer_prompts
 from draft_heads.inference.target.target import Target
 from tests.running import free_port
 from tests.tiny_chat import save_target, write_sharegpt
@@ -93,7 +94,9 @@ def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
 
     source = write_sharegpt(tmp_path / "chat.json", conversations=4)
     common = {"labels": "generate", "max_new_tokens": 40, "cut_loops": True}
-    local = distill(target, source, str(tmp_path / "local"), DistillOptions(**common), show_progress=False)
+    options = DistillOptions(**common)
+    answerer = TargetAnswerer.from_options(target, options)
+    local = distill(target, source, str(tmp_path / "local"), options, show_progress=False, answerer=answerer)
     with serving(complete) as url:
         options = DistillOptions(**common, engine="openai", base_url=url)
         served = distill(target, source, str(tmp_path / "served"), options, show_progress=False)
@@ -105,8 +108,8 @@ def test_served_answers_give_the_same_rows_as_local_ones(folder, tmp_path):
 
 def test_loop_in_a_served_answer_is_cut():
     with serving(lambda request: {"token_ids": [9] + [7] * 30, "finish_reason": "length"}) as url:
-        plain = stub_server(url).answers([[1]], [31])
-        cut = stub_server(url, cut_loops=True).answers([[1]], [31])
+        plain = in_order(stub_server(url), [[1]], [31])
+        cut = in_order(stub_server(url, cut_loops=True), [[1]], [31])
     assert (plain[0].finish, len(plain[0].tokens)) == ("limit", 31)
     assert (cut[0].finish, cut[0].tokens) == ("loop", [9] + [7] * 12)
 
@@ -122,7 +125,7 @@ def test_loop_in_a_served_answer_is_cut():
 )
 def test_server_that_would_change_the_tokens_is_refused(choice, reason):
     with serving(lambda request: choice) as url, pytest.raises(ValueError, match=reason):
-        stub_server(url).answers([[1]], [8])
+        in_order(stub_server(url), [[1]], [8])
 
 
 GOOD = json.dumps({"choices": [{"token_ids": [5, 2], "finish_reason": "stop"}]}).encode()
@@ -157,7 +160,7 @@ def test_a_request_that_fails_is_repeated(monkeypatch, fault):
     threading.Thread(target=server.serve_forever).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}/v1"
-        (answer,) = stub_server(url, model_name="stub").answers([[1]], [8])
+        (answer,) = in_order(stub_server(url, model_name="stub"), [[1]], [8])
     finally:
         hang.set()
         server.shutdown()
@@ -169,9 +172,10 @@ INTERRUPTED = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a script
 from draft_heads.configs.command_line import exit_status
+from draft_heads.data.labels.answers import in_order
 from tests.data.labels.test_answer_server import stub_server
 server = stub_server(sys.argv[1], model_name="stub")
-sys.exit(exit_status(lambda: server.answers([[1]] * 5, [8] * 5)))
+sys.exit(exit_status(lambda: in_order(server, [[1]] * 5, [8] * 5)))
 """
 
 
@@ -207,7 +211,7 @@ def test_one_refusal_ends_the_other_requests(monkeypatch):
     with serving(complete) as url:
         start = time.monotonic()
         with pytest.raises(ValueError, match="returns text but no token ids"):
-            stub_server(url).answers([[1], [2], [3]], [8] * 3)
+            in_order(stub_server(url), [[1], [2], [3]], [8] * 3)
         assert time.monotonic() - start < 10
         hang.set()
 
@@ -227,12 +231,12 @@ def test_a_full_server_is_asked_again_while_it_answers_others(monkeypatch):
 
     with serving(one_at_a_time) as url:
         server = stub_server(url, concurrency=4)
-        assert len(server.answers([[1]] * 6, [8] * 6)) == 6
+        assert len(in_order(server, [[1]] * 6, [8] * 6)) == 6
         assert len(refused) > 12
         free.acquire()
         monkeypatch.setattr(answer_server, "_TIMEOUT", 0.3)
         with pytest.raises(ValueError, match="status 429"):
-            server.answers([[1]], [8])
+            in_order(server, [[1]], [8])
 
 
 def test_a_server_that_answers_no_json_is_named(monkeypatch):
@@ -263,7 +267,7 @@ def test_transformers_serve_which_returns_no_token_ids_is_refused(folder):
                 time.sleep(0.2)
             served = stub_server(f"http://127.0.0.1:{port}/v1", model_name=folder)
             with pytest.raises(ValueError, match=r"cannot be used \(status 422: .*return_token_ids"):
-                served.answers([[1, 5], [1, 6]], [8, 8])
+                in_order(served, [[1, 5], [1, 6]], [8, 8])
         finally:
             server.kill()
 
@@ -291,5 +295,5 @@ def test_a_server_is_asked_for_the_checkpoints_own_penalty(folder, tmp_path, own
 
 def test_what_a_server_writes_behind_an_end_token_that_it_does_not_know_is_left_out():
     with serving(lambda request: {"token_ids": [9, 2, 7, 8], "finish_reason": "length"}) as url:
-        (answer,) = stub_server(url, cut_loops=True).answers([[1]], [4])
+        (answer,) = in_order(stub_server(url, cut_loops=True), [[1]], [4])
     assert (answer.tokens, answer.finish) == ([9, 2], "end")

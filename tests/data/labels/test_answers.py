@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, MistralConfig, MistralForCausalLM
 
-from draft_heads.data.labels.answers import answer_prompts
 from draft_heads.data.labels.loops import loop_start
+from draft_heads.inference.answers import answer_prompts
 from draft_heads.inference.target.target import Target
 from tests.tiny_chat import byte_tokenizer, random_llama, template
 

@@ -138,10 +138,10 @@ def generated_rows(form, answers):
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(FORMS[form][2][1] or "<|user|>")
     target = Target(model, tokenizer)
     said = iter(tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers)
-    answerer = lambda prompts, *_: [Answer(next(said), "end") for _ in prompts]  # noqa: E731
+    answerer = lambda prompts, limits: enumerate(Answer(next(said), "end") for _ in prompts)  # noqa: E731
     distiller = Distiller(target, DistillOptions(labels="generate"), answerer)
     recorded = [{"id": "a", "place": "row 1", "messages": [*SYSTEM, *CHAT]}]
-    return distiller.rows(datasets.Dataset.from_list(recorded)), tokenizer
+    return list(distiller.rows(datasets.Dataset.from_list(recorded))), tokenizer
 
 
 @pytest.mark.parametrize("form", ["llama-3", "gemma", "phi", "granite"])

@@ -19,6 +19,7 @@ from draft_heads.data.text.rendering import (
     render_conversation,
     render_prompt,
 )
+from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.generation import TextPieces, prompt_ids
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.distill import summary
@@ -101,12 +102,12 @@ def test_generated_rows_have_at_most_the_tokens_that_were_estimated(form):
     answer += [tokenizer.eos_token_id]
     options = DistillOptions(labels="generate", max_new_tokens=20, max_length=250)
 
-    def answers(prompts, limits, progress):
-        return [Answer(answer[:limit], "end" if limit >= 20 else "limit") for limit in limits]
+    def answers(prompts, limits):
+        return enumerate(Answer(answer[:limit], "end" if limit >= 20 else "limit") for limit in limits)
 
     distiller = Distiller(own_target(tokenizer), options, answers)
     asked = dataset([*SYSTEM, *CHAT, *CHAT, *CHAT], CHAT, CHAT[:2])
-    estimated, rows = distiller.count_tokens(asked), distiller.rows(asked)
+    estimated, rows = distiller.count_tokens(asked), list(distiller.rows(asked))
     written = sum(len(row.ids) for row in rows)
     assert written <= estimated
     if not distiller.renderer.probe.may_rewrite:
@@ -173,7 +174,7 @@ def test_control_tokens_in_texts_are_refused_trimmed_and_counted(role, text, kep
         assert prompt_ids(target, text)
         return
     with pytest.raises(ConversationError, match=r"row 1 .*control token in someone's text: .* in turn \d .*skip_bad"):
-        Distiller(target, DistillOptions()).rows(dataset(chat))
+        list(Distiller(target, DistillOptions()).rows(dataset(chat)))
     (trimmed, dropped) = Distiller(target, DistillOptions(skip_bad_rows=True)).rows(
         dataset(chat, [{"role": "user", "content": "</s>"}, CHAT[1]])
     )
@@ -212,7 +213,8 @@ def test_rows_with_control_tokens_are_counted_by_reason(tmp_path, caplog, capsys
 
 def test_recorded_answers_that_are_written_anew_may_hold_control_tokens():
     tokenizer = byte_tokenizer(CHATML.replace("[GEN]", "").replace("[END]", ""))
-    distiller = Distiller(own_target(tokenizer), DistillOptions(labels="generate", max_new_tokens=4))
+    target = own_target(tokenizer)
+    distiller = Distiller(target, DistillOptions(labels="generate", max_new_tokens=4), TargetAnswerer(target))
     (row,) = distiller.rows(dataset([CHAT[0], {"role": "assistant", "content": "It is <|im_end|>."}]))
     assert row.skipped is None and any(row.mask)
 

@@ -4,10 +4,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from draft_heads.data.labels.answer_server import AnswerServer
-from draft_heads.data.labels.answers import answer_prompts
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.text.rendering import ConversationError, render_prompt
+from draft_heads.inference.answers import TargetAnswerer, answer_prompts
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import DrafterSpec
@@ -69,15 +69,14 @@ def test_a_row_to_label_is_refused_by_name_or_skipped(target, labels, texts):
     rows = [conversation(*texts), conversation("Hi", "Yes.")]
     options = {"labels": labels, "max_new_tokens": 4}
     with pytest.raises(ConversationError, match=r"chat.json, row 1 \(id a\): " + TOLD.format("the conversation")):
-        Distiller(target, DistillOptions(**options)).rows(rows)
-    bad, good = Distiller(target, DistillOptions(**options, skip_bad_rows=True)).rows(rows)
+        list(Distiller(target, DistillOptions(**options), TargetAnswerer(target)).rows(rows))
+    bad, good = Distiller(target, DistillOptions(**options, skip_bad_rows=True), TargetAnswerer(target)).rows(rows)
     assert "got 300 ('<tool>')" in bad.skipped and good.skipped is None and sum(good.mask) > 0
 
 
 def test_a_row_is_used_where_the_token_lies_beyond_its_end(target):
-    row = Distiller(target, DistillOptions(labels="argmax", max_length=30)).rows(
-        [conversation("Hi", "Yes " * 40 + TEXT)]
-    )[0]
+    distiller = Distiller(target, DistillOptions(labels="argmax", max_length=30))
+    (row,) = distiller.rows([conversation("Hi", "Yes " * 40 + TEXT)])
     assert row.skipped is None and row.cut and max(row.ids) < 300
 
 
@@ -86,7 +85,7 @@ def test_answers_of_a_server_are_checked_against_the_model(target, monkeypatch):
     monkeypatch.setattr(AnswerServer, "_call", lambda self, path, body: replies[path])
     options = DistillOptions(labels="generate", engine="openai", base_url="http://localhost")
     with pytest.raises(ValueError, match=r"returns tokens that the target has not \(of 300: \[300, 2\]"):
-        AnswerServer(target, options).answers([[5]], [4])
+        list(AnswerServer(target, options)([[5]], [4]))
 
 
 def test_a_replay_without_a_target_takes_any_token(target):

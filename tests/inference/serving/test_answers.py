@@ -5,6 +5,7 @@ import openai
 import pytest
 
 from draft_heads.data.labels.answer_server import AnswerServer
+from draft_heads.data.labels.answers import in_order
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.text.rendering import render_prompt
 from draft_heads.inference.generation import GenerationSettings
@@ -88,7 +89,7 @@ def test_labels_distilled_from_the_server_are_the_engines_own(target, engine, se
     options = DistillOptions(labels="generate", engine="openai", base_url=f"{served[2]}/v1", cut_loops=False)
     asked = AnswerServer(target, options)
     prompts = [render_prompt(target.tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
-    for prompt, answer in zip(prompts, asked.answers(prompts, [32] * len(prompts))):
+    for prompt, answer in zip(prompts, in_order(asked, prompts, [32] * len(prompts))):
         alone = engine.generate(prompt, GenerationSettings(32))
         assert answer.tokens == alone.tokens and answer.finish == {"eos": "end", "length": "limit"}[alone.finish_reason]
     streamed = []

@@ -3,6 +3,7 @@
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.shards import load_distilled
+from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.target.target import Target
 
 
@@ -10,7 +11,7 @@ def run_distill(target, source, output, overwrite=False, chat_template=None, **o
     """The manifest of a distillation, in small batches and shards, with the target in a folder."""
     loaded = Target.from_pretrained(target, chat_template=chat_template)
     options = DistillOptions(**{"batch_size": 4, "shard_rows": 4} | options)
-    return distill(loaded, source, output, options, overwrite, show_progress=False)
+    return distill(loaded, source, output, options, overwrite, False, TargetAnswerer.from_options(loaded, options))
 
 
 def rows_of(output):

@@ -13,6 +13,7 @@ from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.conversations import ConversationError, load_conversations
 from draft_heads.data.text.rendering import ChatRenderer, render_conversation, render_prompt
+from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.target.target import Target
 from tests.data.labels.distilling.distilled import rows_of, run_distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs
@@ -62,7 +63,7 @@ def test_a_target_spread_over_the_devices_gives_the_same_rows(target, source, tm
     options = DistillOptions(labels="generate", max_new_tokens=8, limit=3)
     for device in ("cpu", "auto"):
         loaded = Target.from_pretrained(target, "float64", device)
-        distill(loaded, source, str(tmp_path / device), options, show_progress=False)
+        distill(loaded, source, str(tmp_path / device), options, False, False, TargetAnswerer(loaded))
     assert rows_of(tmp_path / "auto") == rows_of(tmp_path / "cpu")
 
 

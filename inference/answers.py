@@ -1,0 +1,89 @@
+"""The target's own greedy answers with the labels and states of their texts, from one pass: for `data.labels`.
+
+The tokens are those of `generate(do_sample=False)`, up to numerical ties, with drafts and without: with the
+checkpoint's own logits processors, if its generation config asks for any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from draft_heads.data.labels.answers import Answer, in_order
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.data.labels.labeller import Labelled, checked_ids
+from draft_heads.data.labels.loops import IncrementalStop
+from draft_heads.inference.batch import BatchEngine, Ended
+from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
+from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.target.labels import greedy_choices
+from draft_heads.inference.target.target import Target
+
+_FINISH: dict[str, Literal["end", "limit", "loop"]] = {
+    "eos": "end",
+    "length": "limit",
+    "context": "limit",
+    "stop": "loop",
+}
+
+
+class TargetAnswerer:
+    """Answers as `data.labels.answers.Answerer`, `batch_size` of them at a time."""
+
+    def __init__(
+        self,
+        target: Target,
+        batch_size: int = 32,
+        cut_loops: bool = False,
+        drafter: str = "",
+        keep_hidden: bool = False,
+        target_layers: Sequence[int] = (),
+    ) -> None:
+        """drafter: drafts the answers, as `evaluate.py --drafters` names it; "": none."""
+        self.target, self._cut_loops = target, cut_loops
+        self._keep_hidden, self._layers = keep_hidden, tuple(target_layers)
+        spec = DrafterSpec.parse(drafter or "vanilla")
+        self._engine = BatchEngine(target, build_drafter(spec, target, slots=batch_size))
+
+    @classmethod
+    def from_options(cls, target: Target, options: DistillOptions) -> TargetAnswerer:
+        """Of a distillation."""
+        return cls(
+            target,
+            options.batch_size,
+            options.cut_loops,
+            options.drafter,
+            options.hidden_states is not None,
+            options.target_layers,
+        )
+
+    def __call__(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[tuple[int, Answer]]:
+        """See `data.labels.answers.Answerer`; ValueError for a token id that the target does not have."""
+        # long ones first: what does not fit into memory shows at once, and the last steps are not for one long answer
+        order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        texts = [checked_ids(self.target, prompts[index]) for index in order]
+        settings = GenerationSettings(max(limits, default=1), stop=IncrementalStop() if self._cut_loops else None)
+        ends = self._engine.generate_with_states(texts, [limits[index] for index in order], settings, self._layers)
+        for ended in ends:
+            labelled = self._labelled(len(texts[ended.number]), ended)
+            yield order[ended.number], Answer(ended.answer.tokens, _FINISH[ended.answer.finish_reason], labelled)
+
+    @torch.inference_mode()
+    def _labelled(self, prompt: int, ended: Ended) -> Labelled:
+        """The answer is its own labels; a prompt's are chosen after its states."""
+        assert ended.hidden is not None
+        of_prompt = greedy_choices(self.target, ended.hidden[: prompt - 1]).tolist() if prompt > 1 else []
+        greedy = [-100, *of_prompt, *ended.answer.tokens]
+        if not self._keep_hidden:
+            return Labelled(greedy, None, None)
+        aux_hidden = ended.hidden[:, :0] if ended.aux_hidden is None else ended.aux_hidden
+        return Labelled(greedy, ended.hidden.cpu(), aux_hidden.cpu())
+
+
+def answer_prompts(
+    target: Target, prompts: Sequence[list[int]], limits: Sequence[int], batch_size: int, cut_loops: bool = False
+) -> list[Answer]:
+    """One greedy answer per prompt, in their order; see `TargetAnswerer`."""
+    return in_order(TargetAnswerer(target, batch_size, cut_loops), prompts, limits)
