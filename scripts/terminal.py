@@ -45,16 +45,22 @@ def summary_table(report: dict[str, Any]) -> Table:
     plain = settings.get("plain_loop")
     caption = f"γ: times faster than {plain}; β: new tokens per forward of the target" if plain else None
     table = Table(
-        title=Text(title, "table.title"), caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=Text(title, "table.title"),
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
-    for index, name in enumerate(columns):
+    columns = [name for name in columns if name != "benchmark"]  # it heads its rows
+    for name in columns:
         wraps = name in ("drafter", "lossless")
-        justify = "left" if index < 2 else "right"
+        justify = "left" if name == "drafter" else "right"
         table.add_column(name, justify=justify, no_wrap=not wraps, min_width=len(name), overflow="fold")
     previous = None
     for row in overall(report["results"]):
-        if previous not in (None, row["benchmark"]):
+        if previous != row["benchmark"]:
             table.add_section()
+            table.add_row(Text(row["benchmark"], "bold"))
         previous = row["benchmark"]
         bad = row["lossless"] is not None and row["lossless"]["unexplained"]
         table.add_row(*map(Text, cells(row, columns)), style="red" if bad else None)
