@@ -1,39 +1,79 @@
-"""Runs in vLLM's own environment: decodes prompts with one draft head, and writes tokens and metrics as JSON.
+"""Runs in vLLM's own environment: makes one engine, gives it tasks one after another, and writes what came of each.
 
     python engines_vllm.py JOB.json RESULT.json
 
-JOB has "model", "speculative" (null, or vLLM's speculative_config), "prompts" (lists of token ids) and "max_tokens".
+JOB has "engine" (arguments of vLLM's LLM) and "tasks", each with "prompts" (lists of token ids), "at_once" (how many
+are asked together), "sampling" (arguments of SamplingParams) and "abort" (give up as many requests first). RESULT is a
+list: of each task "answers" (token ids), "texts", "counts" (what vLLM counted meanwhile), "slots" (requests that the
+head still keeps, null without one), "memory" (MiB of the worker, the most so far) and "seconds".
 """
 
 import json
+import resource
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+COUNTED = ("spec_decode", "num_preemptions", "prefix_cache")
+
+
+def kept(worker: Any) -> tuple[int | None, float]:
+    """Slots of a worker's head, and its greatest memory so far in MiB."""
+    drafts = getattr(getattr(worker.model_runner, "drafter", None), "drafts", None)
+    return None if drafts is None else len(drafts), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def counts(engine: Any) -> dict[str, float]:
+    return {
+        metric.name.removeprefix("vllm:"): metric.value
+        for metric in engine.get_metrics()
+        if any(name in metric.name for name in COUNTED) and hasattr(metric, "value")
+    }
+
+
+def give_up(engine: Any, prompts: list[list[int]], sampling: Any) -> None:
+    """Ask, and abort all of it after five steps."""
+    names = [f"given up {number}" for number in range(len(prompts))]
+    for name, prompt in zip(names, prompts):
+        engine.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    for _ in range(5):
+        engine.llm_engine.step()
+    engine.llm_engine.abort_request(names)
+    while engine.llm_engine.has_unfinished_requests():
+        engine.llm_engine.step()
+
+
+def run(engine: Any, task: dict[str, Any]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(**task["sampling"])
+    prompts, at_once, before = task["prompts"], task.get("at_once", 1), counts(engine)
+    start, outputs = time.monotonic(), []
+    if task.get("abort"):
+        give_up(engine, prompts[:at_once], sampling)
+    for first in range(0, len(prompts), at_once):
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts[first : first + at_once]]
+        outputs += engine.generate(asked, sampling, use_tqdm=False)
+    seconds = time.monotonic() - start
+    slots, memory = engine.collective_rpc(kept)[0]
+    after = counts(engine)
+    return {
+        "answers": [[list(one.token_ids) for one in output.outputs] for output in outputs],
+        "texts": [output.outputs[0].text for output in outputs],
+        "counts": {name: after[name] - before.get(name, 0) for name in after},
+        "slots": slots,
+        "memory": memory,
+        "seconds": seconds,
+    }
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     job = json.loads(Path(sys.argv[1]).read_text())
-    longest = max(map(len, job["prompts"])) + job["max_tokens"] + 8
-    engine = LLM(
-        job["model"],
-        dtype="float32",
-        enforce_eager=True,
-        disable_log_stats=False,
-        max_model_len=longest,
-        speculative_config=job["speculative"],
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False)
-    answers = []
-    for prompt in job["prompts"]:  # one after another: as this project decodes
-        (output,) = engine.generate([{"prompt_token_ids": prompt}], sampling)
-        answers.append(list(output.outputs[0].token_ids))
-    metrics = {
-        metric.name: getattr(metric, "value", None) or getattr(metric, "values", None)
-        for metric in engine.get_metrics()
-        if "spec_decode" in metric.name
-    }
-    Path(sys.argv[2]).write_text(json.dumps({"answers": answers, "metrics": metrics}))
+    engine = LLM(dtype="float32", enforce_eager=True, disable_log_stats=False, **job["engine"])
+    Path(sys.argv[2]).write_text(json.dumps([run(engine, task) for task in job["tasks"]]))
 
 
 if __name__ == "__main__":

@@ -108,10 +108,14 @@ class ChimeraDrafter(HeadDrafter):
         self.cache = KGramCache(chosen.kgram_cache) if chosen.kgram_cache else None
         self.on_device = self.cache is None  # the host keeps the table of k-grams
         self.carries_over = self.cache is not None
-        self._recent = torch.full((slots, head.config.order - 1), -1, device=self.view.device)
+        self._recent = self._all_recent = torch.full((slots, head.config.order - 1), -1, device=self.view.device)
 
     def memory(self) -> list[Tensor]:
-        return [*super().memory(), self._recent]
+        return [*super().memory(), self._all_recent]
+
+    def use_slots(self, count: int) -> None:
+        super().use_slots(count)
+        self._recent = self._all_recent[:count]
 
     def begin(self, slot: int, prompt: Tensor, capacity: int) -> None:
         super().begin(slot, prompt, capacity)
@@ -119,7 +123,7 @@ class ChimeraDrafter(HeadDrafter):
 
     def read(self, step: VerifiedStep, texts: slice) -> tuple[Tensor, ...]:
         """h_n [B, H] and the base token [B]."""
-        head, recent = self.head, self._recent[: self.slots][texts]
+        head, recent = self.head, self._recent[texts]
         hidden = head.target_states(step.hidden, step.aux_hidden)
         text = torch.cat([recent, step.tokens], dim=1)
         encoded = self._encode(text, step.tokens, texts)

@@ -1,0 +1,59 @@
+"""`vllm serve` with a draft head, asked once by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from contextlib import closing
+from pathlib import Path
+
+from openai import APIConnectionError, OpenAI
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as asked:
+        asked.bind(("127.0.0.1", 0))
+        port: int = asked.getsockname()[1]
+    return port
+
+
+def served_answer(
+    python: str,
+    target: str,
+    head: str,
+    plugin: str,
+    tokens: int,
+    prompt: list[int],
+    longest: int,
+    environment: dict[str, str],
+) -> list[int]:
+    """16 greedy tokens after a prompt, streamed; ValueError with the end of the server's output if it fails."""
+    port = free_port()
+    speculative = {"method": "custom_class", "model": plugin, "num_speculative_tokens": tokens}
+    command = [
+        str(Path(python).with_name("vllm")), "serve", target, "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", str(longest), "--max-num-seqs", "8",
+        "--speculative-config", json.dumps(speculative), "--additional-config", json.dumps({"draft_head": head}),
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as server:
+        try:
+            client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+            for _ in range(600):
+                if server.poll() is not None:
+                    raise ValueError(f"vllm serve ended:\n{server.stdout.read()[-3000:]}")  # type: ignore[union-attr]
+                try:
+                    client.models.list()
+                    break
+                except APIConnectionError:
+                    time.sleep(0.5)
+            stream = client.completions.create(
+                model=target, prompt=prompt, max_tokens=16, temperature=0, stream=True,
+                extra_body={"return_token_ids": True},
+            )  # fmt: skip
+            return [token for chunk in stream for token in getattr(chunk.choices[0], "token_ids", None) or ()]
+        finally:
+            server.terminate()

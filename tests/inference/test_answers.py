@@ -1,0 +1,61 @@
+"""Labels and states that come out of writing an answer are those of reading the finished text."""
+
+import pytest
+import torch
+
+from draft_heads.data.labels.answers import in_order
+from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.inference.answers import TargetAnswerer
+from draft_heads.inference.target.target import Target
+from tests.inference.models import load_target, make_prompts
+from tests.tiny_chat import byte_tokenizer, random_llama, template
+
+LAYERS = [1, 2]
+
+
+@pytest.mark.parametrize("drafter", ["", "ngram", "lookahead,n=3,w=4"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_labels_and_states_are_those_of_the_whole_text(name, drafter):
+    target = load_target(name, torch.float64)
+    prompts = [prompt[:length] for prompt, length in zip(make_prompts(target, 6), (7, 1, 30, 12, 2, 19))]
+    limits = [20, 1, 9, 20, 20, 3]
+    plain = TargetAnswerer(target, 4, keep_hidden=True, target_layers=LAYERS)
+    said = [answer.tokens for answer in in_order(plain, prompts, [20] * 6)]
+    target.end_token_ids = (said[0][4], said[3][11])
+    answerer = TargetAnswerer(target, 4, drafter=drafter, keep_hidden=True, target_layers=LAYERS)
+    answers = in_order(answerer, prompts, limits)
+    assert {answer.finish for answer in answers} == {"end", "limit"}
+    for prompt, limit, tokens, answer in zip(prompts, limits, said, answers):
+        end = next((i for i, token in enumerate(tokens, 1) if token in target.end_token_ids), limit)
+        assert answer.tokens == tokens[: min(end, limit)]
+        (read,) = target.label([prompt + answer.tokens], True, LAYERS)
+        assert answer.labelled.greedy_ids == read.greedy_ids
+        torch.testing.assert_close(answer.labelled.hidden, read.hidden, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(answer.labelled.aux_hidden, read.aux_hidden, atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_text_is_cut_where_it_loops_with_the_states_of_what_is_left():
+    model = random_llama(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)  # loops within a few tokens
+    target = Target(model.double(), byte_tokenizer(template("chatml")))
+    target.end_token_ids = (299,)
+    prompts = [[5 + (7 * i + 3 * j) % 290 for j in range(4 + 5 * i)] for i in range(4)]
+    answers = in_order(TargetAnswerer(target, 2, cut_loops=True, keep_hidden=True, drafter="ngram"), prompts, [80] * 4)
+    assert "loop" in {answer.finish for answer in answers}
+    for prompt, answer in zip(prompts, answers):
+        (read,) = target.label([prompt + answer.tokens], True)
+        assert answer.labelled.greedy_ids == read.greedy_ids
+        torch.testing.assert_close(answer.labelled.hidden, read.hidden, atol=1e-5, rtol=1e-5)
+
+
+def test_what_drafts_labels_must_read_the_layers_that_are_kept():
+    target = load_target("llama", torch.float64)
+    answerer = TargetAnswerer(target, 2, target_layers=[1])
+    answerer._engine.drafter = type("Drafter", (), {"target_layers": (2,)})()
+    with pytest.raises(ValueError, match=r"reads layers \[2\] and the states of layers \[1\] are to be kept; .*ngram"):
+        list(answerer([[5, 6]], [3]))
+
+
+def test_a_drafter_is_for_answers_that_are_written_here():
+    with pytest.raises(ValueError, match="--drafter drafts the answers that the target writes here; got 'ngram' with"):
+        DistillOptions(drafter="ngram")
+    assert DistillOptions(drafter="ngram", labels="generate").drafter == "ngram"
