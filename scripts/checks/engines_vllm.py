@@ -5,7 +5,7 @@
 JOB has "engine" (arguments of vLLM's LLM) and "tasks", each with "prompts" (lists of token ids), "at_once" (how many
 are asked together), "sampling" (arguments of SamplingParams) and "abort" (give up as many requests first). RESULT is a
 list: of each task "answers" (token ids), "texts", "counts" (what vLLM counted meanwhile), "slots" (requests that the
-head still keeps, null without one), "memory" (MiB of the worker, the most so far) and "seconds".
+head still keeps), "memory" (MiB of the worker, the most so far) and "seconds".
 """
 
 import json
@@ -18,10 +18,23 @@ from typing import Any
 COUNTED = ("spec_decode", "num_preemptions", "prefix_cache")
 
 
-def kept(worker: Any) -> tuple[int | None, float]:
-    """Slots of a worker's head, and its greatest memory so far in MiB."""
-    drafts = getattr(getattr(worker.model_runner, "drafter", None), "drafts", None)
-    return None if drafts is None else len(drafts), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+class Constant:
+    """A proposer without a head: the same drafts for every request, which no correct engine shows in its answers."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.drafts = list(range(5, 5 + vllm_config.speculative_config.num_speculative_tokens))
+
+    def load_model(self, target_model: Any) -> None:
+        """Nothing to load."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *step: Any, **named: Any) -> list[list[int]]:
+        return [self.drafts if sampled else [] for sampled in sampled_token_ids]
+
+
+def kept(worker: Any) -> tuple[int, float]:
+    """Requests that a worker's head keeps, and the worker's greatest memory so far in MiB."""
+    drafts = getattr(getattr(worker.model_runner, "drafter", None), "drafts", ())
+    return len(drafts), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def counts(engine: Any) -> dict[str, float]:
