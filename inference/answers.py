@@ -1,4 +1,4 @@
-"""The target's own greedy answers with the labels and states of their texts, from one pass: for `data.labels`.
+"""The target's own greedy answers with the states of their texts, from one pass: for `data.labels`.
 
 The tokens are those of `generate(do_sample=False)`, up to numerical ties, with drafts and without: with the
 checkpoint's own logits processors, if its generation config asks for any.
@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import torch
-
 from draft_heads.data.labels.answers import Answer, in_order
 from draft_heads.data.labels.distill_options import DistillOptions
-from draft_heads.data.labels.labeller import Labelled, checked_ids
+from draft_heads.data.labels.labeller import checked_ids
 from draft_heads.data.labels.loops import IncrementalStop
-from draft_heads.inference.batch import BatchEngine, Ended
+from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.inference.target.labels import greedy_choices
 from draft_heads.inference.target.target import Target
 
 _FINISH: dict[str, Literal["end", "limit", "loop"]] = {
@@ -65,21 +62,11 @@ class TargetAnswerer:
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         texts = [checked_ids(self.target, prompts[index]) for index in order]
         settings = GenerationSettings(max(limits, default=1), stop=IncrementalStop() if self._cut_loops else None)
-        ends = self._engine.generate_with_states(texts, [limits[index] for index in order], settings, self._layers)
-        for ended in ends:
-            labelled = self._labelled(len(texts[ended.number]), ended)
-            yield order[ended.number], Answer(ended.answer.tokens, _FINISH[ended.answer.finish_reason], labelled)
-
-    @torch.inference_mode()
-    def _labelled(self, prompt: int, ended: Ended) -> Labelled:
-        """The answer is its own labels; a prompt's are chosen after its states."""
-        assert ended.hidden is not None
-        of_prompt = greedy_choices(self.target, ended.hidden[: prompt - 1]).tolist() if prompt > 1 else []
-        greedy = [-100, *of_prompt, *ended.answer.tokens]
-        if not self._keep_hidden:
-            return Labelled(greedy, None, None)
-        aux_hidden = ended.hidden[:, :0] if ended.aux_hidden is None else ended.aux_hidden
-        return Labelled(greedy, ended.hidden.cpu(), aux_hidden.cpu())
+        rest = settings, self._keep_hidden, self._layers
+        for ended in self._engine.as_completed(texts, [limits[index] for index in order], *rest):
+            states = (None if x is None else x.cpu() for x in (ended.hidden, ended.aux_hidden))
+            finish = _FINISH[ended.answer.finish_reason]
+            yield order[ended.number], Answer(ended.answer.tokens, finish, True, *states)
 
 
 def answer_prompts(

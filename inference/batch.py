@@ -79,14 +79,15 @@ class BatchEngine:
         return answers
 
     @torch.inference_mode()
-    def generate_with_states(
+    def as_completed(
         self,
         prompts: Sequence[list[int]],
         limits: Sequence[int],
         settings: GenerationSettings,
+        keep_states: bool = False,
         target_layers: Sequence[int] = (),
     ) -> Iterator[Ended]:
-        """Answers and the states of their texts, in the order in which the answers end.
+        """Answers, and the states of their texts if they are to be kept, in the order in which the answers end.
 
         limits         most new tokens of each answer
         target_layers  whose outputs are kept, too; ValueError for others than those that the drafter reads
@@ -99,8 +100,8 @@ class BatchEngine:
             )
         if prompts:
             longest = max(map(sum, zip(map(len, prompts), limits)))
-            run = _Run(self.target, self.drafter, settings, longest, True, tuple(target_layers) or read)
-            for ended in run.answers(prompts, limits):
+            run = _Run(self.target, self.drafter, settings, longest, keep_states, tuple(target_layers) or read)
+            for ended in run.answers(prompts, limits, shrinks=True):
                 yield ended if target_layers else ended._replace(aux_hidden=None)
 
 
@@ -169,8 +170,8 @@ class _Run:
         for member in drafter.members():
             member.drafts_for = self
 
-    def answers(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[Ended]:
-        """The answers to all prompts, as they end."""
+    def answers(self, prompts: Sequence[list[int]], limits: Sequence[int], shrinks: bool = False) -> Iterator[Ended]:
+        """The answers to all prompts, as they end; shrinks: without drafts, slots that nobody waits for go."""
         waiting = list(range(len(prompts)))[::-1]
         while True:
             for slot in range(len(self.slots)):
@@ -182,7 +183,7 @@ class _Run:
                         yield Ended(index, answer)
             if not any(self.slots):
                 return
-            if self._states is not None and not waiting:
+            if shrinks and not waiting:
                 self._leave_out_free_slots()
             yield from self._step()
 
@@ -271,8 +272,8 @@ class _Run:
         slots = torch.tensor(used, device=self.target.device)
         self._cache.select_sequences(slots)
         self._end, self._base = self._end[slots], self._base[slots]
-        assert self._states is not None
-        self._states.select(slots)
+        if self._states is not None:
+            self._states.select(slots)
         self.slots = [self.slots[index] for index in used]
         self.drafter = VanillaDrafter(self.target.device, len(used))
 

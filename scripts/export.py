@@ -4,8 +4,8 @@
 
 | format | heads | read by |
 | --- | --- | --- |
-| vllm-medusa | Medusa | vLLM |
-| tgi-medusa | Medusa | TGI, FasterDecoding's Medusa |
+| vllm-medusa | Medusa | vLLM up to 0.32 |
+| tgi-medusa | Medusa | TGI (archived), FasterDecoding's Medusa |
 | eagle3 | EAGLE-3 | vLLM, SGLang, llama.cpp's converter |
 | speculators | EAGLE-3 | vLLM |
 

@@ -6,21 +6,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from draft_heads.data.labels.labeller import Labelled
+from torch import Tensor
 
 
 @dataclass
 class Answer:
     """A target's answer to a prompt.
 
-    tokens    as generated
-    finish    "end" (an end-of-turn token, the last of them), "limit" or "loop"
-    labelled  labels and states of the prompt and the answer, where what wrote the answer has them
+    tokens      as generated
+    finish      "end" (an end-of-turn token, the last of them), "limit" or "loop"
+    is_own      the target itself wrote them here, so that they are their own labels
+    hidden      [n, H] on the CPU, its states at every token of prompt and answer; None where not kept
+    aux_hidden  [n, k·H], the outputs of `target_layers` side by side
     """
 
     tokens: list[int] = field(default_factory=list)
     finish: Literal["end", "limit", "loop", ""] = ""
-    labelled: Labelled | None = None
+    is_own: bool = False
+    hidden: Tensor | None = None
+    aux_hidden: Tensor | None = None
 
 
 class Answerer(Protocol):

@@ -1,7 +1,7 @@
 """Conversations → the frozen target's greedy token at every position, in resumable Arrow shards.
 
 A row: `id`; `conversation`, a digest of what is asked; `input_ids` [L]; `assistant_mask` [L], true on the tokens heads
-are trained on; `greedy_ids` [L], the target's own token at each position given the text before it (-100 at position 0);
+are trained on; `greedy_ids` [L], the target's own token at each of those given the text before it (-100 elsewhere);
 when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k `target_layers`.
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn

@@ -247,10 +247,9 @@ class Distiller:
         row.ids = prompt + answer.tokens
         row.answer = self.renderer.answer_text(answer.tokens, self.target.end_token_ids)
         row.finish = answer.finish
-        if answer.labelled is not None:  # earlier answers are their own labels, too
-            chosen = answer.labelled.greedy_ids
-            greedy = [token if own else other for token, own, other in zip(row.ids, row.mask, chosen)]
-            row.labelled = answer.labelled._replace(greedy_ids=greedy)
+        if answer.is_own:  # and so are earlier ones
+            greedy = [token if own else -100 for token, own in zip(row.ids, row.mask)]
+            row.labelled = Labelled(greedy, answer.hidden, answer.aux_hidden)
         if answer.finish != "end":
             row.pending = []
             row.cut = answer.finish == "limit" and len(row.ids) == self.max_length

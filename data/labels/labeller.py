@@ -18,7 +18,7 @@ class Labelled(NamedTuple):
     Example: the ids [5, 7, 9] have the greedy_ids [-100, argmax LM(h_0), argmax LM(h_1)].
     """
 
-    greedy_ids: list[int]  # [L], the target's token for each position given the text before it; -100 at position 0
+    greedy_ids: list[int]  # [L], the target's token for each position given the text before it; -100 for none
     hidden: Tensor | None  # [L, H]
     aux_hidden: Tensor | None  # [L, k·H], the outputs of k layers side by side
 
@@ -69,8 +69,8 @@ class Labeller(Protocol):
     ) -> list[Labelled]:
         """Labels for each row of token ids, and its hidden states if they are to be kept.
 
-        masks: which tokens are the assistant's; there the checkpoint's own generation settings
-            decide too, as in decoding.
+        masks: which tokens get a label, the assistant's; there the checkpoint's own generation
+            settings decide too, as in decoding. None: all, but for those settings.
         """
 
 

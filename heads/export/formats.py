@@ -44,6 +44,7 @@ class Format:
 
 
 _MEDUSA = ("heads", "layers", "hidden_size", "vocab_size", "classes")
+_TGI = "TGI (archived), FasterDecoding's Medusa"
 _EAGLE = (
     *("target_layers", "hidden_size", "intermediate_size", "vocab_size", "classes", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta"),
@@ -51,8 +52,8 @@ _EAGLE = (
 FORMATS = {
     name: Format(kind, engines, stated, weights, module.write, module.read)
     for name, kind, engines, stated, weights, module in (
-        ("vllm-medusa", "medusa", "vLLM", _MEDUSA, "model.safetensors", vllm_medusa),
-        ("tgi-medusa", "medusa", "TGI, FasterDecoding's Medusa", _MEDUSA, "medusa_lm_head.safetensors", tgi_medusa),
+        ("vllm-medusa", "medusa", "vLLM up to 0.32", _MEDUSA, "model.safetensors", vllm_medusa),
+        ("tgi-medusa", "medusa", _TGI, _MEDUSA, "medusa_lm_head.safetensors", tgi_medusa),
         ("eagle3", "eagle3", "vLLM, SGLang, llama.cpp's converter", _EAGLE, "model.safetensors", eagle3),
         ("speculators", "eagle3", "vLLM", _EAGLE, "model.safetensors", speculators),
     )

@@ -35,30 +35,26 @@ def label(
 ) -> list[Labelled]:
     """See `data.labels.labeller.Labeller`."""
     lengths = [len(row) for row in rows]
+    labelled_at = [[True] * length for length in lengths] if masks is None else masks
     # padding is masked: any token will do that has a row in the embedding, as a tokenizer's own may not
     ids_BL = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=0)
-    real_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     positions = torch.arange(max(lengths)).expand_as(ids_BL)  # padding on the right is not seen
     device = target.device
     hidden_BLH, aux_BLK = target.modules(ids_BL.to(device), positions.to(device), target_layers=target_layers)
-    hidden_NH = hidden_BLH[real_BL.to(device)]
-    choices = greedy_choices(target, hidden_NH).cpu()
+    wanted_BL = pad_sequence([torch.tensor([*mask[1:], False]) for mask in labelled_at], batch_first=True)
+    hidden_NH = hidden_BLH[wanted_BL.to(device)]
+    chosen_N = torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)]).cpu()
+    greedy_BL = torch.full_like(ids_BL, -100)
+    greedy_BL[:, 1:][wanted_BL[:, :-1]] = chosen_N
     aux_BLK = hidden_BLH[..., :0] if aux_BLK is None else aux_BLK
     labelled = []
-    for hidden_LH, aux_LK, chosen, row, mask in zip(
-        hidden_BLH, aux_BLK, choices.split(lengths), rows, masks or [()] * len(rows)
-    ):
-        greedy = [-100, *chosen[:-1].tolist()]
+    for hidden_LH, aux_LK, chosen_L, row, mask in zip(hidden_BLH, aux_BLK, greedy_BL, rows, masks or [()] * len(rows)):
+        greedy = chosen_L[: len(row)].tolist()
         for start, end in turns(mask):
             greedy[start:end] = processed_choices(target, row, hidden_LH, start, end) or greedy[start:end]
-        hidden, aux_hidden = (x[: len(chosen)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK))
+        hidden, aux_hidden = (x[: len(row)].cpu() if keep_hidden else None for x in (hidden_LH, aux_LK))
         labelled.append(Labelled(greedy, hidden, aux_hidden))
     return labelled
-
-
-def greedy_choices(target: Target, hidden_NH: Tensor) -> Tensor:
-    """[N] int64, the target's token after each of N states."""
-    return torch.cat([own_logits(target, part).argmax(-1) for part in hidden_NH.split(_LOGIT_ROWS)])
 
 
 def own_logits(target: Target, hidden: Tensor) -> Tensor:

@@ -166,10 +166,16 @@ def check_head(engines: Engines, path: str, head: DraftHead, chain: tuple[int, i
         f"{kind}: 200 requests leave {found[6]['slots']} slots of the last eight, {growth:.0f} MiB",
     )
     small = {"enable_prefix_caching": True, "block_size": 32, "num_gpu_blocks_override": -(-engines.longest // 32) + 6}
-    twice = [{"prompts": engines.prompts, "at_once": 8, "sampling": engines.greedy}] * 2
-    found = engines.run(f"{kind}_preempted", twice, **drafts | small)
+    long = [prompt for prompt in engines.prompts if len(prompt) > 33][:4]
+    twice = [prompt for prompt in long for _ in range(2)]
+    tasks = [
+        {"prompts": engines.prompts, "at_once": 8, "sampling": engines.greedy},
+        {"prompts": twice, "sampling": engines.greedy},
+    ]
+    found = engines.run(f"{kind}_preempted", tasks, **drafts | small)
     counted = Counter(found[0]["counts"]) + Counter(found[1]["counts"])
-    good = all(got["answers"] == plain[1]["answers"] for got in found)
+    alone = dict(zip(map(tuple, engines.prompts), plain[0]["answers"]))
+    good = found[0]["answers"] == plain[1]["answers"] and found[1]["answers"] == [alone[tuple(one)] for one in twice]
     good &= counted["num_preemptions"] > 0 and counted["prefix_cache_hits"] > 0
     engines.tell(
         good,

@@ -1,4 +1,4 @@
-"""`vllm serve` with a draft head, asked once by OpenAI's client."""
+"""vLLM's server with a draft head, asked once by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 import subprocess
 import time
 from contextlib import closing
-from pathlib import Path
 
 from openai import APIConnectionError, OpenAI
 
@@ -33,8 +32,8 @@ def served_answer(
     port = free_port()
     speculative = {"method": "custom_class", "model": plugin, "num_speculative_tokens": tokens}
     command = [
-        str(Path(python).with_name("vllm")), "serve", target, "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", str(longest), "--max-num-seqs", "8",
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--max-model-len", str(longest),
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8",
         "--speculative-config", json.dumps(speculative), "--additional-config", json.dumps({"draft_head": head}),
     ]  # fmt: skip
     with subprocess.Popen(

@@ -91,10 +91,11 @@ def installed(folder: Path) -> dict[str, str]:
     return found
 
 
-def last_line(log: Path) -> str:
-    """Of a log, without what pytest decorates it with."""
+def outcome(log: Path) -> str:
+    """What pytest says last, without its decoration; a library may write after it."""
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
-    return next((line.strip("= ") for line in reversed(lines) if line.strip()), "not run")
+    said = [line.strip("= ") for line in lines if line.strip()]
+    return next((line for line in reversed(said) if " passed" in line or " failed" in line), (said or ["not run"])[-1])
 
 
 def check(end: str, tests: Sequence[str], jobs: int) -> tuple[bool, dict[str, str], str]:
@@ -110,7 +111,7 @@ def check(end: str, tests: Sequence[str], jobs: int) -> tuple[bool, dict[str, st
     tested = step(f"{end}: tests", pytest, log, OMP_NUM_THREADS="1", **own)
     quickstart = [python, "scripts/quickstart.py", "--output", str(folder / "quickstart"), *QUICKSTART.split()]
     ran = step(f"{end}: quickstart", quickstart, folder / "quickstart.log", **own)
-    return tested and ran, versions, f"{last_line(log)}; quickstart {'passed' if ran else 'failed'}"
+    return tested and ran, versions, f"{outcome(log)}; quickstart {'passed' if ran else 'failed'}"
 
 
 def table(rows: Sequence[tuple[str, bool, dict[str, str], str]], day: date) -> str:

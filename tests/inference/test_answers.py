@@ -29,9 +29,9 @@ def test_labels_and_states_are_those_of_the_whole_text(name, drafter):
         end = next((i for i, token in enumerate(tokens, 1) if token in target.end_token_ids), limit)
         assert answer.tokens == tokens[: min(end, limit)]
         (read,) = target.label([prompt + answer.tokens], True, LAYERS)
-        assert answer.labelled.greedy_ids == read.greedy_ids
-        torch.testing.assert_close(answer.labelled.hidden, read.hidden, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(answer.labelled.aux_hidden, read.aux_hidden, atol=1e-5, rtol=1e-5)
+        assert answer.is_own and answer.tokens == read.greedy_ids[len(prompt) :]
+        torch.testing.assert_close(answer.hidden, read.hidden, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(answer.aux_hidden, read.aux_hidden, atol=1e-5, rtol=1e-5)
 
 
 def test_a_long_text_is_cut_where_it_loops_with_the_states_of_what_is_left():
@@ -43,13 +43,12 @@ def test_a_long_text_is_cut_where_it_loops_with_the_states_of_what_is_left():
     assert "loop" in {answer.finish for answer in answers}
     for prompt, answer in zip(prompts, answers):
         (read,) = target.label([prompt + answer.tokens], True)
-        assert answer.labelled.greedy_ids == read.greedy_ids
-        torch.testing.assert_close(answer.labelled.hidden, read.hidden, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(answer.hidden, read.hidden, atol=1e-5, rtol=1e-5)
 
 
 def test_what_drafts_labels_must_read_the_layers_that_are_kept():
     target = load_target("llama", torch.float64)
-    answerer = TargetAnswerer(target, 2, target_layers=[1])
+    answerer = TargetAnswerer(target, 2, keep_hidden=True, target_layers=[1])
     answerer._engine.drafter = type("Drafter", (), {"target_layers": (2,)})()
     with pytest.raises(ValueError, match=r"reads layers \[2\] and the states of layers \[1\] are to be kept; .*ngram"):
         list(answerer([[5, 6]], [3]))

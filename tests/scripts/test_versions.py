@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from draft_heads.scripts.checks.versions import SHOWN, last_line, lower_bounds, requirements, step, table
+from draft_heads.scripts.checks.versions import SHOWN, lower_bounds, outcome, requirements, step, table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +46,7 @@ def test_a_failing_step_is_said_with_its_log(tmp_path, capsys):
     log = tmp_path / "tests.log"
     assert not step("oldest: tests", ["sh", "-c", "echo '=== 1 failed in 2s ==='; exit 1"], log)
     assert f"oldest: tests: failed (status 1), see {log}" in capsys.readouterr().out
-    assert last_line(log) == "1 failed in 2s"
+    assert outcome(log) == "1 failed in 2s"
     rows = [("oldest", False, {"torch": "2.11.0"}, "1 failed in 2s"), ("newest", True, {}, "9 passed")]
     lines = table(rows, date(2026, 11, 25)).split("\n")
     assert lines[0] == "| 2026-11-25 | oldest | newest |" and lines[2] == "| torch | 2.11.0 | — |"

@@ -127,6 +127,19 @@ def test_a_request_that_was_preempted_or_began_in_a_cache_of_prefixes_goes_on(ta
     assert len(drafter) == 1 and max(second.steps) > 1
 
 
+def test_a_request_that_is_read_again_from_its_beginning_is_drafted_for_as_before(target, prompts):
+    head, steps = trained(target, prompts, "ctc"), []
+    for stops in (0, 5):
+        drafter, request = make(target, head, slots=2), Request("a", list(prompts[0]), len(prompts[0]))
+        for _ in range(stops):
+            step(target, drafter, [request], 50, ())
+        request.read, request.drafts = 0, []
+        while len(request.answer) < TOKENS:
+            step(target, drafter, [request], 50, ())
+        steps.append(request.steps)
+    assert steps[0] == steps[1] and max(steps[0]) > 1  # the step that read all of it again would have kept one token
+
+
 def test_a_text_longer_than_the_context_begins_anew(target, prompts):
     head = trained(target, prompts, "eagle3")
     drafter = make(target, head, slots=2, context=12)
@@ -134,6 +147,7 @@ def test_a_text_longer_than_the_context_begins_anew(target, prompts):
     request = Request("a", list(prompts[0]), len(prompts[0]))
     for _ in range(TOKENS):
         step(target, drafter, [request], 50, head.config.target_layers)
+        assert drafter._texts["a"].length <= 12
     plain = DecodingEngine(target, drafter_for(head, target, DRAFTED)).generate(prompts[0], GenerationSettings(TOKENS))
     assert request.answer[:TOKENS] == plain.tokens and sum(request.steps) > len(request.steps)
     assert drafter.bytes == memory > 0
