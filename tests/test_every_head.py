@@ -17,7 +17,7 @@ from tests.heads.test_training_at_scale import step
 from tests.heads.trained import RULES, simulated, texts, trained
 from tests.inference.test_ahead import HostQuestions
 from tests.inference.test_engine import decode_with_partial_acceptances
-from tests.inference.test_rehearsal import make_engine, rehearse
+from tests.inference.test_rehearsal import make_drafter, make_engine, rehearse, rehearse_batch
 from tests.running import run_script
 from tests.train.conftest import dataset, distil  # noqa: F401  fixtures
 from tests.train.runs import command, losses
@@ -381,3 +381,9 @@ def test_a_training_step_stays_in_its_budget_and_reads_nothing_on_the_host(kind,
 def test_a_step_drafts_in_its_budget_of_kernels(kind, monkeypatch):
     drafting, verifying = rehearse(make_engine("llama", kind, monkeypatch))
     assert drafting.total() <= head_classes(kind)[1].budget.drafting * verifying.total(), drafting.most_common(12)
+
+
+@every_kind
+def test_eight_texts_are_drafted_for_in_at_most_a_quarter_more_kernels_than_one(kind, monkeypatch):
+    one, eight = (rehearse_batch(*make_drafter("llama", kind, monkeypatch, slots)) for slots in (1, 8))
+    assert eight.total() <= 1.25 * one.total(), (one.total(), (eight - one).most_common(12))

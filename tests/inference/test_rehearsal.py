@@ -20,6 +20,7 @@ from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.drafters.registry import drafter_for
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
+from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.steps import StepRunner
 from draft_heads.inference.target import target as target_module
 from draft_heads.inference.target import weights as weights_module
@@ -34,6 +35,11 @@ LAYER_KERNELS = 36
 
 
 def make_engine(model, kind, monkeypatch, **sizes):
+    target, drafter = make_drafter(model, kind, monkeypatch, **sizes)
+    return DecodingEngine(target, drafter, ahead=True)
+
+
+def make_drafter(model, kind, monkeypatch, slots=1, **sizes):
     for module in (target_module, weights_module):  # a probe needs values
         monkeypatch.setattr(module, "probe", lambda target: (LogitsRule(), True))
     monkeypatch.setattr(F, "rms_norm", lambda states, *_: states.clone())  # one kernel on CUDA, many on meta
@@ -50,8 +56,8 @@ def make_engine(model, kind, monkeypatch, **sizes):
         settings = {name: recipe[name] for name in option_names(config_type) if name in recipe}
         with torch.device("meta"):
             head = head_type(config_type(**target_sizes(target.config), **settings)).bfloat16().eval()
-        drafter = drafter_for(head, target, NODES)
-    return DecodingEngine(target, drafter, ahead=True)
+        drafter = drafter_for(head, target, NODES, slots=slots)
+    return target, drafter
 
 
 def described(step):
@@ -77,6 +83,29 @@ def rehearse(engine):
     assert described(after) == described(step)
     assert packed.shape == (1 + 2 * step.tokens.shape[1],)
     return drafting.kernels, verifying.kernels
+
+
+def rehearse_batch(target, drafter):
+    """Kernels of one draft for all texts."""
+    config, slots = target.config, drafter.slots
+    aux = len(drafter.target_layers) * config.hidden_size
+
+    def step_of(texts, tokens):
+        ids = torch.zeros(texts, tokens, dtype=torch.long, device="meta")
+        hidden, read = (ids.new_zeros(texts, tokens, size, dtype=torch.bfloat16) for size in (config.hidden_size, aux))
+        return VerifiedStep(ids, ids, hidden, ids[:, 0], aux_hidden=read if aux else None)
+
+    drafting = MetaOnly()
+    with torch.no_grad():
+        for slot in range(slots):
+            drafter.begin(slot, torch.zeros(64, dtype=torch.long, device="meta"), 1024)
+            drafter.observe(step_of(1, 64), slot)
+        drafter.set_visible_length(512)
+        with NoHostValues(), drafting:
+            drafter.observe(step_of(slots, 1 + drafter.max_depth))
+            tree = drafter.propose()
+    assert tree.tokens.shape == (slots, NODES)
+    return drafting.kernels
 
 
 @pytest.mark.parametrize("model", MODELS)
