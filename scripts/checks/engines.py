@@ -104,8 +104,8 @@ def until_end(tokens: list[int], ends: tuple[int, ...]) -> list[int]:
 
 
 def acceptance_length(counts: dict[str, float]) -> float:
-    """1 + accepted drafts a step, as vLLM counts them."""
-    return 1 + counts["spec_decode_num_accepted_tokens"] / counts["spec_decode_num_drafts"]
+    """1 + accepted drafts a step with drafts, as vLLM counts them."""
+    return 1 + counts["spec_decode_num_accepted_tokens"] / max(1, counts["spec_decode_num_drafts"])
 
 
 def own_chain(engine: DecodingEngine, prompts: list[list[int]], most: int) -> tuple[int, int]:

@@ -1,10 +1,21 @@
 """What the check of exports in vLLM counts; vLLM itself is not needed here."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.generation import GenerationSettings
-from draft_heads.scripts.checks.engines import acceptance_length, chain_length, report, until_end
+from draft_heads.scripts.checks.engines import (
+    FAR,
+    Engines,
+    acceptance_length,
+    check_head,
+    distance,
+    own_chain,
+    until_end,
+)
 from tests.inference.models import ScriptedDrafter, load_target, vanilla_tokens
 
 
@@ -13,7 +24,7 @@ def test_answers_are_compared_up_to_their_first_end():
 
 
 def test_acceptance_is_counted_as_vllm_counts_it():
-    assert acceptance_length({"vllm:spec_decode_num_drafts": 4, "vllm:spec_decode_num_accepted_tokens": 6}) == 2.5
+    assert acceptance_length({"spec_decode_num_drafts": 4, "spec_decode_num_accepted_tokens": 6}) == 2.5
 
 
 def test_an_answers_last_step_counts_whole():
@@ -22,13 +33,52 @@ def test_an_answers_last_step_counts_whole():
     prompt = list(range(3, 30))
     text = vanilla_tokens(target, prompt, GenerationSettings(20))
     engine = DecodingEngine(target, ScriptedDrafter(text, 3))
-    assert chain_length(engine, [prompt], 6) == 4
+    assert own_chain(engine, [prompt], 6) == (2, 6)
 
 
-def test_a_worse_acceptance_is_told(capsys):
-    target = load_target("llama", torch.float64)
-    counted = {"vllm:spec_decode_num_drafts": 100, "vllm:spec_decode_num_accepted_tokens": 100}
-    found = {"answers": [[5, 6]], "metrics": counted}
-    assert report("x", found, [[5, 6]], target, 2.03) and not report("x", found, [[5, 6]], target, 2.05)
-    assert not report("x", found, [[5, 7]], target, 2.0)
-    assert "acceptance length 2.000, ours 2.030: good" in capsys.readouterr().out
+def test_samples_of_one_distribution_are_near_and_those_of_others_are_far():
+    generator = torch.Generator().manual_seed(0)
+
+    def samples(weights):
+        drawn = torch.multinomial(torch.tensor(weights), 1024, True, generator=generator).tolist()
+        return [[[token] for token in drawn]]
+
+    one, same, other = samples([0.6, 0.3, 0.1]), samples([0.6, 0.3, 0.1]), samples([0.5, 0.4, 0.1])
+    assert distance(one, same, 0) < FAR < distance(one, other, 0)
+
+
+def vllm_stand_in(plain, found):
+    """Engines whose runs give these results, by name."""
+
+    class Stub(Engines):
+        def run(self, name, tasks, **engine):
+            return found[name]
+
+    return Stub("python", "target", None, [[5, 6]] * 8, 4)
+
+
+def results(**changes):
+    """Of the seven tasks, as a head that works has them."""
+    counts = {"spec_decode_num_drafts": 10, "spec_decode_num_accepted_tokens": 12}
+    one = {"answers": [[[7, 8, 9, 3]]] * 8, "texts": ["a"] * 8, "counts": counts, "slots": 1, "memory": 100.0}
+    return [{**one, **changes.get(f"task{number}", {})} for number in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "failures"),
+    [
+        ({}, 0),
+        ({"task0": {"counts": {"spec_decode_num_drafts": 10, "spec_decode_num_accepted_tokens": 11}}}, 1),
+        ({"task1": {"answers": [[[7, 8, 9, 4]]] * 8}}, 1),
+        ({"task2": {"texts": ["b"] * 8}}, 1),
+        ({"task6": {"slots": 9}}, 1),
+        ({"task6": {"memory": 200.0}}, 1),
+    ],
+)
+def test_what_a_head_changes_in_an_engine_is_told(changes, failures, capsys):
+    plain = results()
+    once = {"answers": plain[1]["answers"], "counts": {"num_preemptions": 1, "prefix_cache_hits": 32}}
+    engines = vllm_stand_in(plain, {"ctc": results(**changes), "ctc_preempted": [once, once | {"answers": []}]})
+    head = SimpleNamespace(config=SimpleNamespace(kind="ctc"))
+    check_head(engines, "RUN/head", head, (10, 12), plain)
+    assert engines.failed == failures and capsys.readouterr().out.count("DIFFERENT") == failures
