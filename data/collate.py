@@ -31,7 +31,7 @@ class DraftCollator:
     """Rows of `load_distilled` → tensors; padding is on the right.
 
     input_ids    [B, L] int64, `pad_id` on padding
-    greedy_ids   [B, L] int64, -100 on padding and at the first token of every conversation
+    greedy_ids   [B, L] int64, the target's own tokens in the assistant's turns; -100 elsewhere
     mask         [B, L] bool, the assistant's tokens
     segment_ids  [B, L] int64, 0 on padding, 1, 2, … for the conversations of the row
     position_ids [B, L] int64, 0, 1, … in each conversation; 0 on padding

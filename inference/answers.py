@@ -43,6 +43,7 @@ class TargetAnswerer:
         self._keep_hidden, self._layers = keep_hidden, tuple(target_layers)
         spec = DrafterSpec.parse(drafter or "vanilla")
         self._engine = BatchEngine(target, build_drafter(spec, target, slots=batch_size))
+        self._engine.check_kept_layers(self._layers)
 
     @classmethod
     def from_options(cls, target: Target, options: DistillOptions) -> TargetAnswerer:

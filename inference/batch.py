@@ -92,17 +92,22 @@ class BatchEngine:
         limits         most new tokens of each answer
         target_layers  whose outputs are kept, too; ValueError for others than those that the drafter reads
         """
+        self.check_kept_layers(target_layers)
         read = self.drafter.target_layers
-        if read and target_layers and tuple(read) != tuple(target_layers):
-            raise ValueError(
-                f"the drafter reads layers {list(read)} and the states of layers {list(target_layers)} are to be kept; "
-                "one forward gives those of one list; draft with ngram, which reads none"
-            )
         if prompts:
             longest = max(map(sum, zip(map(len, prompts), limits)))
             run = _Run(self.target, self.drafter, settings, longest, keep_states, tuple(target_layers) or read)
             for ended in run.answers(prompts, limits, shrinks=True):
                 yield ended if target_layers else ended._replace(aux_hidden=None)
+
+    def check_kept_layers(self, target_layers: Sequence[int]) -> None:
+        """ValueError for layers whose outputs are to be kept, if they are others than those that the drafter reads."""
+        read = self.drafter.target_layers
+        if read and target_layers and tuple(read) != tuple(target_layers):
+            raise ValueError(
+                f"the drafter reads layers {list(read)} and the states of layers {list(target_layers)} are to be kept; "
+                "one forward gives those of one list; draft with ngram or another that reads none"
+            )
 
 
 class Ended(NamedTuple):
@@ -168,7 +173,7 @@ class _Run:
         self._base = torch.zeros_like(self._end)
         self._drafting = "draft" if drafter.max_nodes else "other"
         for member in drafter.members():
-            member.drafts_for = self
+            member.drafts_for = object()  # no text of a `DecodingEngine` goes on with it
 
     def answers(self, prompts: Sequence[list[int]], limits: Sequence[int], shrinks: bool = False) -> Iterator[Ended]:
         """The answers to all prompts, as they end; shrinks: without drafts, slots that nobody waits for go."""
@@ -208,7 +213,7 @@ class _Run:
             places = torch.arange(len(ids), device=prompt.device)[None]
             self._states.write(prompt.new_tensor([slot]), places, step.hidden, step.aux_hidden)
         self.drafter.begin(slot, prompt, self.longest)
-        self.drafter.observe(step, slot)
+        self.drafter.observe(self._as_drafted(step), slot)
         self.clock.lap(self._drafting)
         self.slots[slot] = _Slot(index, answer, stopper, len(ids), len(ids), [*ids, first], processors)
         return answer
@@ -242,9 +247,13 @@ class _Run:
             running = self._end > 0
             cache.lengths *= running
             self._base = step.base.clone()  # `begin` writes a new text's into it; the drafter keeps the step's
-            drafter.observe(replace(step, count=step.count * running, new_tokens=new_tokens))
+            drafter.observe(replace(self._as_drafted(step), count=step.count * running, new_tokens=new_tokens))
             self.clock.lap(self._drafting)
         return ended
+
+    def _as_drafted(self, step: VerifiedStep) -> VerifiedStep:
+        """The step without outputs of layers that are kept and that the drafter does not read."""
+        return step if self.drafter.target_layers else replace(step, aux_hidden=None)
 
     def _has_ended(self, index: int, slot: _Slot, new: list[int], sources: list[int]) -> bool:
         """Add a step's tokens to a text. Where states are kept, one that ends goes on until its last token was read."""

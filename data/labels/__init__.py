@@ -1,1 +1,1 @@
-"""Labels: what the target itself would say at every position, and the files that keep it."""
+"""Labels: what the target itself would say in the assistant's place, and the files that keep it."""

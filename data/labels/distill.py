@@ -1,4 +1,4 @@
-"""Conversations → the frozen target's greedy token at every position, in resumable Arrow shards.
+"""Conversations → the frozen target's greedy tokens in the assistant's turns, in resumable Arrow shards.
 
 A row: `id`; `conversation`, a digest of what is asked; `input_ids` [L]; `assistant_mask` [L], true on the tokens heads
 are trained on; `greedy_ids` [L], the target's own token at each of those given the text before it (-100 elsewhere);

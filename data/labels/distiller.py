@@ -200,7 +200,7 @@ class Distiller:
             raise ConversationError(
                 f"{row.place} (id {row.id}): {error}; or set skip_bad_rows to leave such rows out and list them"
             ) from None
-        row.pending, row.mask, row.skipped = [], [], str(error)
+        row.pending, row.mask, row.skipped, row.labelled = [], [], str(error), None
 
     def _ended(self, row: Row, asked: list[tuple[Row, list[int]]]) -> Iterator[Row]:
         """Ask a conversation's next question, which goes to `asked`; the row that ends before it, if one does."""
@@ -247,7 +247,8 @@ class Distiller:
         row.ids = prompt + answer.tokens
         row.answer = self.renderer.answer_text(answer.tokens, self.target.end_token_ids)
         row.finish = answer.finish
-        if answer.is_own:  # and so are earlier ones
+        kept = answer.hidden is not None and (answer.aux_hidden is not None or not self.options.target_layers)
+        if answer.is_own and (kept or self.hidden_dtype is None):  # earlier answers are their own labels, too
             greedy = [token if own else -100 for token, own in zip(row.ids, row.mask)]
             row.labelled = Labelled(greedy, answer.hidden, answer.aux_hidden)
         if answer.finish != "end":

@@ -24,7 +24,7 @@ class Labelled(NamedTuple):
 
 
 class Labeller(Protocol):
-    """A frozen causal LM that gives its greedy token at every position of a text."""
+    """A frozen causal LM that gives its greedy tokens after the beginnings of a text."""
 
     name: str  # folder or hub id it was loaded from
     adapter: str | None  # PEFT adapter that was merged into it

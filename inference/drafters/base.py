@@ -69,7 +69,7 @@ class Drafter(ABC):
     max_nodes   upper bound of a proposal's nodes
     max_depth   upper bound of a proposal's depth
     vocabulary  it proposes token ids below this one only; 0: none but those of the text and the target's choices
-    drafts_for  the text that it was begun with, which the engine that began it sets; of several slots, the engine's run
+    drafts_for  the text that it was begun with, which the engine that began it sets; another object for a batch
     """
 
     kind: ClassVar[str] = ""

@@ -11,7 +11,7 @@ Shapes: N tokens of a step, H hidden, S slots in use, A rows of a slot.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from draft_heads.inference.drafters.heads.base import HeadDrafter
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.kv_cache import STEPS
+
+_PIECE = 1024  # tokens of a prompt that a head reads at once
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,12 @@ class ReadTokens:
     @property
     def count(self) -> int:
         """Tokens that were read."""
-        return len(self.tokens) - 1
+        return max(0, len(self.tokens) - 1)
+
+    def last(self, count: int) -> ReadTokens:
+        """The same without what was read before the last `count`."""
+        left = max(0, self.count - count)
+        return replace(self, start=self.start + left, tokens=self.tokens[left:], row=self.row + left)
 
     @property
     def end(self) -> int:
@@ -96,9 +103,13 @@ class RequestDrafter:
     def draft(self, requests: Sequence[ReadTokens], hidden: Tensor, aux_hidden: Tensor | None) -> list[list[int]]:
         """The drafts for each request, [] where none are wanted; hidden [N, H] and aux_hidden [N, k·H] of the step."""
         present = {request.name for request in requests}
-        followed = [request for request in requests if request.count and self._follow(request, present)]
+        # of more tokens at once than there is room for, what fills half of it
+        fitting = [one if one.count <= self._context else one.last(self._context // 2) for one in requests]
+        followed = [request for request in fitting if request.count]
         if not followed:
             return [[] for _ in requests]
+        for request in followed:
+            self._follow(request, present)
         self._use_slots()
         self._show({request.name: request.count for request in followed})
         alone = [request for request in followed if request.count > self._rows]
@@ -125,18 +136,15 @@ class RequestDrafter:
             found.append(chain)
         return found
 
-    def _follow(self, request: ReadTokens, present: Container[str]) -> bool:
-        """Find or begin the request's text; False for more tokens at once than there is room for."""
+    def _follow(self, request: ReadTokens, present: Container[str]) -> None:
+        """Find or begin the request's text."""
         text = self._texts.pop(request.name, None)
-        if request.count > self._context:
-            return False
         if text is None or text.seen != request.start or text.length + request.count > self._context:
             slot = self._free_slot(present) if text is None else text.slot
             self._use_slots(slot)
-            self._drafter.begin(slot, self._drafter.length.new_tensor(request.tokens[:-1]), self._context)
+            self._drafter.begin(slot, self._drafter.length[:0], self._context)  # no head reads the tokens here
             text = _Text(slot, request.start, 0)
         self._texts[request.name] = text  # the last one: those before were seen longer ago
-        return True
 
     def _free_slot(self, present: Container[str]) -> int:
         used = {text.slot for text in self._texts.values()}
@@ -158,12 +166,15 @@ class RequestDrafter:
         self._drafter.set_visible_length(-(-(max(lengths) + self._rows) // self._step) * self._step)
 
     def _observe_alone(self, request: ReadTokens, hidden: Tensor, aux_hidden: Tensor | None) -> None:
-        rows = slice(request.row, request.row + request.count)
+        """A prompt or a part of it, in pieces, whose masks take little memory."""
         tokens = torch.tensor([request.tokens], device=hidden.device)
-        aux_hidden = None if aux_hidden is None else aux_hidden[None, rows]
-        count = torch.tensor([request.count], device=hidden.device)
-        step = VerifiedStep(tokens[:, :-1], tokens[:, 1:], hidden[None, rows], count, aux_hidden=aux_hidden)
-        self._drafter.observe(step, self._texts[request.name].slot)
+        for start in range(0, request.count, _PIECE):
+            count = min(_PIECE, request.count - start)
+            rows = slice(request.row + start, request.row + start + count)
+            states = hidden[None, rows], tokens.new_tensor([count])
+            aux = None if aux_hidden is None else aux_hidden[None, rows]
+            before, after = tokens[:, start : start + count], tokens[:, start + 1 : start + count + 1]
+            self._drafter.observe(VerifiedStep(before, after, *states, aux_hidden=aux), self._texts[request.name].slot)
 
     def _observe_together(self, requests: Sequence[ReadTokens], hidden: Tensor, aux_hidden: Tensor | None) -> None:
         """One step of all slots; those without a request among these keep what they have."""

@@ -72,10 +72,15 @@ class HeadProposer:
                 f"{parallel.pipeline_parallel_size}; set it to 1 and use --tensor-parallel-size"
             )
         model = vllm_config.model_config
-        self._path, self._logger = path, logger
+        if revision := getattr(model, "revision", None):
+            raise ValueError(
+                f"a head is compared with the files of the model that is served, the newest in the cache; got revision "
+                f"{revision}; serve the folder of that revision"
+            )
+        self._path, self._logger, self._options = path, logger, vllm_config.additional_config
         self._whole = parallel.tensor_parallel_size == 1
         self._target = model.model
-        self._dtype, self._revision = model.dtype, getattr(model, "revision", None)
+        self._dtype = model.dtype
         self._limit = int(model.max_model_len)
         self._context = options.get("draft_context", self._limit)
         check_whole("draft_context", self._context, least=1, remedy="leave it out for max_model_len")
@@ -92,6 +97,7 @@ class HeadProposer:
         head = load_head(self._path, files.fingerprint()).to(device, self._dtype)
         files.check_layers(head.config.target_layers)
         self.layers = tuple(head.config.target_layers)
+        self._options["draft_layers"] = list(self.layers)  # what vLLM compiles depends on them, and so must its cache
         view = self._view(target_model, files, device)
         self.drafts = RequestDrafter(self._drafter(head, view), min(self._context, self._limit))
         depth = self.drafts.depth
@@ -124,6 +130,7 @@ class HeadProposer:
         language: Any = model.get_language_model() if hasattr(model, "get_language_model") else model
         own = files.view()
         lm_head = getattr(language, "lm_head", None)
+        lm_head = getattr(lm_head, "base_layer", lm_head)  # of a model that adapters change
         kind = type(getattr(lm_head, "quant_method", None)).__name__
         if lm_head is not None and not kind.startswith(("Unquantized", "NoneType")):
             raise ValueError(
@@ -132,6 +139,7 @@ class HeadProposer:
             )
         ids = torch.arange(0, files.vocab_size, max(1, files.vocab_size // 64))
         embedding: Any = getattr(getattr(language, "model", None), "embed_tokens", None)
+        embedding = getattr(embedding, "base_layer", embedding)
         weight: Any = getattr(lm_head, "weight", None)
         alike = self._whole and embedding is not None and weight is not None
         if alike:
@@ -142,6 +150,7 @@ class HeadProposer:
                 same &= torch.equal(weight[: files.vocab_size][ids.to(device)].cpu(), own.lm_head_weight[ids])
             alike = bool(same)
         if not alike:
+            self._logger.info("drafting with copies of the embedding and the LM head in the model's files")
             weight, embedding = own.lm_head_weight.to(device, self._dtype), files.embedding.to(device, self._dtype)
         bias = None if own.lm_head_bias is None else own.lm_head_bias.to(device, self._dtype)
         return TargetView(embedding, weight[: files.vocab_size], bias, None, own.rule)
@@ -173,8 +182,8 @@ class HeadProposer:
             if start and not self._cached_prefix and batch.req_ids[index] not in self.drafts:
                 self._cached_prefix = True
                 self._logger.info(
-                    "a prompt's first %d tokens came from the cache of prefixes: its head begins after them, and fewer "
-                    "of its drafts may be accepted (said once)",
+                    "the head begins after the first %d tokens of a request, whose states it was not given (a cache of "
+                    "prefixes, a preemption): fewer of its drafts may be accepted (said once)",
                     start,
                 )
         self.drafts.forget(runner.requests)
@@ -212,7 +221,7 @@ def _wrap_runner() -> None:
 
     def wrapped(name: str, around: Callable[..., Any]) -> None:
         inner = getattr(GPUModelRunner, name, None)
-        if inner is None or hasattr(inner, "__wrapped__"):
+        if inner is None or hasattr(inner, "gives_to_heads"):
             return
 
         @functools.wraps(inner)
@@ -222,6 +231,7 @@ def _wrap_runner() -> None:
                 return inner(runner, *args, **kwargs)
             return around(functools.partial(inner, runner), runner, drafter, *args, **kwargs)
 
+        outer.gives_to_heads = True  # type: ignore[attr-defined]
         setattr(GPUModelRunner, name, outer)
 
     signature = inspect.signature(GPUModelRunner.propose_draft_token_ids)

@@ -1,4 +1,4 @@
-"""A target's labels of texts: its own token at every position, and its hidden states, from one forward.
+"""A target's labels of texts: its own tokens in the assistant's turns, and its hidden states, from one forward.
 
 In an assistant's turn it is the token that decoding would write there: chosen from logits that the checkpoint's own
 processors have changed (`data.generation_config`), if it asks for any.

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from contextlib import closing
+from pathlib import Path
 
 from openai import APIConnectionError, OpenAI
 
@@ -27,8 +28,9 @@ def served_answer(
     prompt: list[int],
     longest: int,
     environment: dict[str, str],
+    log: Path,
 ) -> list[int]:
-    """16 greedy tokens after a prompt, streamed; ValueError with the end of the server's output if it fails."""
+    """16 greedy tokens after a prompt, streamed; ValueError where the server does not start within ten minutes."""
     port = free_port()
     speculative = {"method": "custom_class", "model": plugin, "num_speculative_tokens": tokens}
     command = [
@@ -36,19 +38,22 @@ def served_answer(
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8",
         "--speculative-config", json.dumps(speculative), "--additional-config", json.dumps({"draft_head": head}),
     ]  # fmt: skip
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as server:
+    with (
+        log.open("wb") as written,
+        subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT, env=environment) as server,
+    ):
         try:
             client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-            for _ in range(600):
+            for _ in range(1200):
                 if server.poll() is not None:
-                    raise ValueError(f"vllm serve ended:\n{server.stdout.read()[-3000:]}")  # type: ignore[union-attr]
+                    raise ValueError(f"vLLM's server ended (status {server.returncode}); {log} says why")
                 try:
                     client.models.list()
                     break
                 except APIConnectionError:
                     time.sleep(0.5)
+            else:
+                raise ValueError(f"vLLM's server did not answer within ten minutes; {log} says why")
             stream = client.completions.create(
                 model=target, prompt=prompt, max_tokens=16, temperature=0, stream=True,
                 extra_body={"return_token_ids": True},

@@ -5,12 +5,20 @@ import torch
 
 from draft_heads.data.labels.answers import in_order
 from draft_heads.data.labels.distill_options import DistillOptions
+from draft_heads.heads.checkpoint import HEADS
 from draft_heads.inference.answers import TargetAnswerer
 from draft_heads.inference.target.target import Target
-from tests.inference.models import load_target, make_prompts
+from tests.inference.models import load_target, make_head, make_prompts
 from tests.tiny_chat import byte_tokenizer, random_llama, template
 
 LAYERS = [1, 2]
+
+
+def with_tokenizer(name):
+    """A target whose fingerprint can be taken, as that of one for which heads are loaded."""
+    target = load_target(name, torch.float64)
+    target.tokenizer = byte_tokenizer(template("chatml"))
+    return target
 
 
 @pytest.mark.parametrize("drafter", ["", "ngram", "lookahead,n=3,w=4"])
@@ -46,12 +54,27 @@ def test_a_long_text_is_cut_where_it_loops_with_the_states_of_what_is_left():
         torch.testing.assert_close(answer.hidden, read.hidden, atol=1e-5, rtol=1e-5)
 
 
-def test_what_drafts_labels_must_read_the_layers_that_are_kept():
-    target = load_target("llama", torch.float64)
-    answerer = TargetAnswerer(target, 2, keep_hidden=True, target_layers=[1])
-    answerer._engine.drafter = type("Drafter", (), {"target_layers": (2,)})()
+def test_what_drafts_labels_must_read_the_layers_that_are_kept(tmp_path):
+    target = with_tokenizer("llama")
+    make_head(target, "eagle3", target_layers=[2]).save_pretrained(tmp_path / "eagle3")
     with pytest.raises(ValueError, match=r"reads layers \[2\] and the states of layers \[1\] are to be kept; .*ngram"):
-        list(answerer([[5, 6]], [3]))
+        TargetAnswerer(target, 2, drafter=f"eagle3={tmp_path}/eagle3", keep_hidden=True, target_layers=[1])
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_drafts_answers_whose_states_are_kept(kind, tmp_path):
+    """Also of layers that it does not read itself."""
+    target = with_tokenizer("llama")
+    layers = LAYERS if kind == "eagle3" else []
+    make_head(target, kind, scale=0.3, target_layers=layers).save_pretrained(tmp_path / kind)
+    prompts = make_prompts(target, 3)
+    written = [
+        in_order(TargetAnswerer(target, 2, drafter=drafter, keep_hidden=True, target_layers=LAYERS), prompts, [12] * 3)
+        for drafter in ("", f"{kind}={tmp_path}/{kind}")
+    ]
+    for plain, drafted in zip(*written):
+        assert plain.tokens == drafted.tokens
+        torch.testing.assert_close(plain.aux_hidden, drafted.aux_hidden, atol=1e-5, rtol=1e-5)
 
 
 def test_a_drafter_is_for_answers_that_are_written_here():

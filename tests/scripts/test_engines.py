@@ -58,10 +58,10 @@ def vllm_stand_in(plain, found):
 
 
 def results(**changes):
-    """Of the seven tasks, as a head that works has them."""
+    """Of the eight tasks, as a head that works has them."""
     counts = {"spec_decode_num_drafts": 10, "spec_decode_num_accepted_tokens": 12}
     one = {"answers": [[[7, 8, 9, 3]]] * 8, "texts": ["a"] * 8, "counts": counts, "slots": 1, "memory": 100.0}
-    return [{**one, **changes.get(f"task{number}", {})} for number in range(7)]
+    return [{**one, **changes.get(f"task{number}", {})} for number in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def results(**changes):
         ({"task0": {"counts": {"spec_decode_num_drafts": 10, "spec_decode_num_accepted_tokens": 11}}}, 1),
         ({"task1": {"answers": [[[7, 8, 9, 4]]] * 8}}, 1),
         ({"task2": {"texts": ["b"] * 8}}, 1),
-        ({"task6": {"slots": 9}}, 1),
+        ({"task7": {"slots": 2}}, 1),
         ({"task6": {"memory": 200.0}}, 1),
     ],
 )

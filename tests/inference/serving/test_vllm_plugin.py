@@ -169,7 +169,7 @@ def test_a_step_is_cut_into_what_each_request_keeps(plugin, folders):
     )
     assert len(drafts[0]) == 3 and drafts[1] == [] and len(drafts[2]) == 2  # c's third would be its 65th token
     assert max(map(max, (drafts[0], drafts[2]))) < 300
-    assert any("first 10 tokens came from the cache of prefixes" in line for line in sys.modules["vllm"].log.lines)
+    assert any("begins after the first 10 tokens of a request" in line for line in sys.modules["vllm"].log.lines)
     runner.requests = {"c": 0}
     runner.input_batch.req_ids, runner.input_batch.num_computed_tokens_cpu = ["c"], np.array([60])
     runner.input_batch.num_tokens_no_spec, runner.input_batch.token_ids_cpu = np.array([62]), tokens[2:]
