@@ -14,11 +14,12 @@ from tests.tiny_chat import byte_tokenizer, random_llama, template
 LAYERS = [1, 2]
 
 
-def with_tokenizer(name):
-    """A target whose fingerprint can be taken, as that of one for which heads are loaded."""
-    target = load_target(name, torch.float64)
-    target.tokenizer = byte_tokenizer(template("chatml"))
-    return target
+PROMPTS = [[5 + (7 * i + 3 * j) % 290 for j in range(4 + 5 * i)] for i in range(4)]
+
+
+def with_tokenizer(**sizes):
+    """A target of which a fingerprint can be taken, as heads need that are loaded."""
+    return Target(random_llama(**sizes).double(), byte_tokenizer(template("chatml")))
 
 
 @pytest.mark.parametrize("drafter", ["", "ngram", "lookahead,n=3,w=4"])
@@ -43,19 +44,17 @@ def test_labels_and_states_are_those_of_the_whole_text(name, drafter):
 
 
 def test_a_long_text_is_cut_where_it_loops_with_the_states_of_what_is_left():
-    model = random_llama(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)  # loops within a few tokens
-    target = Target(model.double(), byte_tokenizer(template("chatml")))
+    target = with_tokenizer(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)  # loops within a few tokens
     target.end_token_ids = (299,)
-    prompts = [[5 + (7 * i + 3 * j) % 290 for j in range(4 + 5 * i)] for i in range(4)]
-    answers = in_order(TargetAnswerer(target, 2, cut_loops=True, keep_hidden=True, drafter="ngram"), prompts, [80] * 4)
+    answers = in_order(TargetAnswerer(target, 2, cut_loops=True, keep_hidden=True, drafter="ngram"), PROMPTS, [80] * 4)
     assert "loop" in {answer.finish for answer in answers}
-    for prompt, answer in zip(prompts, answers):
+    for prompt, answer in zip(PROMPTS, answers):
         (read,) = target.label([prompt + answer.tokens], True)
         torch.testing.assert_close(answer.hidden, read.hidden, atol=1e-5, rtol=1e-5)
 
 
 def test_what_drafts_labels_must_read_the_layers_that_are_kept(tmp_path):
-    target = with_tokenizer("llama")
+    target = with_tokenizer(num_hidden_layers=4)
     make_head(target, "eagle3", target_layers=[2]).save_pretrained(tmp_path / "eagle3")
     with pytest.raises(ValueError, match=r"reads layers \[2\] and the states of layers \[1\] are to be kept; .*ngram"):
         TargetAnswerer(target, 2, drafter=f"eagle3={tmp_path}/eagle3", keep_hidden=True, target_layers=[1])
@@ -64,12 +63,11 @@ def test_what_drafts_labels_must_read_the_layers_that_are_kept(tmp_path):
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_drafts_answers_whose_states_are_kept(kind, tmp_path):
     """Also of layers that it does not read itself."""
-    target = with_tokenizer("llama")
+    target = with_tokenizer(num_hidden_layers=4)
     layers = LAYERS if kind == "eagle3" else []
     make_head(target, kind, scale=0.3, target_layers=layers).save_pretrained(tmp_path / kind)
-    prompts = make_prompts(target, 3)
     written = [
-        in_order(TargetAnswerer(target, 2, drafter=drafter, keep_hidden=True, target_layers=LAYERS), prompts, [12] * 3)
+        in_order(TargetAnswerer(target, 2, drafter=drafter, keep_hidden=True, target_layers=LAYERS), PROMPTS, [12] * 4)
         for drafter in ("", f"{kind}={tmp_path}/{kind}")
     ]
     for plain, drafted in zip(*written):
