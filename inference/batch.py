@@ -93,10 +93,9 @@ class BatchEngine:
         target_layers  whose outputs are kept, too; ValueError for others than those that the drafter reads
         """
         self.check_kept_layers(target_layers)
-        read = self.drafter.target_layers
         if prompts:
             longest = max(map(sum, zip(map(len, prompts), limits)))
-            run = _Run(self.target, self.drafter, settings, longest, keep_states, tuple(target_layers) or read)
+            run = _Run(self.target, self.drafter, settings, longest, keep_states, target_layers)
             for ended in run.answers(prompts, limits, shrinks=True):
                 yield ended if target_layers else ended._replace(aux_hidden=None)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from types import TracebackType
 
 import torch
 from torch.utils.data import BatchSampler, Sampler
@@ -127,8 +129,16 @@ def leave_signals_to_trainer(worker: int) -> None:
     """For `worker_init_fn`: a SIGTERM or SIGINT that a scheduler or a terminal sends to every process of a run ends no
     worker of its data loader; the trainer needs them until it has saved, and ends them itself.
 
-    Where the system tells no sender (macOS), workers end as torch lets them.
+    A trainer that stops while it fetches a batch hangs up on the thread of `multiprocessing` that hands it out, which
+    would print a traceback: that is no error. Where the system tells no sender (macOS), workers end as torch lets them.
     """
+    before = sys.excepthook  # the worker's own errors reach the trainer another way
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, (ConnectionError, EOFError)):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
     if not hasattr(signal, "sigwaitinfo"):
         return
     numbers, trainer = (signal.SIGTERM, signal.SIGINT), multiprocessing.parent_process()

@@ -161,7 +161,7 @@ def select_conversations(source: str, options: DistillOptions) -> Conversations:
 
 
 def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datasets.Dataset, first: int) -> None:
-    counts = dict.fromkeys((*_COUNTED, "agreeing_tokens"), 0)
+    counts = dict.fromkeys(_COUNTED, 0)
     entry: dict[str, Any] = {"first_row": first, "source_rows": len(conversations), "skipped": [], "cut": []}
     trimmed: dict[int, dict[str, Any]] = {}  # by the number of the row
 
@@ -196,7 +196,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     folder.write(records(), entry, counts, STATE_COLUMNS[:states])
 
 
-_COUNTED = ("rows", "tokens", "trained_tokens", "skipped", "cut", "unfinished", "loops")
+_COUNTED = ("rows", "tokens", "trained_tokens", "agreeing_tokens", "skipped", "cut", "unfinished", "loops")
 
 
 def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:

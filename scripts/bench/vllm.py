@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 from draft_heads.configs.command_line import exit_status
@@ -23,8 +22,7 @@ from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.export.formats import write_folder
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.bench.decode import prompts as make_prompts
-from draft_heads.scripts.checks.engines import PLUGIN, Engines, acceptance_length
-from draft_heads.scripts.decoding_options import script_parser
+from draft_heads.scripts.checks.engines import PLUGIN, Engines, acceptance_length, engines_parser
 
 SIZES = (1, 8)
 
@@ -63,16 +61,10 @@ def measure(engines: Engines, name: str, arm: dict[str, Any]) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = script_parser(__doc__, config=False)
+    parser = engines_parser(__doc__, 96)
     add = parser.add_argument
-    add("--python", required=True, help="python of an environment with vLLM and this package")
-    add("--target", required=True)
-    add("--heads", nargs="+", required=True, help="RUN/head of heads of any kinds, one of each")
-    add("--output", type=Path, required=True)
     add("--prompts", help="a benchmark, of which the first turns are asked (default: questions of the project's own)")
-    add("--questions", type=int, default=24, help="prompts (default 24)")
     add("--tokens", type=int, default=4, help="drafted tokens a step (default 4)")
-    add("--max_new_tokens", type=int, default=96, help="default 96")
     add("--rounds", type=int, default=3, help="default 3")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,8 @@ from draft_heads.train.batches import leave_signals_to_trainer
 
 def work(ready):
     leave_signals_to_trainer(0)
+    for error in (ConnectionResetError("hung up"), EOFError("hung up"), KeyError("told")):
+        sys.excepthook(type(error), error, None)
     ready.set()
     time.sleep(60)
 
@@ -105,3 +107,4 @@ def test_only_the_trainer_ends_a_worker_by_a_signal(tmp_path, method):
     (tmp_path / "worker.py").write_text(WORKER)
     done = subprocess.run([sys.executable, tmp_path / "worker.py", method], capture_output=True, text=True)
     assert done.stdout == "ended with 0\n", done.stderr
+    assert "KeyError: 'told'" in done.stderr and "hung up" not in done.stderr

@@ -127,7 +127,7 @@ def folders(tmp_path_factory):
     return target, str(folder / "target"), heads
 
 
-def test_importing_it_without_vllm_wraps_nothing():
+def test_it_can_be_imported_without_vllm():
     sys.modules.pop("draft_heads.inference.serving.vllm", None)
     assert importlib.import_module("draft_heads.inference.serving.vllm").TRIED == "0.32"
 
