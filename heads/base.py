@@ -17,10 +17,11 @@ from huggingface_hub import HfApi
 from torch import Tensor, nn
 
 from draft_heads.data.common.files import write_tensors, write_text
+from draft_heads.heads.accept_weight import accept_weights
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.card import model_card
 from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
-from draft_heads.heads.cross_entropy import linear_cross_entropy, soft_cross_entropy
+from draft_heads.heads.cross_entropy import label_losses, linear_cross_entropy, soft_cross_entropy
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, in_vocabulary
 from draft_heads.heads.target_view import TargetView
 from draft_heads.heads.windows import Windows, choose_windows, label_windows
@@ -195,6 +196,11 @@ class DraftHead(nn.Module):
         )
 
     @property
+    def accept_weight(self) -> float:
+        """α of `heads.accept_weight` while the head is trained; 0 in evaluation."""
+        return self.config.accept_weight if self.training else 0.0
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of the head's own weights."""
         return next(self.parameters()).dtype
@@ -234,19 +240,25 @@ class DraftHead(nn.Module):
 
         Σ_k weight(k) · cross entropy at offset k and the readout's further terms, over the windows that have a label
         there. `target` is the head's `draft_view`; labels are tokens. One that the head cannot draft has no loss and
-        is a miss.
+        is a miss. The cross entropies are weighed by `accept_weight`, further terms are not.
         """
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(labels), labels.device)
         scored, hits = in_vocabulary(labels, lengths), []
+        log_reached = torch.zeros_like(lengths, dtype=torch.promote_types(self.dtype, torch.float32))  # so far in a draft
         for k, read in enumerate(self.readouts(rows, windows, scored, target)):
-            y, states, vocabulary = labels[scored[:, k], k], read.states, read.vocabulary
-            if read.soft_hidden is None:
-                name, value = "ce", linear_cross_entropy(states, vocabulary, y, read.bias)
-            else:
+            which = scored[:, k]
+            y, states, vocabulary = labels[which, k], read.states, read.vocabulary
+            weights = accept_weights(log_reached[which], self.accept_weight) if self.accept_weight else None
+            if read.soft_hidden is not None:
                 name = "soft"
-                value, _ = soft_cross_entropy(states, vocabulary, read.soft_hidden, target, bias=read.bias)
+                value, _ = soft_cross_entropy(states, vocabulary, read.soft_hidden, target, weights, read.bias)
+            else:
+                name, value = "ce", linear_cross_entropy(states, vocabulary, y, read.bias, weights)
             loss.add(f"{name}_{k}", value, self.config.offset_weight(k))
+            if weights is not None:
+                log_reached[which] -= label_losses(states, vocabulary, y, read.bias)
+                log_reached[~which] = -torch.inf  # what cannot be drafted is as far as a draft gets
             for name, (value, weight) in read.terms.items():
                 loss.add(f"{name}_{k}", value, weight)
             if not self.training:

@@ -67,6 +67,11 @@ class HeadConfig(ABC):
         [], "layers of the target, from 1, read beside its last hidden state, e.g. 2 16 29"
     )
     anchors: int = option(0, "anchors sampled per conversation and step; 0 trains on every one", least=0)
+    accept_weight: float = option(
+        0.0,
+        "weigh the loss of a label by how probable it is that drafts reach it, to this power; 0: as in the papers",
+        rule=("from 0 to 1", lambda alpha: 0 <= alpha <= 1),
+    )
     draft_vocab_size: int = option(0, "draft from this many most frequent answer tokens; 0: from all")
 
     @property

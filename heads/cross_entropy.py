@@ -31,18 +31,29 @@ def logits_bytes(states: Tensor) -> int:
 
 
 def linear_cross_entropy(
-    states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, chunk_bytes: int | None = None
+    states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
 
-    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. On GPU through liger-kernel where it is
+    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64, row_weights [N] in the sum. Unweighted on GPU through liger-kernel where it is
     installed, or torch's own `linear_cross_entropy` with chunking; else in chunks of rows.
     """
-    if states.is_cuda and len(states):
+    if states.is_cuda and len(states) and row_weights is None:
         fused = _fused_linear_cross_entropy()
         if fused is not None:
             return fused(states, weight, labels, bias)
-    return _chunked_cross_entropy(states, weight, bias, labels, None, chunk_bytes)[0]
+    return _chunked_cross_entropy(states, weight, bias, labels, row_weights, chunk_bytes)[0]
+
+
+def label_losses(states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[N] −log softmax(states·weightᵀ + bias)[label] of each row, without a gradient."""
+    with torch.no_grad():
+        return _chunked_cross_entropy(states, weight, bias, labels, None, None)[1]
 
 
 def soft_cross_entropy(

@@ -10,7 +10,8 @@ Two losses on a window of labels Y:
           although the text goes on. In the lattice the last label's state keeps its mass through all later frames.
 
 Either is a sum over the window: label u costs `−log Ψ(y_1…y_u) / Ψ(y_1…y_{u−1})`, the end of a closed one
-`−log P(collapse = Y) / Ψ(Y)`. With a decay d < 1 label u weighs d^{u−1} and the end d^{U}, as offsets in other heads.
+`−log P(collapse = Y) / Ψ(Y)`. With a decay d < 1 label u weighs d^{u−1} and the end d^{U}, as offsets in other heads;
+with `accept` α > 0 label u also weighs Ψ_{u−1}^α and the end Ψ_U^α (`heads.accept_weight`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draft_heads.heads.accept_weight import accept_weights
 from draft_heads.heads.cross_entropy import logits_bytes
 
 IMPOSSIBLE = -1e30  # finite: −inf would turn the gradient of logaddexp into NaN
@@ -33,10 +35,11 @@ def lattice_log_prob(
     closed: Tensor,
     entering: Tensor | None = None,
     decay: float = 1.0,
+    accept: float = 0.0,
 ) -> Tensor:
     """[N] log-probability of each window under its lattice; about -1e30 where no alignment fits the frames.
 
-    With a decay below 1 it is the weighted sum of the module's head instead.
+    With a decay below 1, or `accept` above 0, it is the weighted sum of the module's head instead.
 
     emissions  [N, T, S] log p of every lattice state's class at every frame
     labels     [N, U] int64; lengths [N] int64; closed [N] bool
@@ -66,13 +69,16 @@ def lattice_log_prob(
     in_blank = alpha.gather(1, (2 * lengths)[:, None])[:, 0]
     ends = torch.where(closed, torch.where(lengths > 0, torch.logaddexp(in_label, in_blank), in_blank), in_label)
     ends = torch.where((lengths == 0) & ~closed, torch.zeros_like(ends), ends)
-    if decay == 1:
+    if decay == 1 and not accept:
         return ends
     prefixes = F.pad(torch.stack(entered).logsumexp(0), (1, 0))  # [N, U + 1]: log Ψ of the first 0 … U labels
-    offset = torch.arange(labels.shape[1], dtype=ends.dtype, device=ends.device)
-    steps = torch.where(offset < lengths[:, None], prefixes.diff(dim=1) * decay**offset, 0.0)
-    ending = ends - prefixes.gather(1, lengths[:, None])[:, 0]
-    return torch.where(ends <= IMPOSSIBLE / 2, ends, steps.sum(1) + ending * decay ** lengths.to(ends.dtype))
+    offset = torch.arange(labels.shape[1] + 1, dtype=ends.dtype, device=ends.device)
+    weights = (decay**offset).expand_as(prefixes)  # of the step after so many labels
+    if accept:
+        weights = weights * accept_weights(prefixes, accept)
+    steps = torch.where(offset[:-1] < lengths[:, None], prefixes.diff(dim=1) * weights[:, :-1], 0.0)
+    after, ending = (x.gather(1, lengths[:, None])[:, 0] for x in (prefixes, weights))
+    return torch.where(ends <= IMPOSSIBLE / 2, ends, steps.sum(1) + (ends - after) * ending)
 
 
 def interleave_blank(label_scores: Tensor, blank_scores: Tensor) -> Tensor:
@@ -128,6 +134,7 @@ class _FusedCTC(torch.autograd.Function):
         lengths_N: Tensor,
         closed_N: Tensor,
         decay: float,
+        accept: float,
         chunk: int,
         need_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -155,7 +162,7 @@ class _FusedCTC(torch.autograd.Function):
                     (label_logits - normaliser[:, None]).view(-1, frames, size),
                     (blank - normaliser).view(-1, frames, 1),
                 ).requires_grad_(need_grad)
-                value = lattice_log_prob(emissions, labels, lengths_N[rows], closed_N[rows], decay=decay)
+                value = lattice_log_prob(emissions, labels, lengths_N[rows], closed_N[rows], None, decay, accept)
                 possible = ~(value <= IMPOSSIBLE / 2)  # a value that is no number is not hidden
                 loss = torch.where(possible, -value, torch.zeros_like(value))
                 occupancy = torch.autograd.grad(loss.sum(), emissions)[0] if need_grad else None
@@ -184,7 +191,7 @@ class _FusedCTC(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         frames, weight, bias = ctx.saved_tensors
         scale = grads[0]
-        return (frames * scale.to(frames.dtype), weight * scale, bias * scale, *([None] * 8))
+        return (frames * scale.to(frames.dtype), weight * scale, bias * scale, *([None] * 9))
 
 
 def ctc_loss_fused(
@@ -198,6 +205,7 @@ def ctc_loss_fused(
     lm_bias: Tensor | None = None,
     chunk_bytes: int | None = None,
     decay: float = 1.0,
+    accept: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Sum of the CTC losses [] and which windows are infeasible [N] bool (zero loss, zero gradient).
 
@@ -207,10 +215,11 @@ def ctc_loss_fused(
     labels        [N, U] int64; lengths [N] int64 (0…U); closed [N] bool (see the module's head)
     chunk_bytes   bound on the one logits buffer, counted as float32; None: `logits_bytes`
     decay         weight of a label over that of the label before it (see the module's head)
+    accept        α of `heads.accept_weight`
     """
     count, per_window, _ = frames.shape
     chunk = max(1, min(count, (chunk_bytes or logits_bytes(frames)) // (4 * per_window * lm_head.shape[0])))
     need_grad = torch.is_grad_enabled() and (frames.requires_grad or blank_weight.requires_grad)
     return _FusedCTC.apply(
-        frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed, decay, chunk, need_grad
+        frames, blank_weight, blank_bias, lm_head, lm_bias, labels, lengths, closed, decay, accept, chunk, need_grad
     )

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 
 from draft_heads.configs.options import option
 from draft_heads.heads.accuracy import offset_hits
+from draft_heads.heads.accept_weight import accept_weights
 from draft_heads.heads.attention import before_anchor, chain_attention
 from draft_heads.heads.base import DraftHead, HeadLoss, Readout, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
 from draft_heads.heads.config import DECAY, Budget, HeadConfig, spread_layers
-from draft_heads.heads.cross_entropy import soft_cross_entropy
+from draft_heads.heads.cross_entropy import label_losses, soft_cross_entropy
 from draft_heads.heads.draft_vocab import in_vocabulary
 from draft_heads.heads.windows import Windows, at
 
@@ -133,7 +134,9 @@ class Eagle3Head(DraftHead):
             yield Readout(self.norm(states[which, k]), self.lm_head.weight)
 
     def window_loss(self, rows: Rows, windows: Windows, target: TargetView) -> HeadLoss:
-        """Σ_k decay^k · cross entropy of pass k to the target's distribution, where there is a label at offset k."""
+        """Σ_k decay^k · cross entropy of pass k to the target's distribution, where there is a label at offset k; in
+        training weighed by `accept_weight` too.
+        """
         states = self.norm(self.train_states(rows, windows.anchors, target)[windows.valid])  # [N, S, H]
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         offset = torch.arange(self.config.passes, device=states.device)
@@ -141,8 +144,14 @@ class Eagle3Head(DraftHead):
         hidden = torch.stack([windows.gather(rows.hidden, ahead=k + 1) for k in range(len(offset))], dim=1)
         # h_{n+1+k} predicts x_{n+2+k}; the LM head is read once for all passes
         passes = offset.expand_as(drafted)[drafted]
+        row_weights = self.config.decay ** passes.float()
+        if self.accept_weight:
+            of_labels = -label_losses(states[drafted], self.lm_head.weight, labels[drafted])
+            log_probs = of_labels.new_full(drafted.shape, -torch.inf).masked_scatter(drafted, of_labels)
+            log_reached = F.pad(log_probs.cumsum(1)[:, :-1], (1, 0))
+            row_weights = row_weights * accept_weights(log_reached[drafted], self.accept_weight)
         total, losses = soft_cross_entropy(
-            states[drafted], self.lm_head.weight, hidden[drafted], target, self.config.decay ** passes.float()
+            states[drafted], self.lm_head.weight, hidden[drafted], target, row_weights
         )
         loss = HeadLoss.zero(len(states), states.device)
         loss.total = loss.total + total

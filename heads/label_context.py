@@ -49,6 +49,7 @@ class _ContextCTC(torch.autograd.Function):
         lengths_N: Tensor,
         closed_N: Tensor,
         decay: float,
+        accept: float,
         chunk: int,
         need_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -86,6 +87,7 @@ class _ContextCTC(torch.autograd.Function):
                     closed_N[rows],
                     interleave_blank(enter, blanks),
                     decay,
+                    accept,
                 )
                 possible = ~(value <= IMPOSSIBLE / 2)
                 loss = torch.where(possible, -value, torch.zeros_like(value))
@@ -126,7 +128,7 @@ class _ContextCTC(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(saved * grads[0].to(saved.dtype) for saved in ctx.saved_tensors), *([None] * 8))
+        return (*(saved * grads[0].to(saved.dtype) for saved in ctx.saved_tensors), *([None] * 9))
 
 
 def _scores(logits: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,6 +152,7 @@ def ctc_loss_with_context(
     lm_bias: Tensor | None = None,
     chunk_bytes: int | None = None,
     decay: float = 1.0,
+    accept: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """As `ctc_loss.ctc_loss_fused`, with emissions that depend on the label before them.
 
@@ -161,4 +164,4 @@ def ctc_loss_with_context(
     given = frames, blank_weight, blank_bias, contexts, classes
     need_grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     with torch.autocast(frames.device.type, enabled=False):  # products and sums have the types given here
-        return _ContextCTC.apply(*given, lm_head, lm_bias, labels, lengths, closed, decay, chunk, need_grad)
+        return _ContextCTC.apply(*given, lm_head, lm_bias, labels, lengths, closed, decay, accept, chunk, need_grad)

@@ -3,7 +3,8 @@
     python scripts/distill.py --target DIR|ID --dataset FILE|ID --output OUT --labels generate --max_new_tokens 256
 
 Writes OUT/shard-*.arrow and OUT/manifest.json (see data/labels/distill.py). If a run is killed, the same command
-continues with the next shard. `--preview N` prints N conversations with the trained tokens marked and writes nothing.
+goes on, with every answer that had ended. `--preview N` prints N conversations with the trained tokens marked and
+writes nothing.
 """
 
 from __future__ import annotations

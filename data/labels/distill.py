@@ -73,8 +73,8 @@ def distill(
     source: a file, dataset folder or hub id, or what `select_conversations` read of one with these `options`.
     answerer: writes the answers of `labels="generate"` (`inference.answers.TargetAnswerer`); None: the server of
         `options`.
-    A run that was killed continues with the next shard when it is called again with the same arguments. ValueError for
-    a finished output, or one that other arguments began, unless `overwrite`, for one that another run writes, and
+    A run that was killed continues where it was when it is called again with the same arguments: finished shards are
+    kept, and of others the answers that had ended (`answer_journal`). ValueError for a finished output, or one that other arguments began, unless `overwrite`, for one that another run writes, and
     where every conversation is left out.
     Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
@@ -166,7 +166,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     trimmed: dict[int, dict[str, Any]] = {}  # by the number of the row
 
     def rows() -> Iterator[Row]:
-        for row in distiller.rows(conversations, first):
+        for row in distiller.rows(conversations, first, folder.journal(first)):
             place = {"row": row.number, "place": row.place, "id": row.id}
             counts["skipped"] += row.skipped is not None
             if row.skipped is not None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
 
 from draft_heads.configs.options import DTYPES
+from draft_heads.data.labels.answer_journal import AnswerJournal
 from draft_heads.data.labels.answer_server import AnswerServer
 from draft_heads.data.labels.answers import Answer, Answerer
 from draft_heads.data.labels.distill_options import DistillOptions
@@ -77,8 +79,10 @@ class Distiller:
         """The units of work, named by `unit`, of a conversation that is answered to its end."""
         return sum(turn["role"] == "user" for turn in record["messages"]) if self.unit == "answers" else 1
 
-    def rows(self, conversations: datasets.Dataset, first: int = 0) -> Iterator[Row]:
+    def rows(self, conversations: datasets.Dataset, first: int = 0, journal: Path | None = None) -> Iterator[Row]:
         """Rendered or generated rows, skipped ones included, as they end; numbered from `first`.
+
+        journal: a file that keeps the answers until all rows are written; None: nothing does.
 
         A conversation is one row, but for templates that rewrite earlier turns in later prompts (they drop thoughts):
         there each turn that is answered after such a change begins a row, of the same number and id.
@@ -92,7 +96,8 @@ class Distiller:
             limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
             if self._answerer is None:
                 raise ValueError("labels generate needs an answerer; got none; pass inference.answers.TargetAnswerer")
-            for index, answer in self._answerer(prompts, limits):
+            answerer = self._answerer if journal is None else AnswerJournal(self._answerer, journal)
+            for index, answer in answerer(prompts, limits):
                 self.advance(1)
                 self._add_answer(*answering[index], answer)
                 yield from self._ended(answering[index][0], asked)

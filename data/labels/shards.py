@@ -1,7 +1,8 @@
 """A folder of labelled conversations: Arrow shards and a manifest. A run killed at any time loses no finished shard.
 
-    OUT/shard-00000.arrow …   columns id, conversation, input_ids, assistant_mask, greedy_ids [, hidden …]
-    OUT/manifest.json         the settings, one entry per finished shard, counts, whether it is complete
+    OUT/shard-00000.arrow …           columns id, conversation, input_ids, assistant_mask, greedy_ids [, hidden …]
+    OUT/shard-00001.answers.jsonl …   the answers of a shard that is not finished (`answer_journal`)
+    OUT/manifest.json                 the settings, one entry per finished shard, counts, whether it is complete
 
 A shard is written under a temporary name, flushed to disk and renamed; then an entry for it is written beside it. The
 manifest collects the entries, so every shard in it is whole, and a new run makes those that are missing. Several
@@ -29,6 +30,7 @@ import pyarrow as pa
 
 from draft_heads.data.common.files import LOCK, checksum, lock_folder, names_path, read_manifest, write_text
 from draft_heads.data.common.processes import TOKEN, Processes
+from draft_heads.data.labels.answer_journal import count_answers
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +38,9 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 _OWN_FILES = re.compile(
     rf"{re.escape(MANIFEST)}|\.{re.escape(MANIFEST)}\.partial|{re.escape(LOCK)}|{re.escape(TOKEN)}.*"
-    r"|\.*shard-.*\.(arrow|arrow\.tmp|json|json\.partial)"
+    r"|\.*shard-.*\.(arrow|arrow\.tmp|json|json\.partial|answers\.jsonl)"  # the last: `_JOURNAL`
 )
+_JOURNAL = ".answers.jsonl"
 _HEADER = ("target", "labels", "settings", "data", "end_token_ids")
 
 
@@ -72,6 +75,7 @@ class ShardFolder:
         self.folder = folder
         self.manifest = manifest
         self._lock: TextIO | None = None  # held while this process may write
+        self._goes_on = False  # whether the folder's manifest is that of the same command
 
     @classmethod
     def join(cls, output: str) -> ShardFolder:
@@ -98,7 +102,7 @@ class ShardFolder:
             return opened
         opened.manifest = _read_manifest(folder)
         opened.collect()
-        if not opened.manifest["shards"]:  # nothing that other settings have made
+        if not opened.manifest["shards"] and not opened._journals():  # nothing that other settings have made
             opened.manifest = fresh
         if different := _differences(opened.manifest, header):
             raise ValueError(
@@ -110,15 +114,22 @@ class ShardFolder:
             logger.warning("made again: %s", "; ".join(f"{file} {wrong}" for file, wrong in damaged.items()))
             shards = [shard for shard in opened.manifest["shards"] if shard["file"] not in damaged]
             opened.manifest |= {"shards": shards, "complete": False}
+        opened._goes_on = True
         if opened.manifest["complete"]:
             raise ValueError(f"output {output} is already complete; set overwrite to make it again")
         return opened
 
     def begin(self) -> None:
-        """Remove shards that the manifest does not list, and temporary files; write the manifest."""
-        if not self.manifest["shards"]:
+        """Remove shards that the manifest does not list, and temporary files; write the manifest.
+
+        The answers of unfinished shards stay where the manifest on disk is that of the same command.
+        """
+        kept = self._journals() if self._goes_on else []
+        if not self.manifest["shards"] and not kept:
             (self.folder / MANIFEST).unlink(missing_ok=True)  # first: without it no shard counts any more
-        named = {MANIFEST, LOCK, *(shard["file"] for shard in self.manifest["shards"])}
+        finished = [shard["file"] for shard in self.manifest["shards"]]
+        journals = [path.name for path in kept if path.name.replace(_JOURNAL, ".arrow") not in finished]
+        named = {MANIFEST, LOCK, *finished, *journals}
         for path in self.folder.iterdir():
             if _OWN_FILES.fullmatch(path.name) and path.name not in named:
                 path.unlink()
@@ -130,6 +141,17 @@ class ShardFolder:
         firsts = [first for first in range(0, rows, shard_rows) if first not in finished]
         return [range(first, min(first + shard_rows, rows)) for first in firsts]
 
+    def journal(self, first_row: int) -> Path:
+        """The file of the answers of a shard that is not finished; the shard, once written, replaces it."""
+        return self._path(first_row).with_suffix(_JOURNAL)
+
+    def _path(self, first_row: int) -> Path:
+        number = first_row // self.manifest["settings"]["shard_rows"]
+        return self.folder / f"shard-{number:05d}.arrow"
+
+    def _journals(self) -> list[Path]:
+        return sorted(self.folder.glob(f"shard-*{_JOURNAL}"))
+
     def write(
         self, rows: Iterable[dict[str, Any]], entry: dict[str, Any], counts: dict[str, int], states: Sequence[str] = ()
     ) -> None:
@@ -138,9 +160,7 @@ class ShardFolder:
         A shard that another process has finished meanwhile is kept instead.
         states: the columns of raw bytes, an [L, ·] tensor each, its type in the manifest
         """
-        number = entry["first_row"] // self.manifest["settings"]["shard_rows"]
-        name = f"shard-{number:05d}.arrow"
-        path = self.folder / name
+        path = self._path(entry["first_row"])
         temporary = path.with_suffix(f".{uuid4().hex}.arrow.tmp")  # a process of an earlier run may still be writing
         columns: dict[str, Any] = {
             "id": datasets.Value("string"),
@@ -167,9 +187,10 @@ class ShardFolder:
             return
         temporary.replace(path)
         status = path.stat()
-        file_of = {"file": name, "rows": written, "bytes": status.st_size, "xxh3": _checksum(path, status.st_mtime_ns)}
+        file_of = {"file": path.name, "rows": written, "bytes": status.st_size, "xxh3": _checksum(path, status.st_mtime_ns)}
         entry = {**file_of, **entry, "counts": counts}
         write_text(path.with_suffix(".json"), json.dumps(entry, ensure_ascii=False))
+        self.journal(entry["first_row"]).unlink(missing_ok=True)
 
     def collect(self) -> None:
         """Take the shards that any process has finished into the manifest."""
@@ -186,10 +207,12 @@ class ShardFolder:
         """What an interrupted run has finished, and how to resume it."""
         self.collect()
         done = sum(shard["source_rows"] for shard in self.manifest["shards"])
-        if not done:
+        answers = sum(map(count_answers, self._journals()))
+        if not done and not answers:
             return "no shard was finished: the same command starts again (--shard_rows N makes smaller ones)"
-        rows = self.manifest["data"]["rows"]
-        done_so_far = f"{done} of {rows} conversations are done and kept in {self.folder}"
+        kept = [f"{done} of {self.manifest['data']['rows']} conversations"] if done else []
+        kept += [f"{answers} answers of {'others' if done else 'conversations'}"] if answers else []
+        done_so_far = f"{' and '.join(kept)} are done and kept in {self.folder}"
         return f"{done_so_far}: the same command, without --overwrite, goes on there"
 
     def finish(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from draft_heads.heads.base import TargetView
 from draft_heads.inference.native import library
 
-MAX_SKINNY_ROWS = 64  # above, `F.linear` is faster than `skinny_matmul`
+MAX_SKINNY_ROWS = 128  # above, `F.linear` is faster than `skinny_matmul`
 MAX_COPIED_BYTES = 4 * 2**30  # weights of larger modules are not held a second time
 
 

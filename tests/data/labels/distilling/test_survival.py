@@ -6,13 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from operator import itemgetter
 
+import numpy as np
 import pytest
 import torch
 
 from draft_heads.data.common.processes import own_device
+from draft_heads.data.labels.distill import distill
+from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
 from draft_heads.data.labels.shards import ShardFolder, load_distilled
+from draft_heads.inference.answers import TargetAnswerer
+from draft_heads.inference.target.target import Target
 from tests.data.labels.distilling.distilled import rows_of, run_distill
 from tests.running import ROOT, on_two_nodes
 
@@ -46,10 +53,10 @@ def test_running_out_of_memory_names_the_options_and_what_is_done(target, source
 
 
 def test_an_interrupted_run_says_what_is_done(target, source, tmp_path, monkeypatch):
-    def interrupted(distiller, conversations, first=0, own=Distiller.rows):
+    def interrupted(distiller, conversations, first, *journal, own=Distiller.rows):
         if first == 4:
             raise KeyboardInterrupt
-        return own(distiller, conversations, first)
+        return own(distiller, conversations, first, *journal)
 
     monkeypatch.setattr(Distiller, "rows", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"4 of 10 conversations are done and kept in .*out: the same command"):
@@ -200,3 +207,64 @@ def test_a_folder_that_another_run_writes_is_refused(target, source, tmp_path):
         with pytest.raises(ValueError, match="is being written by another run; wait for its end"):
             run_distill(target, source, str(out), overwrite=True)
     run_distill(target, source, str(out))
+
+
+class Dying:
+    """The target's answers until `after` of them have ended; `asked`: how many prompts it was given."""
+
+    def __init__(self, target, options, after):
+        self._own, self._left, self.asked = TargetAnswerer.from_options(target, options), after, 0
+
+    def __call__(self, prompts, limits):
+        self.asked += len(prompts)
+        for ended in self._own(prompts, limits):
+            if not self._left:
+                raise KeyboardInterrupt
+            self._left -= 1
+            yield ended
+
+
+@pytest.mark.parametrize("states", [None, "float64"])
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_killed_run_keeps_the_answers_of_its_unfinished_shard(target, source, tmp_path, states, cut_off):
+    options = DistillOptions(labels="generate", max_new_tokens=12, batch_size=2, hidden_states=states)
+    loaded = Target.from_pretrained(target, "float64")
+
+    def run(output, answerer, **changes):
+        return distill(loaded, source, str(output), replace(options, **changes), False, False, answerer)
+
+    whole = run(tmp_path / "whole", Dying(loaded, options, 1000))
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt, match=r"5 answers of conversations are done and kept in .*out: the same comm"):
+        run(out, Dying(loaded, options, 5))
+    (journal,) = out.glob("*.answers.jsonl")
+    if cut_off:  # within the fifth line
+        journal.write_bytes(journal.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="max_new_tokens is 12 there, 13 here; set overwrite"):
+        run(out, Dying(loaded, options, 0), max_new_tokens=13)
+    with pytest.raises(KeyboardInterrupt, match="7 answers"):
+        run(out, Dying(loaded, options, 3 if cut_off else 2))
+    last = Dying(loaded, options, 1000)
+    assert run(out, last)["counts"] == whole["counts"]
+    everyone = Dying(loaded, options, 1000)
+    run(tmp_path / "counted", everyone)
+    assert last.asked == everyone.asked - 7
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "shard-00000.arrow"]
+    kept, expected = (sorted(rows_of(place), key=itemgetter("id")) for place in (out, tmp_path / "whole"))
+    for row, wanted in zip(kept, expected, strict=True):
+        if states is not None:
+            found, own = (np.frombuffer(cells.pop("hidden")) for cells in (row, wanted))
+            np.testing.assert_allclose(found, own, atol=1e-12)
+        assert row == wanted
+
+
+def test_overwriting_drops_the_answers_of_other_settings(target, source, tmp_path):
+    loaded, out = Target.from_pretrained(target), tmp_path / "out"
+    options = DistillOptions(labels="generate", max_new_tokens=12, batch_size=2)
+    with pytest.raises(KeyboardInterrupt):
+        distill(loaded, source, str(out), options, False, False, Dying(loaded, options, 3))
+    assert list(out.glob("*.answers.jsonl"))
+    own = Dying(loaded, options, 1000)
+    for output, overwrite in ((out, True), (tmp_path / "fresh", False)):
+        distill(loaded, source, str(output), replace(options, max_new_tokens=6), overwrite, False, own)
+    assert rows_of(out) == rows_of(tmp_path / "fresh") and not list(out.glob("*.answers.jsonl"))

@@ -1,0 +1,80 @@
+"""Answers of a shard that is not finished, in a file beside it: a run that is killed loses none that has ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from draft_heads.data.common.files import names_path
+from draft_heads.data.labels.answers import Answer, Answerer
+
+
+class _Kept(NamedTuple):
+    """A line of the file."""
+
+    prompt: str  # a digest of its tokens and of the answer's limit
+    tokens: list[int]
+    finish: Literal["end", "limit", "loop", ""]
+    is_own: bool
+
+
+class AnswerJournal:
+    """An `Answerer` that writes each answer of another down as it ends, and gives those that are written already.
+
+    States are not written: the rows of such answers are labelled like those of a server's.
+    """
+
+    def __init__(self, answerer: Answerer, path: Path) -> None:
+        """path: of the file, JSON lines; a last line that a kill cut off is removed"""
+        self._answerer, self._path = answerer, path
+        self._kept = {kept.prompt: kept for kept in map(_parse, _whole_lines(path)) if kept is not None}
+
+    def __call__(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[tuple[int, Answer]]:
+        """As `Answerer`, first the answers that are written already."""
+        digests = [_digest(prompt, limit) for prompt, limit in zip(prompts, limits)]
+        rest = []
+        for index, digest in enumerate(digests):
+            if (kept := self._kept.get(digest)) is None:
+                rest.append(index)
+            else:
+                yield index, Answer(list(kept.tokens), kept.finish, kept.is_own)
+        if not rest:
+            return
+        with names_path(self._path), self._path.open("a", encoding="utf-8") as file:
+            ended = self._answerer([prompts[index] for index in rest], [limits[index] for index in rest])
+            for place, answer in ended:
+                index = rest[place]
+                file.write(json.dumps(_Kept(digests[index], answer.tokens, answer.finish, answer.is_own)) + "\n")
+                file.flush()
+                yield index, answer
+
+
+def count_answers(path: Path) -> int:
+    """How many answers a file holds; 0 where there is none."""
+    return len(_whole_lines(path))
+
+
+def _digest(prompt: list[int], limit: int) -> str:
+    return hashlib.sha256(json.dumps([limit, prompt]).encode()).hexdigest()[:32]
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of the file; what follows the last line break is cut off."""
+    if not path.is_file():
+        return []
+    content = path.read_bytes()
+    if (end := content.rfind(b"\n") + 1) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return content[:end].splitlines()
+
+
+def _parse(line: bytes) -> _Kept | None:
+    """None for a line that is damaged: its answer is written again."""
+    with suppress(ValueError, TypeError):
+        return _Kept(*json.loads(line))
+    return None
