@@ -22,6 +22,7 @@ RECIPES = Path(__file__).resolve().parent
 SIZE_CLASSES = ((50e6, "tiny"), (3e9, "1b"), (11e9, "8b"), (22e9, "14b"), (48e9, "32b"), (float("inf"), "70b"))
 """Fewer parameters than the bound, about the geometric mean of the sizes that two classes are named after."""
 
+_CPU = "-cpu"
 _COLUMNS = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size"
 SHAPES = {
     name: dict(zip(_COLUMNS.split(), sizes))
@@ -43,14 +44,18 @@ Source = tuple[str, dict[str, Any]]
 """Where settings are written, and the settings."""
 
 
-def size_class(parameters: float) -> str:
-    """The class of a target; a mixture of experts counts whole, because its memory decides what fits."""
-    return next(name for bound, name in SIZE_CLASSES if parameters < bound)
+def size_class(parameters: float, gpu: bool = True) -> str:
+    """The class of a target; a mixture of experts counts whole, because its memory decides what fits.
+
+    gpu: False for the class's form for machines without one, where it has such a form
+    """
+    name = next(name for bound, name in SIZE_CLASSES if parameters < bound)
+    return name if gpu or name + _CPU not in _read("sizes") else name + _CPU
 
 
 def recipe_shape(name: str) -> str:
-    """Which of `SHAPES` a recipe is for: `8b` for 8b, `13b` for vicuna-13b, `7b` for a head's own."""
-    size = name.rpartition("-")[2]
+    """Which of `SHAPES` a recipe is for: `8b` for 8b, `1b` for 1b-cpu, `13b` for vicuna-13b, `7b` for a head's own."""
+    size = name.removesuffix(_CPU).rpartition("-")[2]
     return size if size in SHAPES else "7b"
 
 
@@ -94,7 +99,7 @@ def _with_learning_rate(sources: list[Source], name: str) -> list[Source]:
         return sources
     if name not in _read("sizes"):
         return [*sources, (f"base_learning_rate {base:g}", {"learning_rate": base})]
-    width = SHAPES[name]["hidden_size"]
+    width = SHAPES[recipe_shape(name)]["hidden_size"]
     rate = float(f"{base * 4096 / width:.6g}")  # 2.4e-4, not 2.3999999999999998e-4
     return [*sources, (f"base_learning_rate {base:g} at width 4096, here {width}", {"learning_rate": rate})]
 

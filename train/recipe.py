@@ -13,6 +13,7 @@ from typing import Any
 
 from draft_heads.configs.command_line import config_values, read_config
 
+import torch
 from transformers import AutoConfig
 
 from draft_heads.configs.recipes import (
@@ -92,7 +93,8 @@ def choose_recipe(kind: str, given: Mapping[str, Any], parser: argparse.Argument
             raise ValueError("--target must name a folder or a hub id; got nothing; e.g. --target data/tiny_target")
         return recipe
     config = load_config(target)  # a sentence, should there be none
-    recipe = recipe or sized_recipe(kind, config, parser)
+    gpu = torch.accelerator.is_available() and not given.get("use_cpu")
+    recipe = recipe or sized_recipe(kind, config, parser, gpu)
     recipe.target, recipe.target_config = target, config
     if recipe.bundled:
         fit_to_target(recipe, given.get("chat_template"))
@@ -115,12 +117,14 @@ def named_recipe(kind: str, name_or_path: str, parser: argparse.ArgumentParser) 
     return _bundled(kind, name_or_path, f"{kind}/{name_or_path}", shape, parser)
 
 
-def sized_recipe(kind: str, config: Any, parser: argparse.ArgumentParser) -> Recipe:
-    """The recipe of a head for a target's size class, from its config alone."""
+def sized_recipe(kind: str, config: Any, parser: argparse.ArgumentParser, gpu: bool = True) -> Recipe:
+    """The recipe of a head for a target's size class, from its config alone; gpu: whether there is one."""
     parameters = count_parameters(config)
     size = f"{parameters / 1e9:.1f} B" if parameters > 1e9 else f"{parameters / 1e6:.1f} M"
-    name = size_class(parameters)
-    return _bundled(kind, name, f"{kind}/{name}, by the {size} parameters of the target's config", config, parser)
+    name, with_gpu = size_class(parameters, gpu), size_class(parameters)
+    line = f"{kind}/{name}, by the {size} parameters of the target's config"
+    line += "" if name == with_gpu else f", without a GPU (with one: --config {with_gpu})"
+    return _bundled(kind, name, line, config, parser)
 
 
 def _bundled(kind: str, name: str, line: str, config: Any, parser: argparse.ArgumentParser) -> Recipe:

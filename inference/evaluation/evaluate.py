@@ -31,7 +31,7 @@ from draft_heads.inference.evaluation.decoded import (
     subtract_counts,
     total_findings,
 )
-from draft_heads.inference.evaluation.hf_generate import HFGenerate
+from draft_heads.inference.evaluation.hf_generate import HFGenerate, has_stop_rules
 from draft_heads.inference.evaluation.lossless import Oracle, judge
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
@@ -133,6 +133,9 @@ def decode(
         decoded = store.get(group)
         assert decoded is not None
         if decoded.expected is None:
+            if not has_stop_rules(oracle.settings):  # the row of `generate` has the oracle's own answers
+                rows = [row for row in decoded.records if isinstance(engines[row.drafter], HFGenerate)]
+                oracle.add_answers({row.prompt: row.generation.tokens for row in rows})
             prompts = dict.fromkeys(record.prompt for record in decoded.records)
             store.put(group, replace(decoded, expected={prompt: oracle.answer(prompt) for prompt in prompts}))
     progress("checking against generate", len(groups), len(groups))

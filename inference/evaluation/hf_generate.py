@@ -46,7 +46,7 @@ class HFGenerate:
         """
         stopper = Stopper(settings, self.target, room(self.target, len(prompt_ids), settings.max_new_tokens))
         answer, clock = Generation(), Clock()
-        criteria = [_StopRule(stopper, answer)] if settings.stop is not None or settings.stop_strings else []
+        criteria = [_StopRule(stopper, answer)] if has_stop_rules(settings) else []
         tokens = hf_generate(self.target, prompt_ids, settings, stopper.limit, criteria)
         clock.lap("verify")
         if not criteria:
@@ -76,6 +76,11 @@ def hf_generate(
         stopping_criteria=StoppingCriteriaList(criteria),
     )
     return output_1L[0, len(prompt) :].tolist()
+
+
+def has_stop_rules(settings: GenerationSettings) -> bool:
+    """Whether an answer may end elsewhere than at EOS and at its length, which is all that `generate` itself knows."""
+    return settings.stop is not None or bool(settings.stop_strings)
 
 
 def stop_length(tokens: list[int], settings: GenerationSettings, tokenizer: Any) -> int | None:

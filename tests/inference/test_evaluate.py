@@ -21,6 +21,7 @@ from draft_heads.inference.evaluation.evaluate import (
     findings_of,
     judge_decoded,
 )
+from draft_heads.inference.evaluation.hf_generate import HFGenerate
 from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 from tests.inference.stub_engine import (
@@ -246,6 +247,36 @@ def figures(evaluation):
     """What must not depend on how an evaluation ran."""
     rows = [(replace(r, generation=replace(r.generation, seconds={}))) for r in evaluation.records]
     return sorted(rows, key=lambda r: (r.question, r.turn, r.drafter)), evaluation.findings, evaluation.drafters
+
+
+@pytest.mark.parametrize(
+    ("rules", "again"), [({}, False), ({"stop_strings": ("x",)}, True), ({"stop": lambda tokens: None}, True)]
+)
+def test_the_oracle_takes_the_answers_of_the_row_of_generate_where_no_stop_rule_cuts_them(rules, again):
+    class Generate(StubEngine, HFGenerate):
+        pass
+
+    class Counting(StubOracle):
+        def __init__(self, settings):
+            super().__init__(settings)
+            self.given, self.asked = set(), set()
+
+        def add_answers(self, answers):
+            self.given |= answers.keys()
+
+        def answer(self, prompt):
+            if prompt not in self.given:
+                self.asked.add(prompt)
+            return super().answer(prompt)
+
+    settings = GenerationSettings(max_new_tokens=64, eos_token_ids=(0,), **rules)
+    oracle = Counting(settings)
+    evaluation = evaluate({"vanilla": StubEngine(spoil=0), "transformers": Generate()}, oracle, [benchmark()], render)
+    wrong = {row.drafter for row in evaluation.records if row.difference is not None}
+    assert wrong == {"vanilla"}
+    own = {row.prompt for row in evaluation.records if row.drafter == "transformers"}
+    others = {row.prompt for row in evaluation.records} - own
+    assert others and oracle.asked == (own | others if again else others)
 
 
 def test_a_stopped_evaluation_goes_on_by_question(tmp_path):
