@@ -135,6 +135,8 @@ def answer_row(turns: Sequence[TurnRecord], lossy: bool = False) -> dict[str, An
         "wall_time": [generation.seconds["total"] for generation in generations],
         "accept_lengths": [length for generation in generations for length in generation.accept_lengths],
         "accept_lengths_per_turn": [list(generation.accept_lengths) for generation in generations],
+        "accepted_drafts_per_turn": [generation.accepted for generation in generations],
+        "prompt_tokens": [len(turn.prompt) for turn in turns],
     }
     return {
         "question_id": first.question_id,

@@ -17,6 +17,7 @@ from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, VANILLA, Eva
 from draft_heads.inference.evaluation.lossless import LosslessCounts
 
 BOOTSTRAP_SAMPLES = 2000
+OUTPUT_SPAN = 128
 TIME_KEYS = ("draft", "verify", "accept", "other")
 
 
@@ -86,6 +87,7 @@ def result_row(
     steps = sum(record.generation.target_steps for record in records)
     decoded = all(record.generation.seconds for record in records)
     seconds = sum(record.generation.seconds["total"] for record in records) if decoded else None
+    histogram = accept_length_histogram(records)
     gamma, interval = speedup(records, plain, seed) if decoded else (None, None)
     return {
         "questions": len(questions),
@@ -101,7 +103,11 @@ def result_row(
         "tokens_per_second": new_tokens / seconds if seconds else None,
         "lossless": lossless_counts(records).as_dict() if decoded else None,
         "time_share": time_share(records) if decoded else None,
-        "accept_length_histogram": accept_length_histogram(records),
+        "accept_length_histogram": histogram,
+        "acceptance_by_position": acceptance_by_position(histogram),
+        "beta_by_output_position": beta_by_output_position(records),
+        "beta_by_context_length": beta_by_context_length(records),
+        "beta_by_turn": beta_by_turn(records),
         "score": {"accuracy": sum(scored) / len(scored)} if scored else None,
     }
 
@@ -157,6 +163,59 @@ def accept_length_histogram(records: Sequence[TurnRecord]) -> list[int]:
     """Entry a = target steps after the prefill that kept a drafted tokens: kept lengths [1, 3, 1, 2] -> [1, 1, 1]."""
     counts = Counter(accepted for record in records for accepted in record.generation.accepted)
     return [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
+
+
+def acceptance_by_position(histogram: Sequence[int]) -> dict[str, list[float]]:
+    """How often the draft at each position of a step was accepted, up to the last position at which one was.
+
+    unconditional  share of the target steps after the prefill that accepted at least k drafts (vLLM's `per_position`)
+    conditional    share of those that accepted k − 1 (EAGLE's n-α)
+
+    Steps that kept 0, 1, 2 drafts, one, two and one of them: [.75, .25] and [.75, .333].
+    """
+    reached = [sum(histogram[k:]) for k in range(len(histogram))]
+    pairs = list(zip(reached, reached[1:]))
+    return {
+        "unconditional": [count / reached[0] for _, count in pairs],
+        "conditional": [count / before for before, count in pairs],
+    }
+
+
+def beta_by_output_position(records: Sequence[TurnRecord]) -> list[float]:
+    """β of the steps that began within each `OUTPUT_SPAN` tokens of the answers."""
+    parts: dict[int, list[int]] = {}
+    for record in records:
+        position = 0
+        for length in record.generation.accept_lengths:
+            parts.setdefault(position // OUTPUT_SPAN, []).append(length)
+            position += length
+    return [mean_length(parts[span]) for span in sorted(parts)]
+
+
+def beta_by_context_length(records: Sequence[TurnRecord]) -> list[dict[str, float]]:
+    """β of the steps after the prefill, by the length of the text before them, of which each group begins `from` a
+    power of two and ends before the next: [{"from": 128, "beta": 2.1}, {"from": 256, "beta": 1.9}]."""
+    parts: dict[int, list[int]] = {}
+    for record in records:
+        position = len(record.prompt)
+        for number, length in enumerate(record.generation.accept_lengths):
+            if number:
+                parts.setdefault(1 << (max(1, position).bit_length() - 1), []).append(length)
+            position += length
+    return [{"from": start, "beta": mean_length(parts[start])} for start in sorted(parts)]
+
+
+def beta_by_turn(records: Sequence[TurnRecord]) -> list[float]:
+    """β of the first, second, … answers of the questions."""
+    parts: dict[int, list[int]] = {}
+    for record in records:
+        parts.setdefault(record.turn, []).extend(record.generation.accept_lengths)
+    return [mean_length(parts[turn]) for turn in sorted(parts) if parts[turn]]
+
+
+def mean_length(accept_lengths: Sequence[int]) -> float:
+    """New tokens per step."""
+    return sum(accept_lengths) / len(accept_lengths)
 
 
 def accepted_by_source(records: Sequence[TurnRecord], names: Sequence[str] | None) -> dict[str, int] | None:

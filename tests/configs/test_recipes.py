@@ -167,7 +167,7 @@ def test_a_head_of_a_few_lines_has_every_recipe(own_recipes):
         expected = {key: value for key, value in others.items() if key not in of_medusa} | {"heads": 3}
         merged = load_recipe("linear", name)
         assert {key: value for key, value in merged.items() if key != "learning_rate"} == expected
-        assert merged["learning_rate"] == (3e-3 if name == "tiny" else others["learning_rate"] / 2)
+        assert merged["learning_rate"] == (3e-3 if name in ("tiny", "1b-cpu") else others["learning_rate"] / 2)
 
 
 def test_a_head_without_a_file_and_unknown_names_are_refused_in_a_sentence(own_recipes):

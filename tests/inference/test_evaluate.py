@@ -22,7 +22,14 @@ from draft_heads.inference.evaluation.evaluate import (
     judge_decoded,
 )
 from draft_heads.inference.evaluation.hf_generate import HFGenerate
-from draft_heads.inference.evaluation.metrics import accept_length_histogram, result_rows
+from draft_heads.inference.evaluation.metrics import (
+    accept_length_histogram,
+    acceptance_by_position,
+    beta_by_context_length,
+    beta_by_output_position,
+    beta_by_turn,
+    result_rows,
+)
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 from tests.inference.stub_engine import (
     QUESTIONS,
@@ -359,6 +366,28 @@ def test_histogram_leaves_the_prefill_out():
     record.generation.sources = [-1, 0, 0, -1, -1, 0, 0]  # it ends with a draft
     assert accept_length_histogram([record]) == [1, 0, 2]
     assert accept_length_histogram([]) == []
+
+
+def test_acceptance_by_position_of_all_steps_and_of_those_that_got_so_far():
+    found = acceptance_by_position([1, 2, 0, 1])  # four steps kept 0, 1, 1 and 3 drafts
+    assert found == {"unconditional": [0.75, 0.25, 0.25], "conditional": [0.75, pytest.approx(1 / 3), 1.0]}
+    assert acceptance_by_position([5]) == acceptance_by_position([]) == {"unconditional": [], "conditional": []}
+
+
+def test_beta_by_position_in_the_answer_by_context_and_by_turn():
+    def answered(turn, prompt, lengths):
+        return SimpleNamespace(turn=turn, prompt=(1,) * prompt, generation=SimpleNamespace(accept_lengths=lengths))
+
+    records = [answered(0, 100, [1, 3, *[4] * 32]), answered(1, 250, [1, 2, 5]), answered(0, 40, [1, 1])]
+    first, later = [1, 3, *[4] * 31, 1, 2, 5, 1, 1], [4]  # the last of 32 steps begins at token 128
+    assert beta_by_output_position(records) == [sum(first) / len(first), 4.0]
+    assert beta_by_turn(records) == [(1 + 3 + 128 + 1 + 1) / 36, 8 / 3]
+    by_context = {row["from"]: row["beta"] for row in beta_by_context_length(records)}
+    below = [3, *[4] * 6]  # from 101; 104, 108, … 124
+    middle = [*[4] * 26, 2, 5]  # from 128 to 228; 251 and 253
+    assert later and by_context == {
+        **{32: 1.0, 64: sum(below) / len(below), 128: sum(middle) / len(middle)},
+    }
 
 
 def test_settings_reach_the_engine():

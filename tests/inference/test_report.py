@@ -40,6 +40,7 @@ ROW_KEYS = {
     ),
     *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "over_transformers", "accepted_by_source"),
+    *("acceptance_by_position", "beta_by_output_position", "beta_by_context_length", "beta_by_turn"),
 }
 
 
