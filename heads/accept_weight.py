@@ -1,9 +1,9 @@
 """Weights of a loss by how probable it is that a draft gets as far: `--accept_weight` α, for every head.
 
 What decoding gains is the expected number of accepted drafts, Σ_u Ψ_u, Ψ_u the probability that a draft is right up to
-its label u: the CTC prefix score of the labels, or Π_{j≤u} p_j(y_j) where each offset is a prediction of its own. In its
-gradient the step of label u, −log Ψ_u / Ψ_{u−1}, weighs Ψ_u. So here the loss stays a sum over a window, in which that
-step weighs
+its label u: the CTC prefix score of the labels, or Π_{j≤u} p_j(y_j) where each offset is a prediction of its own. In
+its gradient the step of label u, −log Ψ_u / Ψ_{u−1}, weighs Ψ_u. So here the loss stays a sum over a window, in which
+that step weighs
 
     w_u = max(stopgrad(Ψ_{u−1})^α, 0.05)
 

@@ -245,7 +245,8 @@ class DraftHead(nn.Module):
         labels, lengths = self.draft_classes(windows.labels[windows.valid]), windows.lengths[windows.valid]
         loss = HeadLoss.zero(len(labels), labels.device)
         scored, hits = in_vocabulary(labels, lengths), []
-        log_reached = torch.zeros_like(lengths, dtype=torch.promote_types(self.dtype, torch.float32))  # so far in a draft
+        # that a draft is right up to here
+        log_reached = torch.zeros_like(lengths, dtype=torch.promote_types(self.dtype, torch.float32))
         for k, read in enumerate(self.readouts(rows, windows, scored, target)):
             which = scored[:, k]
             y, states, vocabulary = labels[which, k], read.states, read.vocabulary

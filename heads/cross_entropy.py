@@ -40,8 +40,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
 
-    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64, row_weights [N] in the sum. Unweighted on GPU through liger-kernel where it is
-    installed, or torch's own `linear_cross_entropy` with chunking; else in chunks of rows.
+    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64, row_weights [N] of the rows in the sum. On GPU
+    without such weights through liger-kernel where it is installed, or torch's own `linear_cross_entropy` with
+    chunking; else in chunks of rows.
     """
     if states.is_cuda and len(states) and row_weights is None:
         fused = _fused_linear_cross_entropy()

@@ -310,12 +310,12 @@ class CTCHead(DraftHead):
         scaled = target.rule.scaled(kept)  # a scale of the states is a scale of the logits
         vocabulary, bias = target.lm_head_weight, target.scaled_bias
         lattice = vocabulary, labels, lengths, closed
-        weighing = {"decay": config.decay, "accept": self.accept_weight}
+        weighing = config.decay, self.accept_weight
         if config.label_context:
             contexts = self.label_contexts(before, target), self.class_context
-            ctc, infeasible = ctc_loss_with_context(scaled, *blank, *contexts, *lattice, bias, **weighing)
+            ctc, infeasible = ctc_loss_with_context(scaled, *blank, *contexts, *lattice, bias, None, *weighing)
         else:
-            ctc, infeasible = ctc_loss_fused(scaled, *blank, *lattice, bias, **weighing)
+            ctc, infeasible = ctc_loss_fused(scaled, *blank, *lattice, bias, None, *weighing)
         loss = HeadLoss.zero(len(kept), kept.device)
         loss.add("ctc", ctc, config.ctc_weight)
         loss.parts["infeasible_count"] = infeasible.sum()

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_heads.configs.options import option
-from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.accept_weight import accept_weights
+from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.attention import before_anchor, chain_attention
 from draft_heads.heads.base import DraftHead, HeadLoss, Readout, Rows, TargetView
 from draft_heads.heads.block import DecoderBlock
@@ -150,9 +150,7 @@ class Eagle3Head(DraftHead):
             log_probs = of_labels.new_full(drafted.shape, -torch.inf).masked_scatter(drafted, of_labels)
             log_reached = F.pad(log_probs.cumsum(1)[:, :-1], (1, 0))
             row_weights = row_weights * accept_weights(log_reached[drafted], self.accept_weight)
-        total, losses = soft_cross_entropy(
-            states[drafted], self.lm_head.weight, hidden[drafted], target, row_weights
-        )
+        total, losses = soft_cross_entropy(states[drafted], self.lm_head.weight, hidden[drafted], target, row_weights)
         loss = HeadLoss.zero(len(states), states.device)
         loss.total = loss.total + total
         parts = losses.new_zeros(len(offset)).index_add(0, passes, losses)

@@ -9,6 +9,8 @@ from typing import Any
 
 ENDLESS_EPOCHS = 1e6  # of a run that ends by time
 ENOUGH_STEPS = 300  # fewer leave a head near its start values
+INTERVALS = ("logging_steps", "eval_steps", "save_steps")
+OFTEN = 5  # times that a recipe evaluates, saves and logs in a short run, at least
 
 
 def settle_end(given: Mapping[str, Any], defaults: dict[str, Any], source: str) -> None:
@@ -62,6 +64,15 @@ class RunLength:
         epochs = self.steps / self.steps_per_epoch
         return f"{self.steps:,} steps ({epochs:.3g} epochs of {self.steps_per_epoch:,})"
 
+    def fit_intervals(self, args: Any) -> None:
+        """Let a recipe's intervals, those not in `args.own_intervals`, come at least five times in a run by steps."""
+        if self.minutes:
+            return
+        for name in INTERVALS:
+            value = getattr(args, name) or 0
+            if name not in args.own_intervals and value > 1:
+                setattr(args, name, min(value, max(1, self.steps // OFTEN)))
+
     def warnings(self, args: Any) -> list[str]:
         """Lines about a run that is too short for a head, or for the intervals of its TrainingArguments."""
         if self.minutes:
@@ -89,7 +100,7 @@ class RunLength:
         if late:
             found.append(
                 f"{', '.join(late)}: later than the last step, {self.steps:,}, so this happens at the end only; pass "
-                f"{max(1, self.steps // 5)}"
+                f"{max(1, self.steps // OFTEN)}"
             )
         return found
 

@@ -170,6 +170,7 @@ def training_plan(trainer: DraftHeadTrainer) -> str:
     memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory_sizes(trainer, trained).items())
     tokens = sum(min(length, trainer.longest) for length in row_lengths(rows))
     data, length = f"{len(rows):,} rows of {tokens:,} tokens", run_length(trainer)
+    length.fit_intervals(args)
     plan = f"training {trained:,} parameters for {length} on {data}; memory before activations: {memory}"
     if args.zero_config is not None:
         plan += f"; ZeRO stage {args.zero_config['zero_optimization']['stage']}"

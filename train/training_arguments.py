@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from draft_heads.configs.options import add_flags, option_names
 from draft_heads.heads.config import HeadConfig
 from draft_heads.train.inherited import READ, check_effects, refused
-from draft_heads.train.length import settle_end
+from draft_heads.train.length import INTERVALS, settle_end
 from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo
 from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe
 from draft_heads.train.schedule import check_schedule
@@ -27,6 +27,7 @@ class HeadTrainingArguments(TrainingOptions, TrainingArguments):  # type: ignore
     """What `DraftHeadTrainer` runs by."""
 
     recipe: str = field(default="", init=False)  # YAML of what it was made from, kept in the run's folder
+    own_intervals: set[str] = field(default_factory=lambda: set(INTERVALS), init=False)  # those that no recipe chose
 
 
 class TrainerParser(OptionParser, HfArgumentParser):
@@ -85,6 +86,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     training.recipe = recipe.text(defaults, given)
+    training.own_intervals = set(INTERVALS) & (given.keys() | (set() if recipe.bundled else defaults.keys()))
     if training.process_index == 0:
         print(f"recipe: {recipe.line}", flush=True)
     return run, head, training

@@ -74,8 +74,9 @@ def distill(
     answerer: writes the answers of `labels="generate"` (`inference.answers.TargetAnswerer`); None: the server of
         `options`.
     A run that was killed continues where it was when it is called again with the same arguments: finished shards are
-    kept, and of others the answers that had ended (`answer_journal`). ValueError for a finished output, or one that other arguments began, unless `overwrite`, for one that another run writes, and
-    where every conversation is left out.
+    kept, and of others the answers that had ended (`answer_journal`). ValueError for a finished output, or one that
+    other arguments began, unless `overwrite`, for one that another run writes, and where every conversation is left
+    out.
     Processes that torchrun or accelerate started share the shards out; the first one collects them.
     """
     distiller = Distiller(target, options, answerer)

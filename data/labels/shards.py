@@ -187,7 +187,8 @@ class ShardFolder:
             return
         temporary.replace(path)
         status = path.stat()
-        file_of = {"file": path.name, "rows": written, "bytes": status.st_size, "xxh3": _checksum(path, status.st_mtime_ns)}
+        file_of = {"file": path.name, "rows": written, "bytes": status.st_size}
+        file_of["xxh3"] = _checksum(path, status.st_mtime_ns)
         entry = {**file_of, **entry, "counts": counts}
         write_text(path.with_suffix(".json"), json.dumps(entry, ensure_ascii=False))
         self.journal(entry["first_row"]).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ def acceptance_by_position(histogram: Sequence[int]) -> dict[str, list[float]]:
     Steps that kept 0, 1, 2 drafts, one, two and one of them: [.75, .25] and [.75, .333].
     """
     reached = [sum(histogram[k:]) for k in range(len(histogram))]
-    pairs = list(zip(reached, reached[1:]))
+    pairs = list(pairwise(reached))
     return {
         "unconditional": [count / reached[0] for _, count in pairs],
         "conditional": [count / before for before, count in pairs],

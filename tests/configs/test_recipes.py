@@ -173,7 +173,7 @@ def test_a_head_of_a_few_lines_has_every_recipe(own_recipes):
 def test_a_head_without_a_file_and_unknown_names_are_refused_in_a_sentence(own_recipes):
     with pytest.raises(ValueError, match=r"the linear head has no recipes: .*linear.yaml is missing; create it"):
         recipe_names("linear")
-    with pytest.raises(ValueError, match="the medusa head has no recipe paper; pass one of tiny, 1b, 8b, 14b"):
+    with pytest.raises(ValueError, match="the medusa head has no recipe paper; pass one of tiny, 1b-cpu, 1b, 8b"):
         load_recipe("medusa", "paper")
     (own_recipes / "linear.yaml").write_text("tinny:\n  heads: 3\n")
     with pytest.raises(ValueError, match="unknown section tinny; valid are sizes, papers, recipes, tiny, 1b"):

@@ -165,6 +165,18 @@ def test_every_family_gets_the_recipe_of_its_size(tmp_path, family):
         assert recipe.settings["anchors"] == load_recipe("ctc", size)["anchors"]
 
 
+def test_a_target_of_a_size_that_trains_without_a_gpu_gets_the_recipe_for_that():
+    parser = options_parser(CTCConfig)
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+    config = AutoConfig.for_model("llama", **shape, num_attention_heads=9, num_key_value_heads=3)
+    with_gpu, without = (sized_recipe("ctc", config, parser, gpu) for gpu in (True, False))
+    assert with_gpu.line.startswith("ctc/1b, by the ") and with_gpu.settings["bf16"]
+    assert re.fullmatch(r"ctc/1b-cpu, by the .* config, without a GPU \(with one: --config 1b\)", without.line)
+    assert "bf16" not in without.settings and without.settings["max_minutes"] > 0
+    config.num_hidden_layers, config.hidden_size, config.intermediate_size = 36, 4096, 12288
+    assert sized_recipe("ctc", config, parser, gpu=False).line.startswith("ctc/8b, by the ")
+
+
 def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(tmp_path, monkeypatch, capsys):
     shutil.copytree(TARGET, tmp_path / "own target")
     monkeypatch.chdir(tmp_path)
@@ -183,7 +195,8 @@ def test_the_recipe_taken_is_printed_and_a_bundled_one_is_named_from_any_folder(
     assert run.chat_template == "vicuna"
     with pytest.raises(SystemExit):
         parse_options(CTCConfig, [*arguments, "--config", "vicuna-8b"])
-    assert "neither a file nor a bundled recipe; pass a YAML file or one of tiny, 1b, " in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "neither a file nor a bundled recipe; pass a YAML file or one of tiny, 1b-cpu, 1b, " in told
 
 
 def printed_recipe(capsys, *arguments, kind="ctc"):

@@ -235,7 +235,7 @@ def test_a_killed_run_keeps_the_answers_of_its_unfinished_shard(target, source, 
 
     whole = run(tmp_path / "whole", Dying(loaded, options, 1000))
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt, match=r"5 answers of conversations are done and kept in .*out: the same comm"):
+    with pytest.raises(KeyboardInterrupt, match=r"5 answers of conversations are done and kept in .*out: the same"):
         run(out, Dying(loaded, options, 5))
     (journal,) = out.glob("*.answers.jsonl")
     if cut_off:  # within the fifth line
