@@ -43,7 +43,8 @@ def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
     if tokens := options.get("prompt_lookup"):
         return HFAssisted(target, {"prompt_lookup_num_tokens": int(tokens)})
     if path := options.get("assistant"):
-        assistant = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+        assistant = loaded.to(target.device).eval()
         if (own := assistant.config.get_text_config().vocab_size) != target.vocab_size:
             raise ValueError(
                 f"an assistant has its target's vocabulary, of {target.vocab_size:,} tokens; {path} has {own:,}; pass "
