@@ -77,7 +77,7 @@ def with_scores(benchmarks: Sequence[Benchmark], run_code: bool, console: Consol
         known = known_benchmarks().get(benchmark.name)
         missing = not any(question.score for question in benchmark.questions) and known is not None and known.score
         form = ["its answers are not scored: its rows do not have the published form"] if missing else []
-        for reason in [*scorer.unscored, *form]:
+        for reason in [*scorer.unscored, *form] if Processes.from_environment().rank == 0 else ():
             console.print(f"{benchmark.name}: {reason}", soft_wrap=True)
     return found
 
