@@ -99,8 +99,8 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
                 )
         except (BenchmarkError, ConversationError) as error:
             raise BenchmarkError(f"{source}, {place}: {error}") from None
-        if described and question.category in described.columns:
-            question = replace(question, column=described.columns[question.category])
+        if described:
+            question = replace(question, column=described.columns.get(question.category or ""))
         found[question.question_id] = place, question
     if not found:
         raise BenchmarkError(f"{source} holds no question; pass a file with at least one")
