@@ -63,7 +63,17 @@ above; another target is refused when the head is loaded. The target is {under}.
 
 {USAGE.format(arguments=", ".join(target_arguments(target, provenance.get("options", {}))))}
 
-{trained(provenance)}"""
+{trained(provenance)}{long_texts(config)}"""
+
+
+def long_texts(config: HeadConfig) -> str:
+    """A paragraph about texts longer than those that a head was trained on; "" where that is unknown."""
+    if not config.trained_length:
+        return ""
+    return f"""
+Trained on texts of up to {config.trained_length:,} tokens, question and answer together. In longer ones fewer
+drafts may be accepted, the answers stay the target's; decoding says so once where a step gives fewer than 1.1 tokens.
+"""
 
 
 def target_arguments(target: str, options: dict[str, Any]) -> list[str]:

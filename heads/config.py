@@ -61,6 +61,7 @@ class HeadConfig(ABC):
     end_token_ids: list[int] = field(default_factory=list)
     target: str = ""
     target_fingerprint: dict[str, Any] = field(default_factory=dict)
+    trained_length: int = 0  # tokens of the longest row that it was trained on; 0: unknown
     token_scale: float = 1.0  # what heads multiply the target's embeddings by; `DraftHead.start_from` sets it
     tree_temperature: float = 1.0  # divides the log-probabilities a draft tree is built from; scripts/tune_tree.py
     target_layers: list[int] = option(

@@ -269,6 +269,7 @@ class _Run:
     def _free(self, index: int, slot: _Slot) -> Ended:
         self.slots[index] = None
         self._end[index] = 0
+        self.drafter.answered(slot.prompt, slot.answer.accept_lengths)
         states = [] if self._states is None else self._states.of(index, slot.prompt + len(slot.answer.tokens))
         return Ended(slot.index, slot.answer, *states)
 

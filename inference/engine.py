@@ -171,4 +171,5 @@ class DecodingEngine:
                     surplus.read()
                 text.clock.lap("verify")
                 result.seconds = text.clock.seconds()
+                drafter.answered(len(ids), result.accept_lengths)
                 return

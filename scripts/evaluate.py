@@ -6,7 +6,8 @@
 Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to --output.
 Repeat the command to go on with an interrupted run; `torchrun --nproc_per_node N scripts/evaluate.py …` shares the
 questions among N processes. The drafter name `transformers` is the target's own `generate`: a second baseline beside
-vanilla, which takes turns with the drafters and has its own row; the report then has every row's speed over it.
+vanilla, which takes turns with the drafters and has its own row; the report then has every row's speed over it. So do
+`hf_lookup=transformers,prompt_lookup=10` and `hf_draft=transformers,assistant=DIR`, with drafts of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answer_files import write_answers
 from draft_heads.inference.evaluation.decoded import DecodedFolder
 from draft_heads.inference.evaluation.evaluate import (
-    TRANSFORMERS,
     VANILLA,
     AnyEngine,
     Benchmark,
@@ -44,7 +44,7 @@ from draft_heads.inference.evaluation.evaluate import (
     groups_of,
     judge_decoded,
 )
-from draft_heads.inference.evaluation.hf_generate import HFGenerate
+from draft_heads.inference.evaluation.hf_assisted import hf_engine, parse_hf_row
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, environment
 from draft_heads.inference.evaluation.scores import Scorer
@@ -140,8 +140,10 @@ def decode_and_judge(
 
 def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
     """What an evaluation measures: an interrupted one goes on only if all of it is the same."""
-    specs = [DrafterSpec.parse(text) for text in options.drafters if text != TRANSFORMERS]
-    words = [word for spec in specs for part in spec.parts for word in (part.path, *part.options.values())]
+    hf_rows, drafters = split_rows(options.drafters)
+    parts = [part for text in drafters for part in DrafterSpec.parse(text).parts]
+    words = [word for part in parts for word in (part.path, *part.options.values())]
+    words += [word for options_of_row in hf_rows.values() for word in options_of_row.values()]
     paths = {Path(path) for word in words for path in (word, word.partition(":")[2]) if path}  # via=KIND:PATH
     loaded = [path for path in paths if (path / "config.json").is_file() or (path / "datastore.json").is_file()]
     inside = [file for path in loaded for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".npy")]
@@ -162,20 +164,35 @@ def identity(options: argparse.Namespace, target: Target, benchmarks: Sequence[B
     }
 
 
+def split_rows(words: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """The rows of `generate` among --drafters, by name, and the drafters; ValueError for a name given twice."""
+    rows, drafters = dict[str, dict[str, str]](), list[str]()
+    for text in words:
+        if (row := parse_hf_row(text)) is None:
+            drafters.append(text)
+        elif row[0] in rows:
+            raise ValueError(f"drafters have different names; got {row[0]} twice; rename one: NAME=…")
+        else:
+            rows |= [row]
+    return rows, drafters
+
+
 def run(options: argparse.Namespace) -> None:
     console = plain_console()
     benchmarks = with_scores(load_benchmarks(options), options.run_code, console)
-    hf_generate = TRANSFORMERS in options.drafters
-    if hf_generate and options.batch_size > 1:
+    hf_rows, drafters = split_rows(options.drafters)
+    if hf_rows and options.batch_size > 1:
         raise ValueError(
-            f"transformers' own generate is timed one answer at a time; got {TRANSFORMERS} with --batch_size "
+            f"transformers' own generate is timed one answer at a time; got {', '.join(hf_rows)} with --batch_size "
             f"{options.batch_size}; leave one of them out"
         )
-    specs = drafter_specs([text for text in options.drafters if text != TRANSFORMERS])
+    specs = drafter_specs(drafters)
     check_output(options.output, options.overwrite)
     target = load_target(options)
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
-    hf_engines = {TRANSFORMERS: HFGenerate(target)} if hf_generate else {}
+    hf_engines = {name: hf_engine(target, words) for name, words in hf_rows.items()}
+    if twice := hf_engines.keys() & drafting.keys():
+        raise ValueError(f"drafters have different names; got {twice.pop()} twice; rename one: NAME=…")
     engines: dict[str, AnyEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
     parts = DecodedFolder(options.output)
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts)

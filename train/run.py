@@ -58,6 +58,7 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
         end_token_ids=sorted({token for part in data for token in part.manifest["end_token_ids"]}),
         target=run.target,
         target_fingerprint=target.fingerprint(),
+        trained_length=min(max(row_lengths(training)), collator.max_length),
     )
     head = head_type(config)
     if config.draft_vocab_size:

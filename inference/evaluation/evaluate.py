@@ -134,7 +134,8 @@ def decode(
         assert decoded is not None
         if decoded.expected is None:
             if not has_stop_rules(oracle.settings):  # the row of `generate` has the oracle's own answers
-                rows = [row for row in decoded.records if isinstance(engines[row.drafter], HFGenerate)]
+                hf = engines.get(TRANSFORMERS)
+                rows = [row for row in decoded.records if row.drafter == TRANSFORMERS and isinstance(hf, HFGenerate)]
                 oracle.add_answers({row.prompt: row.generation.tokens for row in rows})
             prompts = dict.fromkeys(record.prompt for record in decoded.records)
             store.put(group, replace(decoded, expected={prompt: oracle.answer(prompt) for prompt in prompts}))

@@ -8,7 +8,7 @@ Shapes: L length, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,11 +62,17 @@ def hf_generate(
     settings: GenerationSettings,
     limit: int,
     criteria: Sequence[StoppingCriteria] = (),
+    changes: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it."""
+    """At most `limit` new tokens of `generate` on `prompt`, up to EOS (included) or where `criteria` stop it.
+
+    changes: settings of the generation config; more: further arguments of `generate`
+    """
     ids_1L = torch.tensor([list(prompt)], device=target.device)
     own_processors = settings.processors is None  # else those of the settings stand for the checkpoint's
     config = generate_config(target.model, limit, settings.ends(target), own_processors)
+    config.update(**(changes or {}))
     processors = [*(settings.processors or ()), *sampling_processors(settings.sampling)]
     output_1L = with_config(target.model, config).generate(
         input_ids=ids_1L,
@@ -74,6 +80,7 @@ def hf_generate(
         generation_config=config,
         logits_processor=LogitsProcessorList(processors),
         stopping_criteria=StoppingCriteriaList(criteria),
+        **(more or {}),
     )
     return output_1L[0, len(prompt) :].tolist()
 

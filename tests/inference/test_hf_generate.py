@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_heads.inference.drafters.base import VanillaDrafter
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.hf_assisted import hf_engine
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, stop_length
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.generation import ContextError, GenerationSettings
@@ -119,6 +121,28 @@ def test_the_context_ends_an_answer_and_a_prompt_beyond_it_is_refused(target, pr
     for wrong in (long + long[:3], []):
         with pytest.raises(ContextError):
             HFGenerate(target).generate(wrong, GenerationSettings(10))
+
+
+@pytest.mark.parametrize("sampling", SAMPLED, ids=["greedy", "sampling"])
+@pytest.mark.parametrize("stop", [None, lambda tokens: 4 if len(tokens) >= 9 else None])
+def test_generate_with_drafts_of_its_own_gives_the_same_answer_in_rounds(target, prompts, tmp_path, sampling, stop):
+    target.model.save_pretrained(tmp_path / "assistant")
+    settings = GenerationSettings(24, stop=stop, **sampling)
+    for prompt in prompts:
+        plain = HFGenerate(target).generate(prompt, settings)
+        for words in ({"prompt_lookup": "4"}, {"assistant": str(tmp_path / "assistant")}):
+            given = hf_engine(target, words).generate(prompt, settings)
+            assert (given.tokens, given.finish_reason) == (plain.tokens, plain.finish_reason)
+            assert sum(given.accept_lengths) == len(given.tokens) == len(given.sources)
+        if stop is None and not sampling:
+            assert given.target_steps < len(given.tokens)  # its own assistant is always right
+
+
+def test_an_assistant_of_another_vocabulary_is_refused(target, tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=target.vocab_size + 1, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="an assistant has its target's vocabulary, of"):
+        hf_engine(target, {"assistant": str(tmp_path)})
 
 
 def test_stop_strings_need_a_tokenizer(target, prompt):

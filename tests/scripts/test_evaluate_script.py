@@ -159,10 +159,12 @@ def test_lossless_scores_nothing(command, capsys):
 
 @pytest.mark.parametrize("drawn", [(), ("--temperature", "0.7", "--stop_at_loops")])
 def test_transformers_is_a_baseline_with_a_row_of_its_own(drawn, command, tmp_path):
-    assert evaluate.main([*command, "--drafters", "plain=vanilla", "transformers", *drawn]) == 0
+    rows_of_generate = ["transformers", "hf_lookup=transformers,prompt_lookup=3"]
+    assert evaluate.main([*command, "--drafters", "plain=vanilla", *rows_of_generate, *drawn]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     rows = {row["drafter"]: row for row in report["results"] if row["benchmark"] == "mt_bench" and not row["category"]}
-    assert list(rows) == ["vanilla", "transformers", "plain"]
+    assert list(rows) == ["vanilla", "transformers", "hf_lookup", "plain"]
+    assert rows["hf_lookup"]["lossless"] == rows["transformers"]["lossless"]
     row = rows["transformers"]
     assert row["lossless"] == {"identical_turns": 4, "turns": 4, "near_ties": 0, "unexplained": 0}
     assert (row["beta"], row["over_transformers"]) == (1.0, 1.0)
@@ -277,6 +279,12 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, or a known name alone: alpaca, cnn_dm, gsm8k"),
         (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),
         (["--drafters", "transformers=vanilla"], "got 'transformers=vanilla'; rename the drafter"),
+        (["--drafters", "transformers", "transformers"], "got transformers twice; rename one"),
+        (["--drafters", "plain=vanilla", "plain=transformers,prompt_lookup=3"], "got plain twice; rename one"),
+        (["--drafters", "transformers,prompt_lookup=3"], "write e.g. hf_lookup=transformers,prompt_lookup=10"),
+        (["--drafters", "x=transformers,lookup=3"], "got 'x=transformers,lookup=3'; write e.g. hf_lookup="),
+        (["--drafters", "x=transformers,prompt_lookup=0"], "1 or more; got '0'; write 10"),
+        (["--drafters", "x=transformers,assistant=absent/../absent"], "absent/../absent"),
         (["--config", "absent.yaml"], "absent.yaml cannot be read"),
         (["--target", "absent/../absent"], "--target absent/../absent does not exist"),
         (["--target", "tests"], "--target tests is no model's folder"),

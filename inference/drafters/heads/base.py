@@ -21,6 +21,7 @@ from draft_heads.heads.block import Attend, DecoderBlock, Rotation, folded_atten
 from draft_heads.heads.config import check_tree_temperature
 from draft_heads.inference.drafters.base import Builder, Drafter
 from draft_heads.inference.drafters.heads.fast_weights import prepare_for_drafting
+from draft_heads.inference.drafters.heads.long_texts import LongTexts
 from draft_heads.inference.drafters.options import TreeOptions
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.target.target import Target
@@ -195,6 +196,7 @@ class HeadDrafter(Drafter):
         self.max_depth = min(levels, self.max_nodes)
         self.vocabulary = head.config.vocab_size
         self.slots = slots
+        self._long_texts = LongTexts(self.kind, head.config.trained_length)
         self._lengths = torch.ones(slots, dtype=torch.long, device=view.device)  # a slot without a text drafts too
         self.length = self._lengths
         self.state: tuple[Tensor, ...] = ()  # [B, …] each
@@ -227,6 +229,10 @@ class HeadDrafter(Drafter):
     def from_options(cls, path: str, build: Builder, **options: Any) -> HeadDrafter:
         """See `Drafter.from_options`."""
         return cls.for_target(build.head(cls.kind, path), build.target, slots=build.slots, **options)
+
+    def answered(self, prompt_tokens: int, accept_lengths: Sequence[int]) -> None:
+        """See `Drafter.answered`; says once that drafts are not accepted beyond the length of the training's rows."""
+        self._long_texts.add(prompt_tokens, accept_lengths)
 
     def settings(self) -> dict[str, Any]:
         """See `Drafter.settings`; with the temperature in use, also where it is the checkpoint's."""

@@ -1,0 +1,89 @@
+"""Rows of transformers' own `generate` in an evaluation: plain, with its prompt lookup, or with a draft model.
+
+transformers                                plain
+hf_lookup=transformers,prompt_lookup=10     drafts of so many tokens from the text itself
+hf_draft=transformers,assistant=DIR         drafts of a smaller model, as `generate(assistant_model=…)`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria
+
+from draft_heads.inference.drafters.words import split_pairs
+from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
+from draft_heads.inference.evaluation.hf_generate import HFGenerate, hf_generate
+from draft_heads.inference.generation import Clock, Generation, GenerationSettings, Stopper, room
+from draft_heads.inference.target.target import Target
+
+
+def parse_hf_row(text: str) -> tuple[str, dict[str, str]] | None:
+    """(name, options) of a row of `generate`; None for a drafter's words, ValueError for a wrong row."""
+    name, equals, rest = text.partition("=")
+    if text == TRANSFORMERS:
+        return TRANSFORMERS, {}
+    words, *pairs = rest.split(",") if equals and "," not in name else text.split(",")
+    if words != TRANSFORMERS:
+        return None
+    options = split_pairs(pairs, text)
+    if words == text.partition(",")[0] or len(options) != 1 or not options.keys() <= {"prompt_lookup", "assistant"}:
+        raise ValueError(
+            f"a row of generate is {TRANSFORMERS}, NAME={TRANSFORMERS},prompt_lookup=N or NAME={TRANSFORMERS},"
+            f"assistant=DIR; got {text!r}; write e.g. hf_lookup={TRANSFORMERS},prompt_lookup=10"
+        )
+    if (tokens := options.get("prompt_lookup")) is not None and not (tokens.isdecimal() and int(tokens)):
+        raise ValueError(f"prompt_lookup is how many tokens are drafted, 1 or more; got {tokens!r}; write 10")
+    return name, options
+
+
+def hf_engine(target: Target, options: dict[str, str]) -> HFGenerate:
+    """The engine of a row of `generate`; ValueError for an assistant that cannot draft for the target."""
+    if tokens := options.get("prompt_lookup"):
+        return HFAssisted(target, {"prompt_lookup_num_tokens": int(tokens)})
+    if path := options.get("assistant"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+        assistant = loaded.to(target.device).eval()
+        if (own := assistant.config.get_text_config().vocab_size) != target.vocab_size:
+            raise ValueError(
+                f"an assistant has its target's vocabulary, of {target.vocab_size:,} tokens; {path} has {own:,}; pass "
+                "a smaller model of the same family"
+            )
+        return HFAssisted(target, {}, assistant)
+    return HFGenerate(target)
+
+
+class HFAssisted(HFGenerate):
+    """`generate` with drafts of its own; β counts the target's forwards."""
+
+    def __init__(self, target: Target, config: dict[str, Any], assistant: Any = None) -> None:
+        """config: settings of the generation config; assistant: a model that drafts"""
+        super().__init__(target)
+        self._config, self._assistant = config, assistant
+
+    def generate(self, prompt_ids: list[int], settings: GenerationSettings) -> Generation:
+        """As `HFGenerate.generate`; a step is a round of `generate`, and drafting is counted as verification."""
+        stopper = Stopper(settings, self.target, room(self.target, len(prompt_ids), settings.max_new_tokens))
+        answer, clock = Generation(), Clock()
+        more = {} if self._assistant is None else {"assistant_model": self._assistant}
+        rounds = _Rounds(stopper, answer, len(prompt_ids))
+        hf_generate(self.target, prompt_ids, settings, stopper.limit, [rounds], self._config, more)
+        clock.lap("verify")
+        answer.seconds = clock.seconds()
+        return answer
+
+
+class _Rounds(StoppingCriteria):
+    """Gives an answer the new tokens of every round, up to where a stopper ends it."""
+
+    def __init__(self, stopper: Stopper, answer: Generation, prompt: int) -> None:
+        self.stopper, self.answer, self.length = stopper, answer, prompt
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """[1] bool."""
+        new = input_ids[0, self.length :].tolist()
+        self.length += len(new)
+        if new and not self.answer.finish_reason:
+            self.stopper.extend(self.answer, new, [0] * (len(new) - 1) + [-1])
+        return input_ids.new_full((1,), bool(self.answer.finish_reason), dtype=torch.bool)
