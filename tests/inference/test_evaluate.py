@@ -202,27 +202,6 @@ def test_accuracy_is_of_questions_with_a_reference():
     assert table["writing", "vanilla"]["score"] is None
 
 
-def test_columns_are_rows_in_place_of_categories_and_answers_keep_theirs():
-    columns = {1: "multi-turn", 2: "math"}
-    asked = [replace(one, column=columns.get(one.question_id)) for one in QUESTIONS]  # two of category math
-    evaluation = run(
-        {"vanilla": StubEngine()}, [benchmark([*asked, replace(asked[0], question_id=4, category="stem")])]
-    )
-    found = [(row["category"], row["questions"], row["new_tokens"]) for row in result_rows(evaluation, 0)]
-    assert found == [(None, 4, 24), ("multi-turn", 2, 18), ("math", 2, 6)]
-    assert {record.category for record in evaluation.records} == {"writing", "math", "stem"}
-
-
-def test_every_score_has_a_field_of_its_own_and_is_of_last_turns():
-    def score(question, answer):
-        return {"rouge2": len(answer) / 8} if question.question_id == 1 else {"pass_at_1": float(answer == "ih")}
-
-    asked = [replace(one, column=None) for one in QUESTIONS]
-    table = rows(run({"vanilla": StubEngine()}, [replace(benchmark(asked), score=score)]))
-    found = {key: [row[name] for name in ("score", "rouge2", "pass_at_1")] for (key, _), row in table.items()}
-    assert found == {None: [None, 3 / 8, 0.5], "writing": [None, 3 / 8, None], "math": [None, None, 0.5]}
-
-
 def test_a_reference_belongs_to_the_last_turn():
     asked = question(1, None, "ab", "cd", reference="dc")
     table = rows(run({"vanilla": StubEngine()}, [benchmark([asked])]))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import pytest
 
 from draft_heads.data.text.benchmarks import CodeTask, Question
 from draft_heads.inference.evaluation import run_code, scores
+from draft_heads.inference.evaluation.metrics import result_rows
 from draft_heads.inference.evaluation.run_code import CodeLimits, code_of, pass_at_1, program_of
+from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, evaluate, render
 
 TASK = CodeTask(
     prompt='import math\n\n\ndef helper(n):\n    return n + 1\n\n\ndef twice(n):\n    """Two of n."""\n',
@@ -61,6 +64,27 @@ def test_means_are_of_the_answers_that_have_the_score():
         **{"accuracy": None, "rouge2": 0.375},
         **{"pass_at_1": None},
     }
+
+
+def test_columns_are_rows_in_place_of_categories_and_answers_keep_theirs():
+    columns = {1: "multi-turn", 2: "math"}
+    asked = [replace(one, column=columns.get(one.question_id)) for one in QUESTIONS]  # two of category math
+    asked.append(replace(asked[0], question_id=4, category="stem"))
+    evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [benchmark(asked)], render)
+    found = [(row["category"], row["questions"], row["new_tokens"]) for row in result_rows(evaluation, 0)]
+    assert found == [(None, 4, 24), ("multi-turn", 2, 18), ("math", 2, 6)]
+    assert {record.category for record in evaluation.records} == {"writing", "math", "stem"}
+
+
+def test_every_score_has_a_field_of_its_own_and_is_of_last_turns():
+    def score(question, answer):
+        return {"rouge2": len(answer) / 8} if question.question_id == 1 else {"pass_at_1": float(answer == "ih")}
+
+    evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [replace(benchmark(), score=score)], render)
+    found = {
+        row["category"]: [row[name] for name in ("score", "rouge2", "pass_at_1")] for row in result_rows(evaluation, 0)
+    }
+    assert found == {None: [None, 3 / 8, 0.5], "writing": [None, 3 / 8, None], "math": [None, None, 0.5]}
 
 
 def test_code_is_the_first_fenced_block_or_the_text():
