@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ from draft_heads.data.common.files import write_text
 from draft_heads.data.common.processes import own_device
 from draft_heads.data.generation_config import processor_settings, unapplied_settings
 from draft_heads.data.labels.loops import IncrementalStop
+from draft_heads.data.text.benchmarks import Question, load_benchmark
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
+from draft_heads.data.text.known_benchmarks import known_benchmarks, named_benchmark
 from draft_heads.inference.batch import BatchEngine
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.drafters.table import drafters_table
 from draft_heads.inference.engine import DecodingEngine
+from draft_heads.inference.evaluation.answer_files import QuestionKey
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.report import environment
 from draft_heads.inference.generation import GenerationSettings
@@ -28,6 +31,7 @@ from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
 
+BENCHMARKS_HELP = f"{', '.join(known_benchmarks())}; or question files, named as you like (docs/decoding.md)"
 ACCEPTANCE = ("exact", "typical")
 REPORTED = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "acceptance", "seed"),
@@ -78,10 +82,10 @@ def target_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_options(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(description: str | None, arguments: Sequence[str] | None, scored: bool = False) -> argparse.Namespace:
     """The flags of `scripts/evaluate.py` and `scripts/lossless.py`, over the defaults of --config, checked.
 
-    ValueError says rule, value and remedy.
+    scored: also those of answers that are scored. ValueError says rule, value and remedy.
     """
     parser = target_parser(description)
     add = parser.add_argument
@@ -97,7 +101,9 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
         version=drafters_table(),
         help="print all drafters and their options, as Markdown, and end",
     )
-    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="question files, named as you like (docs/decoding.md)")
+    add("--benchmarks", nargs="+", metavar="NAME[=FILE|ID]", help=BENCHMARKS_HELP)
+    if scored:
+        add("--run_code", action="store_true", help="run the code of answers (HumanEval) on this machine, under limits")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
     add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")
@@ -187,16 +193,33 @@ def generation_settings(options: argparse.Namespace) -> GenerationSettings:
 
 
 def parse_benchmarks(arguments: Sequence[str]) -> dict[str, str]:
-    """["mt_bench=FILE"] -> {"mt_bench": "FILE"}; ValueError for another form or a duplicate name."""
+    """["own=FILE", "gsm8k"] -> {"own": "FILE", "gsm8k": the path of its description}, for `load_benchmark`.
+
+    ValueError for an unknown name without a file, for another form and for a duplicate name.
+    """
     files: dict[str, str] = {}
     for text in arguments:
         name, _, path = text.partition("=")
+        name, path = named_benchmark(text) or (name, path)
         if not name or not path:
-            raise ValueError(f"--benchmarks takes NAME=FILE, got {text!r}; write for example mt_bench={text}")
+            raise ValueError(
+                f"--benchmarks takes NAME=FILE, or a known name alone: {', '.join(known_benchmarks())}; got {text!r}; "
+                f"write for example mt_bench={text}"
+            )
         if name in files:
             raise ValueError(f"benchmarks must have different names, {name!r} is given twice")
         files[name] = path
     return files
+
+
+def answered_questions(given: str, answers: Iterable[QuestionKey]) -> tuple[str, list[Question]]:
+    """(benchmark, its questions) of the --questions of recorded answers: a known benchmark's name, or a file.
+
+    A file is read as one of the benchmark that the answers name, for its categories; other projects' name none.
+    """
+    benchmark = next((name for name, _ in answers), None) or "questions"
+    name, source = named_benchmark(given) or (benchmark, given)
+    return name, load_benchmark(name, source)
 
 
 def write_tuned(path: Path, tuned: dict[str, Any], target: Target) -> None:

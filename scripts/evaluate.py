@@ -1,7 +1,7 @@
-"""Measure drafters on benchmarks: β, γ, losslessness, time shares, accuracy.
+"""Measure drafters on benchmarks: β, γ, losslessness, time shares, scores.
 
     python scripts/evaluate.py --target DIR --drafters transformers ctc=RUN/head ctc_raw=RUN/head,tree=raw \\
-        --benchmarks mt_bench=mt_bench.jsonl gsm8k=gsm8k.jsonl --output runs/report
+        --benchmarks mt_bench=mt_bench.jsonl gsm8k --output runs/report
 
 Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to --output.
 Repeat the command to go on with an interrupted run; `torchrun --nproc_per_node N scripts/evaluate.py …` shares the
@@ -17,7 +17,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from draft_heads.configs.options import explain_out_of_memory
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.processes import Processes
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.text.benchmarks import gsm8k_answer, load_benchmark
+from draft_heads.data.text.benchmarks import load_benchmark
+from draft_heads.data.text.known_benchmarks import known_benchmarks
 from draft_heads.data.text.rendering import ConversationError
 from draft_heads.inference.drafters.registry import DrafterSpec
 from draft_heads.inference.evaluation.answer_files import write_answers
@@ -46,6 +47,7 @@ from draft_heads.inference.evaluation.evaluate import (
 from draft_heads.inference.evaluation.hf_assisted import hf_engine, parse_hf_row
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, environment
+from draft_heads.inference.evaluation.scores import Scorer
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
     describe_run,
@@ -60,11 +62,23 @@ from draft_heads.scripts.terminal import show_report
 
 
 def load_benchmarks(options: argparse.Namespace) -> list[Benchmark]:
-    """The first --limit questions of every file; answers to GSM8K problems are scored by their number."""
+    """The first --limit questions of every benchmark."""
+    files = parse_benchmarks(options.benchmarks)
+    return [Benchmark(name, load_benchmark(name, path, options.limit)) for name, path in files.items()]
+
+
+def with_scores(benchmarks: Sequence[Benchmark], run_code: bool, console: Console) -> list[Benchmark]:
+    """The benchmarks with scorers of their answers; a line for each that is not scored though its name is that of one
+    that is."""
     found = []
-    for name, path in parse_benchmarks(options.benchmarks).items():
-        questions = load_benchmark(name, path, options.limit)
-        found.append(Benchmark(name, questions, same_number if questions[0].numeric else None))
+    for benchmark in benchmarks:
+        scorer = Scorer(benchmark.questions, run_code)
+        found.append(replace(benchmark, score=scorer))
+        known = known_benchmarks().get(benchmark.name)
+        missing = not any(question.score for question in benchmark.questions) and known is not None and known.score
+        form = ["its answers are not scored: its rows do not have the published form"] if missing else []
+        for reason in [*scorer.unscored, *form] if Processes.from_environment().rank == 0 else ():
+            console.print(f"{benchmark.name}: {reason}", soft_wrap=True)
     return found
 
 
@@ -79,12 +93,6 @@ def check_questions(target: Target, benchmarks: Sequence[Benchmark]) -> None:
                     target.renderer.prompt(asked[: len(question.opening) + 1], question.extra)
             except ConversationError as error:
                 raise ValueError(f"{benchmark.name}, question {question.question_id}: {error}") from None
-
-
-def same_number(answer: str, reference: str) -> bool:
-    """Whether an answer to a word problem ends with the reference's number."""
-    wanted = gsm8k_answer(reference)
-    return wanted is not None and gsm8k_answer(answer) == wanted
 
 
 def decode_and_judge(
@@ -121,7 +129,7 @@ def decode_and_judge(
         oracle, render = Oracle(target, generation_settings(options)), target.renderer.prompt
         decode(engines, oracle, benchmarks, render, parts, progress, group_size, processes)
         processes.wait()
-        evaluation = None if processes.rank else judge_decoded(engines, oracle, benchmarks, parts, group_size)
+        evaluation = None if processes.rank else judge_decoded(engines, oracle, benchmarks, parts, group_size, progress)
     if evaluation is not None and not evaluation.records:
         raise ValueError(
             f"a prompt and its answer must fit the target's {target.max_positions} positions; none of the "
@@ -171,7 +179,7 @@ def split_rows(words: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[st
 
 def run(options: argparse.Namespace) -> None:
     console = plain_console()
-    benchmarks = load_benchmarks(options)
+    benchmarks = with_scores(load_benchmarks(options), options.run_code, console)
     hf_rows, drafters = split_rows(options.drafters)
     if hf_rows and options.batch_size > 1:
         raise ValueError(
@@ -197,7 +205,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return exit_status(lambda: run(parse_options(__doc__, arguments)))
+    return exit_status(lambda: run(parse_options(__doc__, arguments, scored=True)))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,12 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 from draft_heads.configs.options import add_threads, use_threads
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.common.progress import progress_bar
-from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP, load_chat_tokenizer
 from draft_heads.data.text.rendering import ChatRenderer
 from draft_heads.inference.evaluation.answer_files import read_answers
 from draft_heads.inference.evaluation.replay import match_questions, recorded_turns, replay_all, text_drafters
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output
-from draft_heads.scripts.decoding_options import check_positive, distinct_specs, script_parser
+from draft_heads.scripts.decoding_options import answered_questions, check_positive, distinct_specs, script_parser
 from draft_heads.scripts.terminal import show_report
 
 
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     specs = distinct_specs(options.drafters)
     check_output(options.output, options.overwrite)
     answers = dict(islice(read_answers(options.answers).items(), options.limit))
-    asked = load_benchmark("questions", str(options.questions)) if options.questions else None
+    asked = answered_questions(str(options.questions), answers)[1] if options.questions else None
     questions = match_questions(answers, asked)
     tokenizer = load_chat_tokenizer(options.tokenizer, options.chat_template)
     drafters = text_drafters(specs, tokenizer, options.max_nodes)
@@ -63,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--answers", type=Path, metavar="FILE.jsonl", help="recorded answers in FastChat form")
     add("--tokenizer", metavar="DIR|ID", help="the tokenizer of the target that wrote them")
     add("--chat_template", metavar="NAME|FILE", help=CHAT_TEMPLATE_HELP)
-    add("--questions", type=Path, metavar="FILE.jsonl", help="the questions that were answered")
+    add("--questions", type=Path, metavar="FILE.jsonl|NAME", help="the questions that were answered")
     add("--drafters", nargs="+", metavar="NAME[=[KIND:]PATH[,key=value…]]", help="as in scripts/evaluate.py")
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")

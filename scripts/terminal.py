@@ -16,6 +16,7 @@ from draft_heads.inference.evaluation.report import (
     columns_of,
     few_turns_note,
     overall,
+    scores_note,
     skipped_note,
     write_report,
 )
@@ -25,7 +26,7 @@ def show_report(console: Console, folder: Path, report: dict[str, Any]) -> None:
     """Write the report to `folder`, print its table and the files' paths."""
     pictures = write_report(folder, report)
     console.print(summary_table(report))
-    for note in [*skipped_note(report), *few_turns_note(report), *notes(report["carried_over"])]:
+    for note in [*skipped_note(report), *scores_note(report), *few_turns_note(report), *notes(report["carried_over"])]:
         console.print(note)
     for path in [*pictures, folder / "report.md", folder / "report.json"]:
         console.print(f"  {path}", soft_wrap=True)

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = target_parser(__doc__)
     add = parser.add_argument
     add("--draft_model", help="folder or hub id of the draft model")
-    add("--benchmarks", nargs="+", metavar="NAME=FILE", help="files of questions; each question's first turn is asked")
+    add("--benchmarks", nargs="+", metavar="NAME[=FILE|ID]", help="benchmarks; each question's first turn is asked")
     add("--output", type=Path, help="the JSON to write, for the drafter's option tuned=FILE")
     add("--prompts", type=int, default=16, help="questions of each file, from its end (default 16)")
     add("--new_tokens", type=int, default=64, help="longest answer (default 64)")

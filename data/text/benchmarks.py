@@ -1,9 +1,8 @@
 """Questions from a local file or a hub id, all as `Question`s. The first row says which form the file has:
 
 {"question_id": 81, "category": "writing", "turns": ["…", "…"]}   FastChat, only `turns` is needed
-{"question": "…", "answer": "… #### 42"}                          GSM8K, scored by the number
-{"task_id": "HumanEval/0", "prompt": "…"}                         HumanEval
 {"conversations": [{"from": "human", "value": "…"}, …]}           ShareGPT, or "messages": user turns are asked
+{"question": "…", "answer": "… #### 42"}, …                       one of `data.text.known_benchmarks`
 
 `data.text.row_keys` says which further keys a row may have: a system text, `tools`, `documents` and the like belong to
 every prompt of the question; a key that is unknown, or that nothing reads, is an error.
@@ -13,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from draft_heads.data.text.conversations import turns_of, with_system
 from draft_heads.data.text.final_number import gsm8k_answer
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
+from draft_heads.data.text.known_benchmarks import Description, describe, known_benchmarks
 from draft_heads.data.text.rendering import ConversationError, Messages
 from draft_heads.data.text.row_keys import TURN_LISTS, further_of_row, message_of, without_none
 
@@ -26,24 +27,41 @@ __all__ = ["BenchmarkError", "Question", "gsm8k_answer", "load_benchmark"]
 
 
 @dataclass(frozen=True)
+class CodeTask:
+    """A function to write in Python: the beginning of its file, its name, and a text that defines `check(function)`."""
+
+    prompt: str
+    entry_point: str
+    test: str
+
+
+@dataclass(frozen=True)
 class Question:
     """One question: `turns` are the user's messages, `reference` is the correct answer where the file has one.
 
     Its prompts begin with the `system` text where it has one, and `extra` are the chat template's further arguments.
+    `score` says how the answer to the last turn is scored, of `known_benchmarks.SCORES`; None: not at all.
     """
 
     question_id: int | str
     category: str | None
     turns: list[str]
     reference: str | None = None
-    numeric: bool = False  # an answer is right if it ends with the reference's number
+    score: str | None = None
     system: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    column: str | None = None  # the row of a report that counts it, where that is not its category
+    code: CodeTask | None = None
 
     @property
     def opening(self) -> Messages:
         """The messages before the first turn."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    @property
+    def group(self) -> str | None:
+        """The row of a report, of those of its benchmark's parts, that counts it."""
+        return self.category if self.column is None else self.column
 
 
 class BenchmarkError(ValueError):
@@ -51,17 +69,22 @@ class BenchmarkError(ValueError):
 
 
 def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> list[Question]:
-    """The first `limit` questions of a file or hub id; BenchmarkError with file, row and reason for a bad row."""
+    """The first `limit` questions of a file, URL or hub id, or of what a YAML file describes (`known_benchmarks`).
+
+    BenchmarkError with file, row and reason for a bad row.
+    """
+    described, source = describe(name, path_or_hub_id)
+    config, split = (described.config, described.split) if described else (None, None)
     reader: Callable[[dict[str, Any], int], Question] | None = None
     found: dict[int | str, tuple[str, Question]] = {}
-    for row, (place, record) in enumerate(islice(read_rows(path_or_hub_id, config=_HUB_CONFIG.get(name)), limit)):
+    for row, (place, record) in enumerate(islice(read_rows(source, split, config), limit)):
         try:
             if isinstance(record, MalformedJson):
                 raise BenchmarkError(str(record))
             if not isinstance(record, dict):
                 raise BenchmarkError(f"a row is an object, received {_describe(record)}")
             record = without_none(record)
-            reader = reader or _reader_of(record)
+            reader = reader or _reader_of(record, described)
             question = reader(record, row)
             if not isinstance(question.question_id, int | str):
                 raise BenchmarkError(f"an id is a number or a text, received {_describe(question.question_id)}")
@@ -75,28 +98,34 @@ def load_benchmark(name: str, path_or_hub_id: str, limit: int | None = None) -> 
                     "change one"
                 )
         except (BenchmarkError, ConversationError) as error:
-            raise BenchmarkError(f"{path_or_hub_id}, {place}: {error}") from None
+            raise BenchmarkError(f"{source}, {place}: {error}") from None
+        if described:
+            question = replace(question, column=described.columns.get(question.category or ""))
         found[question.question_id] = place, question
     if not found:
-        raise BenchmarkError(f"{path_or_hub_id} holds no question; pass a file with at least one")
+        raise BenchmarkError(f"{source} holds no question; pass a file with at least one")
     return [question for _, question in found.values()]
 
 
-def _reader_of(record: dict[str, Any]) -> Callable[[dict[str, Any], int], Question]:
-    """The reader of the form that a file's first row has."""
+def _reader_of(record: dict[str, Any], described: Description | None) -> Callable[[dict[str, Any], int], Question]:
+    """The reader of the form that a file's first row has: the benchmark's own, if it has one, before any other."""
+    if described and described.has_form_of(record):
+        return partial(_described, described)
     turns, prompt = record.get("turns"), record.get("prompt")
     messages = isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt)
     if messages or (not isinstance(turns, list) and any(key in record for key in TURN_LISTS)):
         return _conversation
     if "turns" in record or isinstance(prompt, list):
         return _fastchat
-    for keys, reader in ((("question", "answer"), _gsm8k), (("task_id", "prompt"), _humaneval)):
-        if set(keys) <= set(record):
-            return reader
+    forms = {name: known for name, known in known_benchmarks().items() if known.prompt is not None}
+    for known in forms.values():
+        if known.has_form_of(record):
+            return partial(_described, known)
+    listed = ", ".join(f"{' and '.join(map(repr, known.keys))} ({name})" for name, known in forms.items())
     raise BenchmarkError(
-        "a file of questions has rows with 'turns' (FastChat), 'question' and 'answer' (GSM8K), 'task_id' and 'prompt' "
-        "(HumanEval), 'conversations' or 'messages' (their user turns are asked); received the keys: "
-        f'{", ".join(record) or "none"}; write {{"turns": ["…"]}}'
+        f"a file of questions has rows with 'turns' (FastChat), 'conversations' or 'messages' (their user turns are "
+        f"asked), {listed}; received the keys: "
+        f'{", ".join(record) or "none"}; write {{"turns": ["…"]}}, or describe the file in a YAML file'
     )
 
 
@@ -114,21 +143,28 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
     return Question(question_id, record.get("category"), list(turns), reference, **rest)
 
 
-def _gsm8k(record: dict[str, Any], row: int) -> Question:
-    question, answer = _text(record, "question"), _text(record, "answer")
-    if gsm8k_answer(answer) is None:
+def _described(known: Description, record: dict[str, Any], row: int) -> Question:
+    """A row whose keys a known benchmark's file names; what is not scored needs no reference."""
+    for key in known.keys:
+        if key != known.reference or known.score:
+            _text(record, key)
+    asked, reference, code, score = known.prompt_of(record), None, None, known.score
+    if known.reference is not None:
+        needed = known.score in ("accuracy", "rouge2")
+        reference = _text(record, known.reference) if needed else record.get(known.reference)
+    if score == "accuracy" and gsm8k_answer(str(reference)) is None:
         raise BenchmarkError(
             "the answer of a GSM8K problem ends with its number, as in '#### 42', by which answers are scored; this "
-            f'one ends with {answer[-40:]!r}; add the number, or write {{"turns": ["…"]}}, which is not scored'
+            f'one ends with {str(reference)[-40:]!r}; add the number, or write {{"turns": ["…"]}}, which is not scored'
         )
-    rest = _system_and_extra(record, [question], {"question", "answer"})
-    return Question(record.get("question_id", row), record.get("category"), [question], answer, numeric=True, **rest)
-
-
-def _humaneval(record: dict[str, Any], row: int) -> Question:
-    task_id, prompt = _text(record, "task_id"), _text(record, "prompt")
-    rest = _system_and_extra(record, [prompt], {"prompt", "canonical_solution", "entry_point", "test"})
-    return Question(task_id, None, [prompt], record.get("canonical_solution"), **rest)
+    if score == "pass_at_1":
+        if "test" in record or "entry_point" in record:
+            code = CodeTask(*(_text(record, key) for key in ("prompt", "entry_point", "test")))
+        else:
+            score = None  # nothing to test an answer with
+    rest = _system_and_extra(record, [asked], known.used)
+    question_id = record.get(known.id or "question_id", row)
+    return Question(question_id, record.get("category"), [asked], reference, score, code=code, **rest)
 
 
 def _conversation(record: dict[str, Any], row: int) -> Question:
@@ -169,9 +205,6 @@ def _system_and_extra(record: dict[str, Any], turns: Sequence[Any], used: Collec
     if further.unknown:
         raise BenchmarkError(f"{further.unknown[0]}; take it out")
     return {"system": further.system, "extra": further.extra}
-
-
-_HUB_CONFIG = {"gsm8k": "main"}
 
 
 def _text(record: dict[str, Any], key: str) -> str:

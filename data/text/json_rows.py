@@ -1,4 +1,4 @@
-"""Rows of JSON arrays, JSONL files (both also as .gz) and datasets, each with its place for error messages.
+"""Rows of JSON arrays, JSONL files (both also as .gz, files also by URL) and datasets, with places for error messages.
 
 Rows of datasets are without the keys that are None. Rows count from 1. A row's place is `line 3` in a JSONL file,
 `row 3` in an array and `row 3 of split train` in a dataset.
@@ -7,8 +7,11 @@ Rows of datasets are without the keys that are None. Rows count from 1. A row's 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
+import urllib.error
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from itertools import chain
@@ -20,7 +23,7 @@ _OTHER_FORMATS = {
     *(".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xml", ".yaml", ".yml", ".pkl", ".npy", ".xls", ".xlsx"),
     *(".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".gz", ".bz2", ".xz", ".zst", ".safetensors"),
 }
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
 
 
 class MalformedJson(ValueError):
@@ -29,6 +32,8 @@ class MalformedJson(ValueError):
 
 def check_source(source: str) -> None:
     """FileNotFoundError or ValueError for a path whose name says that `read_rows` cannot read it; hub ids pass."""
+    if _is_url(source):
+        return
     path = Path(source)
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     suffix = (suffix or path.suffix).lower()
@@ -40,12 +45,15 @@ def check_source(source: str) -> None:
 
 
 def read_rows(source: str, split: str | None = None, config: str | None = None) -> Iterator[tuple[str, Any]]:
-    """(place, record) of every row of a file, dataset folder or hub id, read only as far as the caller iterates.
+    """(place, record) of every row of a file, URL, dataset folder or hub id, read as far as the caller iterates.
 
     For a malformed JSONL line the record is a MalformedJson. Nothing after a malformed row of an array can be read, so
     there MalformedJson is raised, as it is for an empty file. `split` None takes `test`, else the first.
     """
     check_source(source)
+    if _is_url(source):
+        yield from _url_rows(source)
+        return
     if not Path(source).is_file():
         yield from _dataset_rows(source, split, config)
         return
@@ -57,7 +65,22 @@ def read_rows(source: str, split: str | None = None, config: str | None = None) 
         raise MalformedJson(f"{path} is damaged or cut short ({error}); copy it again") from None
 
 
-def _file_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _is_url(source: str) -> bool:
+    return source.startswith(("https://", "http://"))
+
+
+def _url_rows(url: str) -> Iterator[tuple[str, Any]]:
+    """The rows of a JSON or JSONL file on a web server, which is read whole."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            content = answer.read()
+        content = gzip.decompress(content) if content.startswith(_GZIP) else content
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # no network, no such file, a damaged one
+        raise ValueError(f"{url} cannot be read ({error}); copy the file here and pass it as NAME=FILE") from None
+    yield from _file_rows(url, io.BytesIO(content))
+
+
+def _file_rows(path: Path | str, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     lines = enumerate(file, start=1)
     start, first = next((one for one in lines if one[1].removeprefix(_BYTE_ORDER_MARK).strip()), (0, b""))
     if not start:
@@ -85,7 +108,7 @@ def _parsed_line(line: bytes) -> Any:
         return MalformedJson(f"JSON that cannot be read: {error}")
 
 
-def _array_rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def _array_rows(path: Path | str, text: str) -> Iterator[tuple[str, Any]]:
     decoder, row = json.JSONDecoder(), 0
     position = _skip_space(text, text.index("[") + 1)
     try:
@@ -125,6 +148,10 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
             if Path(source).is_dir() and config not in datasets.get_dataset_config_names(source):
                 config = None  # a hub dataset's; this folder has other parts, or none
             loaded = datasets.load_dataset(source, name=config)
+        except ConnectionError as error:
+            raise ValueError(
+                f"{source} is no local file, and the hub cannot be reached ({error}); pass a copy as NAME=FILE"
+            ) from error
         except (datasets.exceptions.DatasetsError, FileNotFoundError) as error:
             found = "folder" if Path(source).is_dir() else "hub id"
             raise ValueError(

@@ -40,7 +40,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """One answered turn; `difference` is None before judging and when the answer equals the oracle's."""
+    """One answered turn; `difference` is None before judging and when the answer equals the oracle's.
+
+    `scores` are filled in when it is judged: empty but for the last turns of questions that are scored.
+    """
 
     benchmark: str
     question: int  # index in its benchmark
@@ -51,7 +54,7 @@ class TurnRecord:
     prompt: Prompt
     text: str
     generation: Generation
-    correct: bool | None = None
+    scores: dict[str, float] = field(default_factory=dict)
     difference: Difference | None = None
 
 

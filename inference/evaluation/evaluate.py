@@ -49,11 +49,11 @@ Render = Callable[[Messages, Extra], list[int]]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Named questions; `is_correct(answer, reference)` scores the last turn where a reference is given."""
+    """Named questions; `score(question, answer)` gives the scores of the answer to a question's last turn, by name."""
 
     name: str
     questions: Sequence[Question]
-    is_correct: Callable[[str, str], bool] | None = None
+    score: Callable[[Question, str], dict[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,12 @@ def judge_decoded(
     benchmarks: Sequence[Benchmark],
     store: DecodedFolder,
     group_size: int = 1,
+    progress: Progress = lambda stage, done, of: None,
 ) -> Evaluation:
-    """All groups together, every turn judged against the oracle's answer; ValueError if a group is missing."""
+    """All groups together, every turn judged against the oracle's answer and scored where its benchmark has scores.
+
+    ValueError if a group is missing.
+    """
     found = []
     for group in groups_of(benchmarks, group_size):
         decoded = store.get(group)
@@ -158,7 +162,12 @@ def judge_decoded(
         oracle.add_answers(decoded.expected)
         found.append(decoded)
     records = [record for decoded in found for record in decoded.records]
-    turns = [replace(turn, difference=judge(oracle, turn.prompt, turn.generation.tokens)) for turn in records]
+    turns, named = list[TurnRecord](), {benchmark.name: benchmark for benchmark in benchmarks}
+    for turn in records:
+        progress("judging", len(turns), len(records))
+        difference = judge(oracle, turn.prompt, turn.generation.tokens)
+        turns.append(replace(turn, difference=difference, scores=scores_of(turn, named[turn.benchmark])))
+    progress("judging", len(records), len(records))
     drafters = drafters_of(engines)
     carried = carried_over(drafters, records, runs=len({decoded.run for decoded in found}))
     first = {name: alike[0] for name, alike in drafters.items()}
@@ -166,6 +175,13 @@ def judge_decoded(
     lossy = frozenset(name for name, drafter in first.items() if typical and drafter.max_nodes)
     facts: dict[str, Any] = {"findings": total_findings(found), "carried_over": carried, "lossy": lossy}
     return Evaluation(benchmarks, tuple(engines), turns, oracle.measured_noise, **(described(first) | facts))
+
+
+def scores_of(record: TurnRecord, benchmark: Benchmark) -> dict[str, float]:
+    """The scores of a turn by name, which only a question's last one has."""
+    question = benchmark.questions[record.question]
+    last = record.turn == len(question.turns) - 1
+    return benchmark.score(question, record.text) if benchmark.score is not None and last else {}
 
 
 def described(drafters: Mapping[str, Drafter]) -> dict[str, dict[str, Any]]:
@@ -224,11 +240,9 @@ def answer_questions(
                 continue
             text = oracle.target.answer_text(generation.tokens)
             messages[index].append({"role": "assistant", "content": text})
-            question, correct = benchmark.questions[index], None
-            if benchmark.is_correct and question.reference is not None and turn == len(question.turns) - 1:
-                correct = benchmark.is_correct(text, question.reference)
+            question = benchmark.questions[index]
             which = index, question.question_id, question.category, turn
-            answered[index].append(TurnRecord(benchmark.name, *which, name, prompt, text, generation, correct))
+            answered[index].append(TurnRecord(benchmark.name, *which, name, prompt, text, generation))
     return [record for turns in answered.values() for record in turns]
 
 

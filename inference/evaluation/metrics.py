@@ -1,4 +1,4 @@
-"""From answered turns to the rows of `report.json`: beta, gamma, time shares, losslessness, accuracy.
+"""From answered turns to the rows of `report.json`: beta, gamma, time shares, losslessness, scores.
 
 Suffixes: B bootstrap samples, Q questions.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, VANILLA, Evaluation
 from draft_heads.inference.evaluation.lossless import LosslessCounts
+from draft_heads.inference.evaluation.scores import mean_scores
 
 BOOTSTRAP_SAMPLES = 2000
 OUTPUT_SPAN = 128
@@ -41,15 +42,15 @@ def shown_names(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
-    """One row per benchmark and drafter (category None), and one for each category of the benchmark."""
+    """One row per benchmark and drafter (category None), and one for each category or column of the benchmark."""
     rows, plain = [], plain_loop(evaluation)
     for benchmark in evaluation.benchmarks:
         own = [record for record in evaluation.records if record.benchmark == benchmark.name]
-        for category in dict.fromkeys([None, *(question.category for question in benchmark.questions)]):
-            questions = [q for q in benchmark.questions if category in (None, q.category)]
+        for category in dict.fromkeys([None, *(question.group for question in benchmark.questions)]):
+            questions = [q for q in benchmark.questions if category in (None, q.group)]
             by_drafter: dict[str, list[TurnRecord]] = {drafter: [] for drafter in evaluation.drafters}
             for record in own:
-                if category in (None, record.category):
+                if category in (None, benchmark.questions[record.question].group):
                     by_drafter[record.drafter].append(record)
             baselines = by_drafter.get(plain, []), by_drafter.get(TRANSFORMERS, [])
             for drafter, records in by_drafter.items():
@@ -83,7 +84,7 @@ def result_row(
     turns + skipped = all turns of the questions: a turn that does not fit the context ends its question. Turns without
     seconds are replayed: they were neither timed nor compared, so those figures are None.
     """
-    turns, scored = len(records), [record.correct for record in records if record.correct is not None]
+    turns, scores = len(records), mean_scores([record.scores for record in records])
     new_tokens = sum(len(record.generation.tokens) for record in records)
     steps = sum(record.generation.target_steps for record in records)
     decoded = all(record.generation.seconds for record in records)
@@ -109,7 +110,8 @@ def result_row(
         "beta_by_output_position": beta_by_output_position(records),
         "beta_by_context_length": beta_by_context_length(records),
         "beta_by_turn": beta_by_turn(records),
-        "score": {"accuracy": sum(scored) / len(scored)} if scored else None,
+        "score": None if scores["accuracy"] is None else {"accuracy": scores["accuracy"]},
+        **{name: value for name, value in scores.items() if name != "accuracy"},
     }
 
 

@@ -18,9 +18,10 @@ from draft_heads.data.generation_config import settings_text
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS, Evaluation
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, plain_loop, result_rows, shown_name, shown_names
+from draft_heads.inference.evaluation.scores import SCORES, TITLES
 
 PICTURES = ("speedup.png", "accepted_length.png", "time_share.png")
-HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "accuracy")
+HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "score")
 REPLAY_PICTURES = ("accepted_length.png",)
 REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
 OVER_TRANSFORMERS = "over transformers"
@@ -127,11 +128,23 @@ def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
         OVER_TRANSFORMERS: f"{number(row['over_transformers'])}×",
         "tokens/s": number(row["tokens_per_second"], ".1f"),
         "lossless": lossless_cell(row["lossless"]),
-        "accuracy": "–" if row["score"] is None else f"{row['score']['accuracy']:.1%}",
+        "score": number(score_of(row)[1], ".1%"),
         "new tokens": f"{row['new_tokens']:,}",
         "target steps": f"{row['target_steps']:,}",
     }
     return [figures[column] for column in columns]
+
+
+def score_of(row: dict[str, Any]) -> tuple[str, float | None]:
+    """(title, value) of the score that a row has; ("", None) of a row without one."""
+    found = {name: row.get(name) for name in SCORES} | (row["score"] or {})
+    return next(((TITLES[name], value) for name, value in found.items() if value is not None), ("", None))
+
+
+def scores_note(report: dict[str, Any]) -> list[str]:
+    """A sentence that names the score of each benchmark, if one is scored."""
+    titles = {row["benchmark"]: title for row in overall(report["results"]) if (title := score_of(row)[0])}
+    return [f"Score: {', '.join(f'{title} of {name}' for name, title in titles.items())}."] if titles else []
 
 
 def lossless_cell(counts: dict[str, int] | None) -> str:
@@ -176,6 +189,7 @@ def markdown(report: dict[str, Any]) -> str:
             *("# Evaluation", setting_sentence(report), table),
             *skipped_note(report),
             EXPLANATION.format_map(report["settings"] | {"interval": interval}),
+            *scores_note(report),
             *few_turns_note(report),
             *notes(report["carried_over"]),
             *([EXPLANATION_TRANSFORMERS] if both else []),

@@ -101,4 +101,8 @@ QUESTIONS = [
 
 
 def benchmark(questions=None, name="bench"):
-    return Benchmark(name, questions or QUESTIONS, lambda answer, reference: answer == reference)
+    return Benchmark(name, questions or QUESTIONS, same_text)
+
+
+def same_text(question, answer):
+    return {} if question.reference is None else {"accuracy": float(answer == question.reference)}

@@ -39,7 +39,7 @@ ROW_KEYS = {
         "target_steps",
     ),
     *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
-    *("accept_length_histogram", "score", "over_transformers", "accepted_by_source"),
+    *("accept_length_histogram", "score", "rouge2", "pass_at_1", "over_transformers", "accepted_by_source"),
     *("acceptance_by_position", "beta_by_output_position", "beta_by_context_length", "beta_by_turn"),
 }
 
@@ -81,6 +81,7 @@ def test_the_folder_holds_tables_pictures_and_the_report(tmp_path, report):
 
 def test_report_md_shows_the_figures(report):
     text = markdown(report)
+    assert "Score: accuracy of bench." in text
     assert "With fewer than 20 answered turns" in text and "bench 4, other 1" in text
     assert "| bench | fast | 1.50 | 2.50× | 2.50–2.50 | 250.0 | 4/4 | 50.0% |" in text
     assert "| bench | broken | 1.00 | 1.00× | 1.00–1.00 | 100.0 | 0/4, 4 UNEXPLAINED | 0.0% |" in text
@@ -97,7 +98,7 @@ def test_a_column_shows_speed_over_transformers_where_it_was_run(report):
     assert [rows[None, name]["over_transformers"] for name in engines] == pytest.approx([2.0, 1.0, 5.0])
     assert rows["math", "fast"]["over_transformers"] == pytest.approx(5.0)
     text = markdown(beside)
-    assert "| benchmark | drafter | β | γ | 95 % | over transformers | tokens/s | lossless | accuracy |" in text
+    assert "| benchmark | drafter | β | γ | 95 % | over transformers | tokens/s | lossless | score |" in text
     assert "| bench | transformers | 1.00 | 0.50× | 0.50–0.50 | 1.00× | 50.0 | 4/4 | 50.0% |" in text
     assert "| bench | fast | 1.50 | 2.50× | 2.50–2.50 | 5.00× | 250.0 | 4/4 | 50.0% |" in text
     assert "over transformers: its seconds per token" in text

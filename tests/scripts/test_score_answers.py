@@ -75,7 +75,27 @@ def test_questions_without_id_are_numbered_from_zero(tmp_path, capsys):
     questions = write(tmp_path / "q.jsonl", [{"question": "2 + 2?", "answer": "#### 4"}])
     options = ["--answers", answers, "--baseline", answers, "--questions", questions]
     assert score_answers.main(options) == 0
-    assert table(capsys) == {"all": ["1", "4.00", "2.00", "1.00", "1/1"]}
+    assert table(capsys) == {"all": ["1", "4.00", "2.00", "1.00", "1/1", "0.0%"]}
+
+
+def test_questions_are_those_of_the_benchmark_that_our_own_files_name(tmp_path, capsys):
+    ours = [{**row(number, ["x"], [4], [1.0], idxs=[1]), "benchmark": "spec_bench"} for number in (0, 1)]
+    answers = write(tmp_path / "a.jsonl", ours)
+    tasks = [
+        {"question_id": 0, "category": "stem", "turns": ["a"]},
+        {"question_id": 1, "category": "rag", "turns": ["a"]},
+    ]
+    given = ["--answers", answers, "--baseline", answers, "--questions"]
+    assert score_answers.main([*given, write(tmp_path / "q.jsonl", tasks)]) == 0
+    assert list(table(capsys)) == ["multi-turn", "RAG", "all"]
+    (tmp_path / "sums.yaml").write_text("source: p.jsonl\nkeys: [q, a]\nprompt: '{q}'\nreference: a\nscore: accuracy\n")
+    write(tmp_path / "p.jsonl", [{"q": "2 + 2?", "a": "4"}, {"q": "2 + 3?", "a": "5"}])
+    ours[1]["choices"][0]["turns"] = ["It is 5."]
+    assert (
+        score_answers.main([*given[:1], write(tmp_path / "b.jsonl", ours), *given[2:], str(tmp_path / "sums.yaml")])
+        == 0
+    )
+    assert table(capsys)["all"] == ["2", "4.00", "2.00", "1.00", "1/2", "50.0%"]
 
 
 def test_a_turn_without_a_step_after_the_prefill_has_no_idxs_ratio(tmp_path, capsys):

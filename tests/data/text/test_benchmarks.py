@@ -1,6 +1,7 @@
 """Benchmark readers and the number rule of word problems."""
 
 import json
+import re
 from decimal import Decimal
 
 import datasets
@@ -20,10 +21,10 @@ def test_fastchat_questions_keep_their_turns(tmp_path):
         {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
         {"question_id": 82, "category": "math", "turns": ["1+1?"], "reference": ["2", "two"]},
     )
-    for name in ("mt_bench", "vicuna_bench", "spec_bench"):
+    for name, column in (("mt_bench", None), ("vicuna_bench", None), ("spec_bench", "multi-turn")):
         assert load_benchmark(name, file) == [
-            Question(81, "writing", ["Write.", "Rewrite."], None),
-            Question(82, "math", ["1+1?"], "2\n\ntwo"),
+            Question(81, "writing", ["Write.", "Rewrite."], None, column=column),
+            Question(82, "math", ["1+1?"], "2\n\ntwo", column=column),
         ]
 
 
@@ -39,9 +40,14 @@ def test_every_list_of_turns_is_a_conversation_and_none_is_absent(tmp_path):
 
 def test_word_problems_and_code_prompts(tmp_path):
     file = write(tmp_path / "g.jsonl", {"question": "2+2?", "answer": "2+2=4\n#### 4"})
-    assert load_benchmark("gsm8k", file) == [Question(0, None, ["2+2?"], "2+2=4\n#### 4", numeric=True)]
+    assert load_benchmark("gsm8k", file) == [Question(0, None, ["2+2?"], "2+2=4\n#### 4", score="accuracy")]
     file = write(tmp_path / "h.jsonl", {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "  pass"})
-    assert load_benchmark("humaneval", file) == [Question("HumanEval/0", None, ["def f():"], "  pass")]
+    (question,) = load_benchmark("humaneval", file)
+    assert (question.question_id, question.reference, question.score) == ("HumanEval/0", "  pass", None)
+    assert (
+        question.turns[0].startswith("Complete this Python function.")
+        and "```python\ndef f():\n```" in question.turns[0]
+    )
 
 
 def test_user_turns_of_conversations_are_asked(tmp_path):
@@ -68,7 +74,7 @@ def test_a_system_text_and_further_arguments_belong_to_every_prompt_of_a_questio
     ]
     for number, form in enumerate(forms):
         (question,) = load_benchmark("own", write(tmp_path / f"{number}.jsonl", form | further))
-        assert (question.turns[0], question.extra) == ("a", {"tools": TOOLS})
+        assert re.search(r"^a$", question.turns[0], re.MULTILINE) and question.extra == {"tools": TOOLS}
         assert question.opening == [{"role": "system", "content": "Be brief."}]
         plain = load_benchmark("own", write(tmp_path / f"{number}.jsonl", form))[0]
         assert (plain.opening, plain.extra) == ([], {})

@@ -1,0 +1,89 @@
+"""Scores of answers against their questions: accuracy of word problems, ROUGE-2 of summaries, pass@1 of code.
+
+The figures are those of the last turn of each question, between 0 and 1; a report has their means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from draft_heads.data.text.benchmarks import Question, gsm8k_answer
+from draft_heads.data.text.known_benchmarks import SCORES
+from draft_heads.inference.evaluation.run_code import check_machine, pass_at_1
+
+TITLES = dict(zip(SCORES, ("accuracy", "ROUGE-2 (F)", "pass@1")))
+"""What reports call the scores."""
+
+
+class Scorer:
+    """Scores answers, each text to a question once; drafters that are lossless share the target's.
+
+    run_code: whether code from answers may be run on this machine, without which `pass_at_1` is not scored. ValueError
+    if it may and the machine cannot limit it.
+    """
+
+    def __init__(self, questions: Iterable[Question], run_code: bool = False) -> None:
+        self._run_code = run_code
+        self._known: dict[tuple[int | str, str], dict[str, float]] = {}
+        wanted = {question.score for question in questions}
+        self.unscored = [reason for score in SCORES if score in wanted and (reason := self._why_not(score))]
+        if run_code and "pass_at_1" in wanted:
+            check_machine()
+
+    def __call__(self, question: Question, answer: str) -> dict[str, float]:
+        """{name of the score: value} of the answer to a question's last turn; empty if it is not scored."""
+        if question.score is None or self._why_not(question.score):
+            return {}
+        key = question.question_id, answer
+        if key not in self._known:
+            self._known[key] = {question.score: _value(question, answer)}
+        return self._known[key]
+
+    def _why_not(self, score: str) -> str | None:
+        """A sentence on why answers cannot be scored here."""
+        if score == "pass_at_1" and not self._run_code:
+            return "pass@1 is not scored: it runs the model's code on this machine, which --run_code allows"
+        if score == "rouge2" and rouge_scorer() is None:
+            return "ROUGE-2 is not scored: it needs the package rouge-score; run `pip install rouge-score`"
+        return None
+
+
+def _value(question: Question, answer: str) -> float:
+    if question.score == "accuracy":
+        return float(same_number(answer, str(question.reference)))
+    if question.score == "rouge2":
+        return rouge2(answer, str(question.reference))
+    assert question.code is not None
+    return pass_at_1(answer, question.code)
+
+
+def same_number(answer: str, reference: str) -> bool:
+    """Whether an answer to a word problem ends with the reference's number."""
+    wanted = gsm8k_answer(reference)
+    return wanted is not None and gsm8k_answer(answer) == wanted
+
+
+def rouge2(answer: str, reference: str) -> float:
+    """ROUGE-2 F of a summary: the harmonic mean of the shares of common word pairs, words stemmed."""
+    scorer = rouge_scorer()
+    assert scorer is not None
+    return float(scorer(reference, answer)["rouge2"].fmeasure)
+
+
+@cache
+def rouge_scorer() -> Callable[[str, str], dict[str, Any]] | None:
+    """`score(reference, answer)` of the package rouge-score, None if it is not installed."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer  # takes a second
+    except ImportError:
+        return None
+    score: Callable[[str, str], dict[str, Any]] = RougeScorer(["rouge2"], use_stemmer=True).score
+    return score
+
+
+def mean_scores(scores: Sequence[dict[str, float]]) -> dict[str, float | None]:
+    """The mean of every score over the answers that have it, None where none has."""
+    values = {name: [one[name] for one in scores if name in one] for name in SCORES}
+    return {name: sum(each) / len(each) if each else None for name, each in values.items()}

@@ -1,0 +1,205 @@
+"""Scores worked out by hand, and code of answers that must not harm the machine."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draft_heads.data.text.benchmarks import CodeTask, Question
+from draft_heads.inference.evaluation import run_code, scores
+from draft_heads.inference.evaluation.metrics import result_rows
+from draft_heads.inference.evaluation.run_code import CodeLimits, code_of, pass_at_1, program_of
+from tests.inference.stub_engine import QUESTIONS, StubEngine, StubOracle, benchmark, evaluate, render
+
+TASK = CodeTask(
+    prompt='import math\n\n\ndef helper(n):\n    return n + 1\n\n\ndef twice(n):\n    """Two of n."""\n',
+    entry_point="twice",
+    test="def check(candidate):\n    assert candidate(3) == 6 and candidate(0) == 0\n",
+)
+LIMITS = CodeLimits(wall_seconds=3.0, cpu_seconds=1, memory_bytes=1 << 28, file_bytes=1 << 16)
+WHOLE = "def twice(n):\n    return math.floor(helper(2 * n)) - 1\n"
+
+
+def test_rouge_2_is_the_f_of_shared_word_pairs():
+    pytest.importorskip("rouge_score")
+    # answer: the-cat cat-sat sat-on on-a a-mat; reference: the-cat cat-sat sat-on on-the the-mat; 3 of 5, 3 of 5
+    assert scores.rouge2("The cat sat on a mat.", "the cat sat on the mat") == pytest.approx(0.6)
+    # 1 of 2 pairs of the answer, 1 of 5 of the reference: 2 · 0.5 · 0.2 / 0.7
+    assert scores.rouge2("a cat sat", "the cat sat on the mat") == pytest.approx(0.2 / 0.7)
+    assert scores.rouge2("cats sitting", "cat sits") == 1.0  # stems
+    assert scores.rouge2("", "the cat") == scores.rouge2("cat", "cat") == 0.0
+
+
+def test_accuracy_is_of_the_final_number():
+    scorer = scores.Scorer(asked := [Question(1, None, ["a"], "#### 4", "accuracy"), Question(2, None, ["a"], "x")])
+    assert [scorer(asked[0], text) for text in ("2 + 2 = 4", "So 5.")] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
+    assert scorer(asked[1], "x") == {} and scorer.unscored == []
+
+
+def test_what_cannot_be_scored_is_told_and_left_out(monkeypatch):
+    asked = [Question(1, None, ["a"], "b", "rouge2"), Question(2, None, ["a"], score="pass_at_1", code=TASK)]
+    monkeypatch.setattr(scores, "rouge_scorer", lambda: None)
+    monkeypatch.setattr(scores, "pass_at_1", lambda *_: pytest.fail("code ran unasked"))
+    scorer = scores.Scorer(asked)
+    assert [scorer(question, "b c") for question in asked] == [{}, {}]
+    assert [reason.partition(":")[0] for reason in scorer.unscored] == ["ROUGE-2 is not scored", "pass@1 is not scored"]
+    assert "pip install rouge-score" in scorer.unscored[0] and "--run_code allows" in scorer.unscored[1]
+
+
+def test_each_answer_is_scored_once(monkeypatch):
+    ran = []
+    monkeypatch.setattr(scores, "pass_at_1", lambda answer, task: ran.append(answer) or 1.0)
+    question = Question(1, None, ["a"], score="pass_at_1", code=TASK)
+    scorer = scores.Scorer([question], run_code=True)
+    assert [scorer(question, text) for text in ("x", "x", "y")] == [{"pass_at_1": 1.0}] * 3 and ran == ["x", "y"]
+
+
+def test_means_are_of_the_answers_that_have_the_score():
+    assert scores.mean_scores([{"rouge2": 0.5}, {}, {"rouge2": 0.25}]) == {
+        **{"accuracy": None, "rouge2": 0.375},
+        **{"pass_at_1": None},
+    }
+
+
+def test_columns_are_rows_in_place_of_categories_and_answers_keep_theirs():
+    columns = {1: "multi-turn", 2: "math"}
+    asked = [replace(one, column=columns.get(one.question_id)) for one in QUESTIONS]  # two of category math
+    asked.append(replace(asked[0], question_id=4, category="stem"))
+    evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [benchmark(asked)], render)
+    found = [(row["category"], row["questions"], row["new_tokens"]) for row in result_rows(evaluation, 0)]
+    assert found == [(None, 4, 24), ("multi-turn", 2, 18), ("math", 2, 6)]
+    assert {record.category for record in evaluation.records} == {"writing", "math", "stem"}
+
+
+def test_every_score_has_a_field_of_its_own_and_is_of_last_turns():
+    def score(question, answer):
+        return {"rouge2": len(answer) / 8} if question.question_id == 1 else {"pass_at_1": float(answer == "ih")}
+
+    evaluation = evaluate({"vanilla": StubEngine()}, StubOracle(), [replace(benchmark(), score=score)], render)
+    found = {
+        row["category"]: [row[name] for name in ("score", "rouge2", "pass_at_1")] for row in result_rows(evaluation, 0)
+    }
+    assert found == {None: [None, 3 / 8, 0.5], "writing": [None, 3 / 8, None], "math": [None, None, 0.5]}
+
+
+def test_code_is_the_first_fenced_block_or_the_text():
+    assert code_of("Here:\n```python\na = 1\n```\nor\n```\nb\n```") == "a = 1\n"
+    assert code_of("```py\n    return 1\n") == "    return 1\n"  # cut at the longest answer
+    assert code_of("    return 1") == "    return 1"
+
+
+def test_an_answer_with_the_function_replaces_it_and_any_other_goes_on():
+    assert program_of(WHOLE, TASK).startswith(f"import math\n\n\ndef helper(n):\n    return n + 1\n\n\n\n{WHOLE}")
+    assert program_of("    return 2 * n", TASK).startswith(f"{TASK.prompt}\n    return 2 * n\n")
+    bare = CodeTask("def twice(n):\n", "twice", TASK.test)  # no docstring: the prompt alone is no Python
+    assert pass_at_1("def twice(n):\n    return 2 * n", bare, LIMITS) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "passes"),
+    [
+        ("    return 2 * n", True),
+        (f"Of course:\n```python\n{WHOLE}```\nIt adds n to itself.", True),
+        ("    return n * n", False),
+        ("I do not know.", False),
+        ("", False),
+        ("    import sys\n    sys.exit(0)", False),  # ends without an error before the test does
+        ("    import os\n    os._exit(0)", False),
+        ("    return int(input())", False),  # no input
+        (f"```python\n{WHOLE}if __name__ == '__main__':\n    twice(input())\n```", True),
+    ],
+)
+def test_an_answer_passes_if_its_code_completes_the_test(answer, passes):
+    assert pass_at_1(answer, TASK, LIMITS) == float(passes)
+
+
+def test_files_of_its_own_folder_may_be_written_and_are_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_code.tempfile, "tempdir", str(tmp_path))
+    lines = ["import os", "assert os.listdir() == []", "def twice(n):", "    with open(f'{n}', 'w') as file:"]
+    lines += ["        file.write('ab' * n)", "    return len(open(f'{n}').read())"]
+    assert pass_at_1("\n".join(lines), TASK, LIMITS) == 1.0
+    assert list(tmp_path.iterdir()) == []
+
+
+HARMFUL = {
+    "loops": "while True:\n        pass",
+    "sleeps": "import time\n    time.sleep(60)",
+    "forks": "import os\n    while True:\n        os.fork()",
+    "catches every error": "import os\n    while True:\n        try: os.fork()\n        except OSError: 0",
+    "starts a program": "import subprocess\n    subprocess.Popen(['sleep', '60'])\n    return 2 * n",
+    "starts threads": "import threading\n    threading.Thread(target=print).start()\n    return 2 * n",
+    "allocates at once": "return len(bytearray(1 << 40))",
+    "allocates bit by bit": "kept = []\n    while True:\n        kept.append(bytearray(1 << 20))",
+    "recurses": "return twice(n)",
+    "writes a large file": "file = open('x', 'wb')\n    while True:\n        file.write(bytes(1 << 20))",
+    "writes many files": "for i in range(1000):\n        open(str(i), 'wb').write(bytes(1000))\n    return 2 * n",
+    "prints endlessly": "while True:\n        print('x' * 1000)",
+    "makes folders": "import os\n    os.mkdir('a')\n    return 2 * n",
+    "kills its parent": "import os, signal\n    os.kill(os.getppid(), signal.SIGKILL)\n    return 2 * n",
+    "deletes": "import os\n    os.remove({victim!r})\n    return 2 * n",
+    "deletes a tree": "import shutil\n    shutil.rmtree({folder!r})\n    return 2 * n",
+    "overwrites": "open({victim!r}, 'w')\n    return 2 * n",
+    "connects": "import socket\n    socket.create_connection(('127.0.0.1', 9))\n    return 2 * n",
+}
+
+
+@pytest.mark.parametrize("deed", HARMFUL)
+def test_code_that_would_harm_fails_and_leaves_nothing_behind(deed, tmp_path, monkeypatch):
+    victim = tmp_path / "kept" / "file"
+    victim.parent.mkdir()
+    victim.write_text("kept")
+    victim.chmod(0o666)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(run_code.tempfile, "tempdir", str(tmp_path / "temporary"))
+    begun, started = [], time.monotonic()
+
+    class Noting(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            begun.append(self.pid)
+
+    monkeypatch.setattr(run_code.subprocess, "Popen", Noting)
+    answer = f"    {HARMFUL[deed].format(victim=str(victim), folder=str(victim.parent))}\n"
+    assert pass_at_1(answer, TASK, LIMITS) == 0.0
+    assert time.monotonic() - started < 30
+    assert victim.read_text() == "kept" and list((tmp_path / "temporary").iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(begun[-1], 0)  # its process group is gone
+
+
+def test_secrets_of_the_environment_are_not_passed_on(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert pass_at_1("    import os\n    assert 'HF_TOKEN' not in os.environ\n    return 2 * n", TASK, LIMITS) == 1.0
+
+
+def test_a_machine_that_does_not_limit_processes_is_refused(monkeypatch, tmp_path):
+    runner = run_code._RUNNER.read_text()
+    (tmp_path / "runner.py").write_text(runner.replace("resource.RLIMIT_NPROC: 1,", ""))
+    monkeypatch.setattr(run_code, "_RUNNER", tmp_path / "runner.py")
+    question = Question(1, None, ["a"], score="pass_at_1", code=TASK)
+    run_code.check_machine.cache_clear()
+    try:
+        with pytest.raises(
+            ValueError, match=r"--run_code .*\(the limit on processes is not enforced\); run as another"
+        ):
+            scores.Scorer([question], run_code=True)
+        (tmp_path / "runner.py").write_text("raise OSError")
+        with pytest.raises(ValueError, match="Python does not start there"):
+            scores.Scorer([question], run_code=True)
+    finally:
+        monkeypatch.undo()
+        run_code.check_machine.cache_clear()
+    scores.Scorer([SimpleNamespace(score="accuracy")], run_code=True)  # nothing to run, nothing to check
+
+
+def test_the_runner_needs_no_package():
+    file = Path(run_code.__file__).with_name("code_runner.py")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import ast; ast.parse(open({str(file)!r}).read())"], check=False
+    )
+    assert done.returncode == 0 and "draft_heads" not in file.read_text()
