@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -191,7 +192,8 @@ def run(options: argparse.Namespace) -> None:
     if evaluation is None:
         return
     write_answers(options.output, list(engines), evaluation.records, evaluation.lossy)
-    report = build_report(evaluation, **describe_run(options, target), seed=options.seed)
+    command = shlex.join(["python", *sys.argv])
+    report = build_report(evaluation, **describe_run(options, target), seed=options.seed, command=command)
     show_report(console, options.output, report)
     parts.clear()
 

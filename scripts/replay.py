@@ -14,6 +14,7 @@ accepted_length.png to --output.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from itertools import islice
 from pathlib import Path
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     given = {name: getattr(options, name) for name in ("tokenizer", "max_nodes", "limit")}
     given["drafters"] = " ".join(options.drafters)
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
-    show_report(console, options.output, build_report(evaluation, None, settings, seed=0))
+    show_report(console, options.output, build_report(evaluation, None, settings, 0, shlex.join(["python", *sys.argv])))
 
 
 def main(arguments: list[str] | None = None) -> int:

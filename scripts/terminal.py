@@ -11,14 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draft_heads.inference.evaluation.carried_over import notes
-from draft_heads.inference.evaluation.report import (
-    cells,
-    columns_of,
-    few_turns_note,
-    overall,
-    skipped_note,
-    write_report,
-)
+from draft_heads.inference.evaluation.report import write_report
+from draft_heads.inference.evaluation.report_text import cells, columns_of, few_turns_note, overall, skipped_note
 
 
 def show_report(console: Console, folder: Path, report: dict[str, Any]) -> None:
