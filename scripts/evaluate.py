@@ -47,6 +47,7 @@ from draft_heads.inference.evaluation.evaluate import (
 from draft_heads.inference.evaluation.hf_assisted import hf_engine, parse_hf_row
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, environment
+from draft_heads.inference.evaluation.samples import sample_answers
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
     describe_run,
@@ -192,8 +193,9 @@ def run(options: argparse.Namespace) -> None:
     if evaluation is None:
         return
     write_answers(options.output, list(engines), evaluation.records, evaluation.lossy)
-    command = shlex.join(["python", *sys.argv])
-    report = build_report(evaluation, **describe_run(options, target), seed=options.seed, command=command)
+    facts = {"seed": options.seed, "command": shlex.join(["python", *sys.argv])}
+    samples = sample_answers(evaluation, engines, target, generation_settings(options))
+    report = build_report(evaluation, **describe_run(options, target), **facts, samples=samples)
     show_report(console, options.output, report)
     parts.clear()
 

@@ -44,6 +44,7 @@ def build_report(
     settings: dict[str, Any],
     seed: int,
     command: str | None = None,
+    samples: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """The content of report.json, with paths relative to the working directory where they are below it.
 
@@ -51,6 +52,7 @@ def build_report(
     settings   of the run
     seed       of the bootstrap
     command    the command line that made the report
+    samples    answers token by token, of `sample_answers`
     """
     results = result_rows(evaluation, seed)
     if settings.get("batch_size", 1) > 1:  # answers decoded together share their seconds by tokens: none has its own
@@ -66,6 +68,7 @@ def build_report(
         "carried_over": evaluation.carried_over,
         "noise": evaluation.noise,
         "environment": environment((target or {}).get("device", "cpu")),
+        "samples": list(samples),
     }
 
 
@@ -103,8 +106,15 @@ def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
         with names_path(folder / name):
             getattr(plots, Path(name).stem)(report).savefig(folder / name, dpi=150)
     write_text(folder / "report.md", markdown(report))
-    write_json(folder / "report.json", report)
+    write_text(folder / "report.json", report_json(report))
     return [folder / name for name in names]
+
+
+def report_json(report: dict[str, Any]) -> str:
+    """The text of report.json: indented, but for the samples, which have thousands of nodes: one in a line."""
+    samples = ",\n    ".join(json.dumps(sample, ensure_ascii=False) for sample in report["samples"])
+    text = json.dumps({key: value for key, value in report.items() if key != "samples"}, indent=2, ensure_ascii=False)
+    return text.removesuffix("\n}") + f',\n  "samples": [{samples}]\n}}\n'
 
 
 def write_json(path: Path, content: Any) -> None:
