@@ -3,7 +3,8 @@
     python scripts/evaluate.py --target DIR --drafters transformers ctc=RUN/head ctc_raw=RUN/head,tree=raw \\
         --benchmarks mt_bench=mt_bench.jsonl gsm8k=gsm8k.jsonl --output runs/report
 
-Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to --output.
+Writes report.html (for a browser, one file), report.md, report.json, speedup.png, accepted_length.png, time_share.png
+and answers/NAME.jsonl to --output.
 Repeat the command to go on with an interrupted run; `torchrun --nproc_per_node N scripts/evaluate.py …` shares the
 questions among N processes. The drafter name `transformers` is the target's own `generate`: a second baseline beside
 vanilla, which takes turns with the drafters and has its own row; the report then has every row's speed over it. So do

@@ -7,8 +7,8 @@ The β is that of greedy decoding of the same answers.
 
 A prompt is the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
 --questions the prompt is only the earlier answers of the conversation. The answers are replayed in the order of the
-file, so a drafter that keeps earlier texts (keep=1) profits from them. Writes report.json, report.md and
-accepted_length.png to --output.
+file, so a drafter that keeps earlier texts (keep=1) profits from them. Writes report.html,
+report.md, report.json and accepted_length.png to --output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of an evaluation in one folder: report.json, report.md and three pictures."""
+"""The report of an evaluation in one folder: report.json, report.md, report.html and three pictures."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from draft_heads.data.common.files import names_path, write_text
 from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import Evaluation
+from draft_heads.inference.evaluation.html.page import page
 from draft_heads.inference.evaluation.metrics import plain_loop, result_rows, shown_names
 from draft_heads.inference.evaluation.report_text import (
     EXPLANATION_TRANSFORMERS,
@@ -98,7 +99,7 @@ def clear_output(folder: Path, finished: str = "report.json") -> None:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
-    """Write pictures, report.md and, last and atomically, report.json; returns the paths of the pictures."""
+    """Write pictures, report.md, report.html and, last, report.json; returns the paths of the pictures."""
     from draft_heads.inference.evaluation import plots  # loading matplotlib takes half a second
 
     names = PICTURES if report["target"] else REPLAY_PICTURES
@@ -106,6 +107,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> list[Path]:
         with names_path(folder / name):
             getattr(plots, Path(name).stem)(report).savefig(folder / name, dpi=150)
     write_text(folder / "report.md", markdown(report))
+    write_text(folder / "report.html", page(report))
     write_text(folder / "report.json", report_json(report))
     return [folder / name for name in names]
 

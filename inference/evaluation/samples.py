@@ -59,6 +59,8 @@ def sample_answers(
                 continue
             question = benchmark.questions[first.question].turns[0]
             names = evaluation.sources.get(drafter) or ("draft",)
+            if tuple(names) == ("draft",):  # a source without a name of its own
+                names = (evaluation.kinds.get(drafter) or drafter,)
             found = sample_answer(first, engines.get(drafter), target, settings, most_tokens)
             facts = {"benchmark": benchmark.name, "question_id": first.question_id, "question": question}
             samples.append({**facts, "drafter": drafter, "source_names": list(names), **found})

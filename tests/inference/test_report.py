@@ -37,7 +37,7 @@ ROW_KEYS = {
         "new_tokens",
         "target_steps",
     ),
-    *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
+    *("wall_seconds", "beta", "beta_ci95", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "over_transformers", "accepted_by_source"),
     *("acceptance_by_position", "beta_by_output_position", "beta_by_context_length", "beta_by_turn"),
 }
