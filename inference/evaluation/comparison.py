@@ -17,8 +17,11 @@ Report = dict[str, Any]
 Reports = Mapping[str, Report]
 
 NEEDED = ("benchmark", "category", "drafter", "questions", "beta", "gamma", "gamma_ci95", "lossless")
-FIGURES = ("questions", "turns", "new_tokens", "target_steps", "beta", "beta_low", "beta_high", "gamma", "gamma_low")
-FIGURES += ("gamma_high", "tokens_per_second", "identical_turns", "near_ties", "unexplained", "accuracy")
+FIGURES = (
+    *("questions", "turns", "new_tokens", "target_steps", "beta", "beta_low", "beta_high"),
+    *("gamma", "gamma_low", "gamma_high", "tokens_per_second"),
+    *("identical_turns", "near_ties", "unexplained", "accuracy"),
+)
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"β": r"$\beta$", "γ": r"$\gamma$", "×": r"$\times$", "–": "--"}
 

@@ -3,8 +3,8 @@
     python scripts/checks/report_page.py runs/quickstart/report --output runs/report_page
 
 Needs Chromium (`apt-get install chromium`). Takes screenshots at phone and desktop width, light and dark, and checks in
-each: no error on the console, nothing wider than the page, every image loads, the token view's counts are those of
-report.json, and a selected step shows its tree. Exits with 1 if anything fails.
+each: no error on the console, nothing wider than the page, every image loads, charts show values on hover, the token
+view's counts are those of report.json, and a selected step shows its tree. Exits with 1 if anything fails.
 """
 
 from __future__ import annotations
@@ -60,14 +60,17 @@ frame.onload = () => {
     }),
     accepted: article.querySelectorAll(".tree rect.node.accepted").length,
   }));
+  page.querySelector("[data-tip]").dispatchEvent(new inside.PointerEvent("pointermove", { bubbles: true }));
   document.getElementById("found").textContent = JSON.stringify({
     failures: inside.failures, width: page.documentElement.scrollWidth, inner: inside.innerWidth,
     overflowing: overflowing.slice(0, 5).map((one) => one.outerHTML.slice(0, 120)),
     broken: [...page.images].filter((image) => !image.complete || !image.naturalWidth).map((image) => image.src),
     background: inside.getComputedStyle(page.body).backgroundColor, samples,
+    tip: page.getElementById("tip").hidden ? "" : text(page.getElementById("tip")),
   });
   for (const article of all("article.sample")) article.querySelectorAll(".step")[SHOWN]?.click();
   page.activeElement.blur();
+  page.getElementById("tip").hidden = true;
   frame.style.height = `${page.documentElement.scrollHeight}px`;
 };
 frame.srcdoc = PAGE;
@@ -111,6 +114,8 @@ def faults(found: dict[str, Any], report: dict[str, Any], theme: str) -> list[st
     wrong += [f"image {source[:80]} does not load" for source in found["broken"]]
     if found["width"] > found["inner"] or found["overflowing"]:
         wrong.append(f"the page is {found['width']} wide in {found['inner']}: {found['overflowing']}")
+    if not found["tip"]:
+        wrong.append("a mark of a chart does not show its value on hover")
     brightness = sum(map(int, re.findall(r"\d+", found["background"])[:3])) / 3
     if (brightness > 127) != (theme == "light"):
         wrong.append(f"the {theme} theme has the background {found['background']}")
