@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TARGET := data/tiny_target
 
-.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines check-tokenizers check-versions clean
+.PHONY: help install quickstart test test-slow fuzz lint lossless survival check-engines check-tokenizers check-versions check-report clean
 
 help:
 	@echo "make quickstart   distil, train two heads, decode, report: the whole job on the embedded target"
@@ -19,6 +19,7 @@ help:
 	@echo "make check-engines  every head and export in a real vLLM (its own environment of 3.5 GB, half an hour)"
 	@echo "make check-tokenizers TOKENIZERS=FOLDER  what is trained with real tokenizers and chat templates"
 	@echo "make check-versions the oldest and the newest libraries of pyproject.toml's ranges (own environments of 13 GB)"
+	@echo "make check-report REPORT=FOLDER  a report.html in Chromium, at phone and desktop width, light and dark"
 	@echo "make clean        remove runs/, build/ and caches; .venv stays"
 
 install: $(READY)
@@ -84,6 +85,11 @@ check-tokenizers: $(READY)
 # Run after a range in pyproject.toml changed; the table that it prints goes into CONTRIBUTING.md.
 check-versions: $(READY)
 	$(BIN)/python scripts/checks/versions.py
+
+# Needs Chromium; screenshots go to runs/report_page.
+REPORT := runs/quickstart/report
+check-report: $(READY)
+	$(BIN)/python scripts/checks/report_page.py $(REPORT)
 
 clean:
 	rm -rf runs build .pytest_cache .mypy_cache .ruff_cache

@@ -3,7 +3,8 @@
     python scripts/evaluate.py --target DIR --drafters transformers ctc=RUN/head ctc_raw=RUN/head,tree=raw \\
         --benchmarks mt_bench=mt_bench.jsonl gsm8k --output runs/report
 
-Writes report.json, report.md, speedup.png, accepted_length.png, time_share.png and answers/NAME.jsonl to --output.
+Writes report.html (for a browser, one file), report.md, report.json, speedup.png, accepted_length.png, time_share.png
+and answers/NAME.jsonl to --output.
 Repeat the command to go on with an interrupted run; `torchrun --nproc_per_node N scripts/evaluate.py …` shares the
 questions among N processes. The drafter name `transformers` is the target's own `generate`: a second baseline beside
 vanilla, which takes turns with the drafters and has its own row; the report then has every row's speed over it. So do
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -47,6 +49,7 @@ from draft_heads.inference.evaluation.evaluate import (
 from draft_heads.inference.evaluation.hf_assisted import hf_engine, parse_hf_row
 from draft_heads.inference.evaluation.lossless import Oracle
 from draft_heads.inference.evaluation.report import build_report, check_output, clear_output, environment
+from draft_heads.inference.evaluation.samples import sample_answers
 from draft_heads.inference.evaluation.scores import Scorer
 from draft_heads.inference.target.target import Target
 from draft_heads.scripts.decoding_options import (
@@ -199,7 +202,9 @@ def run(options: argparse.Namespace) -> None:
     if evaluation is None:
         return
     write_answers(options.output, list(engines), evaluation.records, evaluation.lossy)
-    report = build_report(evaluation, **describe_run(options, target), seed=options.seed)
+    facts = {"seed": options.seed, "command": shlex.join(["python", *sys.argv])}
+    samples = sample_answers(evaluation, engines, target, generation_settings(options))
+    report = build_report(evaluation, **describe_run(options, target), **facts, samples=samples)
     show_report(console, options.output, report)
     parts.clear()
 

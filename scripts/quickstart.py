@@ -25,6 +25,7 @@ from rich.rule import Rule
 from draft_heads.data.common.console import plain_console
 from draft_heads.data.synthetic.corpus import conversations, questions, word_problems
 from draft_heads.heads.checkpoint import HEADS, head_classes
+from draft_heads.inference.evaluation.report_text import relative_paths
 from draft_heads.scripts.decoding_options import script_parser
 from draft_heads.train.command import trainer_script
 
@@ -36,6 +37,7 @@ INPUTS = ("conversations", "dialogues", "word_problems")
 
 def run(console: Console, title: str, *command: str) -> None:
     """Run one step as its own command; a failing step ends the quickstart with that step's message."""
+    command = tuple(relative_paths(command, ROOT))  # where it runs
     console.print(Rule(title))
     console.print(f"$ python {shlex.join(command)}", soft_wrap=True)
     start = time.monotonic()
@@ -101,13 +103,15 @@ def main() -> None:
         "--benchmarks", *(f"{name}={files[name]}" for name in INPUTS[1:]), "--output", report,
     )  # fmt: skip
     console.print(Rule("done"))
+    heads, shown = (relative_paths(path, ROOT) for path in (f"{output}/*/head", f"{report}/report.html"))
     console.print(
-        f"{(time.monotonic() - start) / 60:.1f} minutes. The pictures are in {report}; the trained heads in "
-        f"{output}/*/head. On your own model (NAME is a folder or a hub id):\n",
+        f"{(time.monotonic() - start) / 60:.1f} minutes. The trained heads are in {heads}. On your own model (NAME is "
+        "a folder or a hub id):\n",
         soft_wrap=True,
-    )  # fmt: skip
+    )
     for command in next_commands():
         console.print(f"  {command}", soft_wrap=True)
+    console.print(f"\nThe report, to open in a browser: {shown}", soft_wrap=True)
 
 
 def check_earlier(output: Path) -> None:

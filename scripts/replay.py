@@ -7,13 +7,14 @@ The β is that of greedy decoding of the same answers.
 
 A prompt is the conversation so far in the tokenizer's chat template; a tokenizer without one takes Vicuna's. Without
 --questions the prompt is only the earlier answers of the conversation. The answers are replayed in the order of the
-file, so a drafter that keeps earlier texts (keep=1) profits from them. Writes report.json, report.md and
-accepted_length.png to --output.
+file, so a drafter that keeps earlier texts (keep=1) profits from them. Writes report.html,
+report.md, report.json and accepted_length.png to --output.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from itertools import islice
 from pathlib import Path
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     given = {name: getattr(options, name) for name in ("tokenizer", "max_nodes", "limit")}
     given["drafters"] = " ".join(options.drafters)
     settings = {**files, **given, "max_new_tokens": None, "temperature": None, "seed": None}
-    show_report(console, options.output, build_report(evaluation, None, settings, seed=0))
+    show_report(console, options.output, build_report(evaluation, None, settings, 0, shlex.join(["python", *sys.argv])))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,14 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from draft_heads.inference.evaluation.carried_over import notes
-from draft_heads.inference.evaluation.report import (
+from draft_heads.inference.evaluation.report import write_report
+from draft_heads.inference.evaluation.report_text import (
     cells,
     columns_of,
     few_turns_note,
     overall,
+    relative_paths,
     scores_note,
     skipped_note,
-    write_report,
 )
 
 
@@ -28,8 +29,8 @@ def show_report(console: Console, folder: Path, report: dict[str, Any]) -> None:
     console.print(summary_table(report))
     for note in [*skipped_note(report), *scores_note(report), *few_turns_note(report), *notes(report["carried_over"])]:
         console.print(note)
-    for path in [*pictures, folder / "report.md", folder / "report.json"]:
-        console.print(f"  {path}", soft_wrap=True)
+    for path in [*pictures, *(folder / f"report.{form}" for form in ("json", "md", "html"))]:
+        console.print(f"  {relative_paths(str(path))}", soft_wrap=True)
 
 
 def summary_table(report: dict[str, Any]) -> Table:

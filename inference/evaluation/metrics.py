@@ -1,6 +1,6 @@
 """From answered turns to the rows of `report.json`: beta, gamma, time shares, losslessness, scores.
 
-Suffixes: B bootstrap samples, Q questions.
+Suffixes: B bootstrap samples, Q questions, K sums of a question.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def result_row(
         "target_steps": steps,
         "wall_seconds": seconds,
         "beta": new_tokens / steps if steps else None,
+        "beta_ci95": beta_interval(records, seed),
         "gamma": gamma,
         "gamma_ci95": interval,
         "over_transformers": speedup(records, transformers, seed)[0] if decoded else None,
@@ -136,11 +137,34 @@ def speedup(
     if not sums:
         return None, None
     sums_Q4 = torch.tensor(list(sums.values()), dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    draws_BQ = torch.randint(len(sums), (BOOTSTRAP_SAMPLES, len(sums)), generator=generator)
-    speedups_B = _speedup(sums_Q4[draws_BQ].sum(1))
-    low, high = torch.quantile(speedups_B, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return float(_speedup(sums_Q4.sum(0))), [low, high]
+    return float(_speedup(sums_Q4.sum(0))), _interval(_speedup(_bootstrap(sums_Q4, seed)))
+
+
+def beta_interval(records: Sequence[TurnRecord], seed: int) -> list[float] | None:
+    """The 95 % interval of β by bootstrap over questions, as that of γ; None without answers."""
+    sums: dict[int, list[int]] = {}
+    for record in records:
+        entry = sums.setdefault(record.question, [0, 0])
+        entry[0] += len(record.generation.tokens)
+        entry[1] += record.generation.target_steps
+    counted = [entry for entry in sums.values() if entry[1]]
+    if not counted:
+        return None
+    tokens_B, steps_B = _bootstrap(torch.tensor(counted, dtype=torch.float64), seed).unbind(-1)
+    return _interval(tokens_B / steps_B)
+
+
+def _bootstrap(sums_QK: Tensor, seed: int) -> Tensor:
+    """[B, K] sums over Q questions that are drawn with replacement from those of `sums_QK [Q, K]`."""
+    questions, generator = len(sums_QK), torch.Generator().manual_seed(seed)
+    draws_BQ = torch.randint(questions, (BOOTSTRAP_SAMPLES, questions), generator=generator)
+    return sums_QK[draws_BQ].sum(1)
+
+
+def _interval(values_B: Tensor) -> list[float]:
+    """The quantiles between which 95 % of the values are."""
+    low, high = torch.quantile(values_B, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return [low, high]
 
 
 def _speedup(sums: Tensor) -> Tensor:

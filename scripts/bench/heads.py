@@ -29,7 +29,8 @@ from draft_heads.configs.command_line import exit_status
 
 from draft_heads.data.common.files import write_text
 from draft_heads.heads.checkpoint import HEADS, head_variants, load_head
-from draft_heads.inference.evaluation.report import environment, markdown_table, overall
+from draft_heads.inference.evaluation.report import environment, markdown_table
+from draft_heads.inference.evaluation.report_text import overall
 from draft_heads.scripts.decoding_options import check_positive, script_parser
 from draft_heads.train.command import trainer_script
 

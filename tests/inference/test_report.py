@@ -13,12 +13,11 @@ from draft_heads.inference.evaluation.report import (
     build_report,
     check_output,
     clear_output,
-    findings_note,
-    lossless_cell,
     markdown,
     write_json,
     write_report,
 )
+from draft_heads.inference.evaluation.report_text import findings_note, lossless_cell, relative_paths
 from draft_heads.scripts.score_answers import score_answers
 from draft_heads.scripts.terminal import summary_table
 from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, question, render
@@ -38,7 +37,7 @@ ROW_KEYS = {
         "new_tokens",
         "target_steps",
     ),
-    *("wall_seconds", "beta", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
+    *("wall_seconds", "beta", "beta_ci95", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "rouge2", "pass_at_1", "over_transformers", "accepted_by_source"),
     *("acceptance_by_position", "beta_by_output_position", "beta_by_context_length", "beta_by_turn"),
 }
@@ -136,6 +135,35 @@ def test_legends_are_read_from_left_to_right():
 def test_nothing_is_said_of_transformers_where_it_was_not_run(report):
     assert {row["over_transformers"] for row in report["results"]} == {None}
     assert "over transformers" not in markdown(report)
+
+
+def test_report_md_lists_settings_versions_and_command_in_a_table(evaluation):
+    settings = {**SETTINGS, "drafters": ["fast", "b=ctc:RUN/head"], "limit": None}
+    report = build_report(evaluation, TARGET, settings, 0, "python scripts/evaluate.py --drafters fast")
+    lines = markdown(report).splitlines()
+    start = lines.index("## Settings, versions and command")
+    for line in (
+        "| target | models/stub |",
+        "| parameters | 1,234,567 |",
+        "| max_new_tokens | 64 |",
+        "| drafters | fast b=ctc:RUN/head |",
+        f"| torch | {report['environment']['torch']} |",
+        "| command | python scripts/evaluate.py --drafters fast |",
+    ):
+        assert line in lines[start:]
+    assert not any(line.startswith("| limit") for line in lines)  # it was not set
+    assert max(map(len, lines)) < 400
+
+
+def test_paths_below_the_working_directory_are_relative(tmp_path, monkeypatch, evaluation):
+    monkeypatch.chdir(tmp_path)
+    here, settings = str(tmp_path), {**SETTINGS, "drafters": [f"b=ctc:{tmp_path}/runs/head+ngram"]}
+    report = build_report(evaluation, {**TARGET, "path": f"{here}/model"}, settings, 0, f"evaluate.py '{here}/a b'")
+    assert report["target"]["path"] == "model"
+    assert report["settings"]["drafters"] == ["b=ctc:runs/head+ngram"]
+    assert report["command"] == "evaluate.py 'a b'"
+    for other in (f"/data{here}/x", here, f"{here}2/x", "~/runs", 3, None):
+        assert relative_paths(other) == other
 
 
 def test_report_md_says_nothing_of_skipped_turns_when_there_are_none():

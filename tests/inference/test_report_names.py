@@ -110,7 +110,7 @@ def test_any_name_is_shown_as_it_is(tmp_path, odd):
     assert drawn(report).count(f"{shown} (ctc)") == 3
     tables = [line for line in markdown(report).splitlines() if line.startswith("|")]
     columns = [line.replace("\\\\", "").replace("\\|", "").count("|") for line in tables]
-    assert sorted(set(columns)) == [4, 8, 9]  # categories, times, figures
+    assert sorted(set(columns)) == [3, 4, 8, 9]  # settings, categories, times, figures
     assert write_report(folder, report)
 
 

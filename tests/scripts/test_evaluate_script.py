@@ -79,12 +79,12 @@ def test_evaluate_writes_the_report_and_says_where(command, tmp_path, capsys):
     assert evaluate.main(command) == 0
     out = tmp_path / "out"
     shown = capsys.readouterr().out
-    for name in ("report.json", "report.md", "speedup.png", "accepted_length.png", "time_share.png"):
+    for name in ("report.json", "report.md", "report.html", "speedup.png", "accepted_length.png", "time_share.png"):
         assert (out / name).is_file()
         assert str(out / name) in shown
     report = json.loads((out / "report.json").read_text())
     assert report["target"]["dtype"] == "float64"
-    assert report["settings"]["max_new_tokens"] == 8
+    assert report["settings"]["max_new_tokens"] == 8 and report["samples"] == []  # nothing drafts
     rows = {(row["benchmark"], row["category"], row["drafter"]): row for row in report["results"]}
     assert {"vanilla", "plain"} == {name for _, _, name in rows}
     row = rows["mt_bench", None, "plain"]
@@ -104,6 +104,8 @@ def test_transformers_is_a_baseline_with_a_row_of_its_own(drawn, command, tmp_pa
     rows = {row["drafter"]: row for row in report["results"] if row["benchmark"] == "mt_bench" and not row["category"]}
     assert list(rows) == ["vanilla", "transformers", "hf_lookup", "plain"]
     assert rows["hf_lookup"]["lossless"] == rows["transformers"]["lossless"]
+    shown = [(one["benchmark"], one["drafter"], one["trees"]) for one in report["samples"]]
+    assert set(shown) <= {(name, "hf_lookup", None) for name in ("mt_bench", "sums")}  # if it drafted anything
     row = rows["transformers"]
     assert row["lossless"] == {"identical_turns": 4, "turns": 4, "near_ties": 0, "unexplained": 0}
     assert (row["beta"], row["over_transformers"]) == (1.0, 1.0)
@@ -126,7 +128,7 @@ def test_a_checkpoint_with_a_penalty_is_checked_against_its_own_generate(command
     assert found["own_settings_applied"] == {"repetition_penalty": 1.3}
     assert found["own_settings_not_applied"] == {"do_sample": True, "temperature": 0.6}
     assert evaluate.main([*command, "--target", str(folder), "--drafters", "ngram", "--overwrite"]) == 0
-    assert "own_settings_applied repetition_penalty=1.3, own_settings_not" in (out / "report.md").read_text()
+    assert "| own_settings_applied | repetition_penalty=1.3 |" in (out / "report.md").read_text()
 
 
 def test_lossless_has_no_row_that_compares_generate_with_itself(command, capsys):

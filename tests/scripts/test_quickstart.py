@@ -1,11 +1,14 @@
 """The quickstart with every head, in small."""
 
+import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from draft_heads.data.common.console import plain_console
 from draft_heads.heads.checkpoint import HEADS
 from draft_heads.scripts import quickstart
 
@@ -19,11 +22,26 @@ def test_every_head_goes_the_whole_way(tmp_path, monkeypatch, capfd):
     rows = json.loads((tmp_path / "out/report/report.json").read_text())["results"]
     assert {row["drafter"] for row in rows} == {*HEADS, "vanilla", "transformers", "ngram", f"{min(HEADS)}_ngram"}
     assert all(row["lossless"]["unexplained"] == 0 and row["new_tokens"] > 0 for row in rows)
-    assert "scripts/chat.py" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "scripts/chat.py" in out and "--target data/tiny_target" in out
+    assert out.rstrip().endswith("out/report/report.html") and (tmp_path / "out/report/report.html").is_file()
 
 
 def test_the_heads_of_the_quickstart_are_all_there_are():
     assert set(quickstart.HEADS) == set(HEADS)
+
+
+def test_commands_are_shown_and_run_with_paths_of_the_checkout(monkeypatch):
+    ran = []
+    done = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda words, **_: ran.append(words) or done)
+    console = plain_console()
+    console.file, console.width = io.StringIO(), 80
+    target, head = str(quickstart.TARGET), f"ctc={quickstart.ROOT}/runs/ctc/head"
+    quickstart.run(console, "a step", "scripts/evaluate.py", "--target", target, head, "/elsewhere/x")
+    assert ran[0][1:] == ["scripts/evaluate.py", "--target", "data/tiny_target", "ctc=runs/ctc/head", "/elsewhere/x"]
+    printed = console.file.getvalue()
+    assert "$ python scripts/evaluate.py --target data/tiny_target ctc=runs/ctc/head /elsewhere/x" in printed
 
 
 def test_only_a_folder_of_a_quickstart_is_replaced(tmp_path):

@@ -73,6 +73,7 @@ def test_the_folder_holds_the_report(command, tmp_path, capsys):
     assert "×" not in text and "None" not in text
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "accepted_length.png",
+        "report.html",
         "report.json",
         "report.md",
     ]

@@ -98,6 +98,7 @@ def test_the_trainer_deletes_checkpoints_by_the_option_that_is_unset():
         (checkpoints.MarkComplete, transformers.TrainerCallback),
         (log.LogLastStep, transformers.TrainerCallback),
         (stopping.Patience, transformers.EarlyStoppingCallback),
+        (log.StepsBar, transformers.ProgressCallback),
         (log.MinutesBar, transformers.ProgressCallback),
         (log.TrainingLines, transformers.PrinterCallback),
         (training_arguments.TrainerParser, transformers.HfArgumentParser),

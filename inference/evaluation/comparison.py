@@ -1,0 +1,178 @@
+"""Several reports side by side: what differs in their settings, and β, γ and losslessness of each drafter."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draft_heads.inference.evaluation.metrics import shown_name
+from draft_heads.inference.evaluation.report_text import Table, interval_cell, lossless_cell, number, overall, setting
+
+Report = dict[str, Any]
+Reports = Mapping[str, Report]
+
+NEEDED = ("benchmark", "category", "drafter", "questions", "beta", "gamma", "gamma_ci95", "lossless")
+FIGURES = (
+    *("questions", "turns", "new_tokens", "target_steps", "beta", "beta_low", "beta_high"),
+    *("gamma", "gamma_low", "gamma_high", "tokens_per_second"),
+    *("identical_turns", "near_ties", "unexplained", "accuracy", "rouge2", "pass_at_1"),
+)
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+LATEX |= {sign: f"\\{sign}" for sign in "&%$#_{}"} | {"β": r"$\beta$", "γ": r"$\gamma$", "×": r"$\times$", "–": "--"}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_reports(paths: Sequence[Path], any_target: bool = False) -> dict[str, Report]:
+    """The reports by names that tell them apart; ValueError for one that cannot be read, for fewer than two, and for
+    another target unless `any_target`."""
+    if len(paths) < 2:
+        raise ValueError(f"a comparison is of at least two reports; got {len(paths)}; name two run folders")
+    files = [path / "report.json" if path.is_dir() else path for path in paths]
+    if len({file.resolve() for file in files}) < len(files):
+        raise ValueError(f"each report is given once; got {' '.join(map(str, paths))}; leave the second one out")
+    reports = dict(zip(short_names(files), map(read_report, files)))
+    if not any_target:
+        check_targets(reports)
+    return reports
+
+
+def read_report(file: Path) -> Report:
+    """The content of a report.json; ValueError for a file that is missing, cut or something else."""
+    if not file.is_file():
+        unfinished = (file.parent / "parts").is_dir()
+        found = "an unfinished run; repeat its command" if unfinished else "none; name the --output of an evaluation"
+        raise ValueError(f"a report is a folder with report.json, or that file; {file.parent} holds {found}")
+    remedy = "repeat the evaluation with --overwrite"
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"a report is whole JSON; {file} is cut or damaged ({error}); {remedy}") from None
+    rows = report.get("results") if isinstance(report, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"a report has a list of results; {file} has none; name the report.json of an evaluation")
+    for index, row in enumerate(rows):
+        if missing := [key for key in NEEDED if key not in row]:
+            raise ValueError(f"every row of results has {missing[0]}; row {index} of {file} lacks it; {remedy}")
+    parts = {name: report.get(name) or {} for name in ("settings", "environment", "options")}
+    return {**report, **parts, "target": report.get("target")}
+
+
+def short_names(files: Sequence[Path]) -> list[str]:
+    """The shortest ends of the folders' paths that tell them apart: runs/a/report, runs/b/report -> a/report, …"""
+    parts = [file.absolute().parent.parts if file.name == "report.json" else file.absolute().parts for file in files]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(file) for file in files]
+
+
+def check_targets(reports: Reports) -> None:
+    """ValueError naming two reports whose targets differ."""
+    (first, report), *others = reports.items()
+    for name, other in others:
+        if identity(report["target"]) != identity(other["target"]):
+            raise ValueError(
+                f"reports are compared on one target; {first} has {target_name(report)} and {name} "
+                f"{target_name(other)}; compare reports of one target, or add --any_target"
+            )
+
+
+def identity(target: dict[str, Any] | None) -> Any:
+    """What makes two targets one: the fingerprint, or the number of parameters where a report has none."""
+    return target and (target.get("fingerprint") or target.get("parameters"))
+
+
+def target_name(report: Report) -> str:
+    """A target's path and size."""
+    target = report["target"]
+    return f"{target['path']} ({target['parameters']:,} parameters)" if target else "none (replayed answers)"
+
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+
+def differences(reports: Reports) -> Table:
+    """Everything but the figures in which the reports differ: target, settings, versions, questions and options of a
+    drafter that several have. "–" stands where a report does not say."""
+    given = [facts(report) for report in reports.values()]
+    rows = []
+    for key in dict.fromkeys(key for one in given for key in one):
+        values = [one.get(key, "–") for one in given]
+        apart = len(set(values)) > 1
+        if apart and not (key.partition(": ")[1] and "–" in values):  # a drafter or benchmark that one report lacks
+            rows.append([key, *values])
+    return Table("What differs", ("setting", *reports), rows, 1 + len(reports))
+
+
+def facts(report: Report) -> dict[str, str]:
+    """What a report's figures depend on, by name."""
+    target, known = report["target"] or {}, dict[str, Any]()
+    known |= {"target": target.get("path"), "parameters": target.get("parameters")}
+    known |= {"dtype": target.get("dtype"), "device": target.get("device")}
+    known |= {key: value for key, value in report["settings"].items() if key != "drafters"}
+    known |= {key: value for key, value in report["environment"].items() if key != "time"}
+    for row in overall(report["results"]):
+        known[f"questions: {row['benchmark']}"] = row["questions"]
+    for drafter, options in report["options"].items():
+        known |= {f"{drafter}: {name}": value for name, value in options.items()}
+    return {key: setting(value) for key, value in known.items() if value is not None}
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def side_by_side(reports: Reports) -> Table:
+    """β, γ with its interval and losslessness of every benchmark and drafter, a group of columns for each report."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for name, report in reports.items():
+        for row in overall(report["results"]):
+            found.setdefault((row["benchmark"], shown_name(row)), {})[name] = row
+    benchmarks = list(dict.fromkeys(benchmark for benchmark, _ in found))
+    rows = []
+    for (benchmark, drafter), own in sorted(found.items(), key=lambda one: benchmarks.index(one[0][0])):
+        cells = [cell for name in reports for cell in figures_of(own.get(name))]
+        rows.append([benchmark, drafter, *cells])
+    header = [f"{figure} {name}" for name in reports for figure in ("β", "γ", "lossless")]
+    return Table("Side by side", ("benchmark", "drafter", *header), rows, 2)
+
+
+def figures_of(row: dict[str, Any] | None) -> list[str]:
+    """The three cells of one report; dashes where it lacks the drafter."""
+    if row is None:
+        return ["–"] * 3
+    interval = f" ({interval_cell(row['gamma_ci95'])})" if row["gamma_ci95"] else ""
+    gamma = "–" if row["gamma"] is None else f"{row['gamma']:.2f}×{interval}"
+    return [number(row["beta"]), gamma, lossless_cell(row["lossless"])]
+
+
+def latex(table: Table) -> str:
+    """The header and rows of a LaTeX `tabular`, without its frame."""
+    return "".join(" & ".join(map(latex_text, row)) + r" \\" + "\n" for row in [table.header, *table.rows])
+
+
+def latex_text(cell: str) -> str:
+    """A cell in which no character is a command: `50% a_b` -> `50\\% a\\_b`."""
+    return "".join(LATEX.get(sign, sign) for sign in " ".join(cell.split()))
+
+
+def csv_text(reports: Reports) -> str:
+    """One line for each report, benchmark, category (empty: all) and drafter, with the numbers of report.json."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["report", "benchmark", "category", "drafter", *FIGURES])
+    for name, report in reports.items():
+        for row in report["results"]:
+            known = dict(row) | (row["lossless"] or {}) | (row.get("score") or {})
+            for figure in ("beta", "gamma"):
+                known[f"{figure}_low"], known[f"{figure}_high"] = row.get(f"{figure}_ci95") or (None, None)
+            words = [re.sub(r"\s+", " ", str(word or "")) for word in (name, row["benchmark"], row["category"])]
+            writer.writerow([*words, shown_name(row), *(known.get(figure) for figure in FIGURES)])
+    return file.getvalue()

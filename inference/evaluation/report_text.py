@@ -1,0 +1,238 @@
+"""What reports say, as tables of cells and as sentences: `report.md` and `report.html` show the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draft_heads.data.generation_config import settings_text
+from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
+from draft_heads.inference.evaluation.metrics import TIME_KEYS, shown_name
+from draft_heads.inference.evaluation.scores import SCORES, TITLES
+
+HEADER = ("benchmark", "drafter", "β", "γ", "95 %", "tokens/s", "lossless", "score")
+REPLAY_HEADER = ("benchmark", "drafter", "β", "new tokens", "target steps")
+OVER_TRANSFORMERS = "over transformers"
+FEW_TURNS = 20
+
+EXPLANATION = """β: new tokens per target step, the prefill included. γ: seconds per token of the plain loop, here
+`{plain_loop}`, over the drafter's, same process and prompts; {interval}. Lossless: turns
+identical to transformers' own `generate`, of all turns, each judged at its first difference; a near tie is a difference
+within the numerical noise."""
+INTERVAL = "95 % interval by bootstrap over questions"
+NO_INTERVAL = "without an interval, as answers decoded together share their time"
+EXPLANATION_REPLAY = """β: new tokens per target step, the prefill included, as in greedy decoding.
+Recorded answers were replayed through text-only drafters; no target ran, nothing was timed or compared."""
+EXPLANATION_TRANSFORMERS = """Drafter `transformers` is the target's own `generate`, without this project's engine;
+over transformers: its seconds per token over the drafter's. The plain loop is the faster of it and `vanilla`."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table under a title; its first `text_columns` columns are left-aligned, the others hold numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text_columns: int
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def overall(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of whole benchmarks."""
+    return [row for row in results if row["category"] is None]
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
+
+
+def columns_of(report: dict[str, Any]) -> tuple[str, ...]:
+    """The columns of the table of whole benchmarks that fits 80 columns of a terminal."""
+    return HEADER if report["target"] else REPLAY_HEADER
+
+
+def cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
+    """A row's figures in the order of `columns`."""
+    figures = {
+        "benchmark": row["benchmark"],
+        "drafter": shown_name(row),
+        "β": number(row["beta"]),
+        "γ": f"{number(row['gamma'])}×",
+        "95 %": interval_cell(row["gamma_ci95"]),
+        OVER_TRANSFORMERS: f"{number(row['over_transformers'])}×",
+        "tokens/s": number(row["tokens_per_second"], ".1f"),
+        "lossless": lossless_cell(row["lossless"]),
+        "score": number(score_of(row)[1], ".1%"),
+        "new tokens": f"{row['new_tokens']:,}",
+        "target steps": f"{row['target_steps']:,}",
+    }
+    return [figures[column] for column in columns]
+
+
+def score_of(row: dict[str, Any]) -> tuple[str, float | None]:
+    """(title, value) of the score that a row has; ("", None) of a row without one."""
+    found = {name: row.get(name) for name in SCORES} | (row["score"] or {})
+    return next(((TITLES[name], value) for name, value in found.items() if value is not None), ("", None))
+
+
+def interval_cell(interval: Sequence[float] | None) -> str:
+    """`1.57–2.30`."""
+    return "–" if interval is None else f"{interval[0]:.2f}–{interval[1]:.2f}"
+
+
+def lossless_cell(counts: dict[str, int] | None) -> str:
+    """`160/160`, and near ties or unexplained differences where there are any."""
+    if counts is None:
+        return "–"
+    parts = [f"{counts['identical_turns']}/{counts['turns']}"]
+    if counts["near_ties"]:
+        parts.append(f"{counts['near_ties']} near {'tie' if counts['near_ties'] == 1 else 'ties'}")
+    if counts["unexplained"]:
+        parts.append(f"{counts['unexplained']} UNEXPLAINED")
+    return ", ".join(parts)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def results_table(report: dict[str, Any]) -> Table:
+    """Whole benchmarks; the speed over transformers' own `generate` comes after γ's interval where that was run."""
+    columns = (*HEADER[:5], OVER_TRANSFORMERS, *HEADER[5:]) if has_transformers(report) else columns_of(report)
+    return Table("Results", columns, [cells(row, columns) for row in overall(report["results"])], 2)
+
+
+def time_table(report: dict[str, Any]) -> Table:
+    """Shares of the decoding time by part of a step."""
+    rows = []
+    for row in overall(report["results"]):
+        shares = ["–" if row["time_share"] is None else f"{row['time_share'][key]:.1%}" for key in TIME_KEYS]
+        rows.append([row["benchmark"], shown_name(row), *shares, number(row["wall_seconds"], ".1f")])
+    return Table("Decoding time by part of a step", (*HEADER[:2], *TIME_KEYS, "seconds"), rows, 2)
+
+
+def source_tables(report: dict[str, Any]) -> list[Table]:
+    """Accepted tokens by source, for drafters with more than one source; none where there is no such drafter."""
+    rows = []
+    for row in overall(report["results"]):
+        if len(counts := row.get("accepted_by_source") or {}) > 1:
+            parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+            rows.append([row["benchmark"], shown_name(row), parts, f"{row['new_tokens']:,}"])
+    header = (*HEADER[:2], "by source", "new tokens")
+    return [Table("Accepted tokens by source", header, rows, 3)] if rows else []
+
+
+def category_tables(results: Sequence[dict[str, Any]]) -> list[Table]:
+    """β, and γ where it was measured, by category: one table for each benchmark that has more than one."""
+    tables, timed = [], any(row["gamma"] is not None for row in results if row["category"] is not None)
+    for benchmark in dict.fromkeys(row["benchmark"] for row in results):
+        figures: dict[str, list[str]] = {}
+        rows = [row for row in results if row["benchmark"] == benchmark and row["category"] is not None]
+        for row in rows:
+            figure = number(row["beta"]) + (f" ({number(row['gamma'])}×)" if timed else "")
+            figures.setdefault(row["category"], [row["category"]]).append(figure)
+        if len(figures) > 1:
+            columns = ("category", *dict.fromkeys(map(shown_name, rows)))
+            title = f"{benchmark}: β{' (γ)' if timed else ''} by category"
+            tables.append(Table(title, columns, list(figures.values()), 1))
+    return tables
+
+
+def settings_table(report: dict[str, Any]) -> Table:
+    """The target, the settings, the machine with its versions, and the command."""
+    given: dict[str, Any] = {}
+    if target := report["target"]:
+        given = {"target": target["path"], "parameters": f"{target['parameters']:,}"}
+        given |= {"precision": f"{target['dtype']} on {target['device']}"}
+    given |= report["settings"] | report["environment"] | {"command": report.get("command")}
+    rows = [[name, setting(value)] for name, value in given.items() if value is not None]
+    return Table("Settings, versions and command", ("setting", "value"), rows, 2)
+
+
+def setting(value: Any) -> str:
+    """A setting's value as text; of the checkpoint's own generation settings `repetition_penalty=1.3`, or none."""
+    if isinstance(value, dict):
+        return settings_text(value) or "none"
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+
+def has_transformers(report: dict[str, Any]) -> bool:
+    """Whether the target's own `generate` was run as a baseline."""
+    return any(row["drafter"] == TRANSFORMERS for row in report["results"])
+
+
+def target_sentence(report: dict[str, Any]) -> str:
+    """The target and the machine, in one sentence; of replayed answers their file."""
+    target = report["target"]
+    if target is None:
+        return f"Answers `{report['settings']['answers']}`."
+    place = report["environment"]["accelerator"] or f"{report['environment']['threads']} threads"
+    precision = f"{target['dtype']} on {target['device']}"
+    return f"Target `{target['path']}`, {target['parameters']:,} parameters, {precision}, {place}."
+
+
+def explanation(report: dict[str, Any]) -> str:
+    """What β, γ and lossless mean in this report."""
+    if report["target"] is None:
+        return EXPLANATION_REPLAY
+    interval = INTERVAL if any(row["gamma_ci95"] for row in overall(report["results"])) else NO_INTERVAL
+    return EXPLANATION.format_map(report["settings"] | {"interval": interval})
+
+
+def scores_note(report: dict[str, Any]) -> list[str]:
+    """A sentence that names the score of each benchmark, if one is scored."""
+    titles = {row["benchmark"]: title for row in overall(report["results"]) if (title := score_of(row)[0])}
+    return [f"Score: {', '.join(f'{title} of {name}' for name, title in titles.items())}."] if titles else []
+
+
+def skipped_note(report: dict[str, Any]) -> list[str]:
+    """A sentence if a turn was skipped."""
+    rows = [row for row in overall(report["results"]) if row["skipped"]]
+    skipped = ", ".join(f"{row['benchmark']} {shown_name(row)} {row['skipped']}" for row in rows)
+    return [f"Turns skipped because a prompt did not fit the context: {skipped}."] if skipped else []
+
+
+def few_turns_note(report: dict[str, Any]) -> list[str]:
+    """A sentence if a benchmark has too few turns for its intervals; none for replayed answers, which have none."""
+    turns = {row["benchmark"]: row["turns"] for row in overall(report["results"])} if report["target"] else {}
+    few = ", ".join(f"{name} {count}" for name, count in turns.items() if count < FEW_TURNS)
+    rule = f"With fewer than {FEW_TURNS} answered turns, β, γ and their intervals say little"
+    return [f"{rule}; answered here: {few}. Measure on more questions."] if few else []
+
+
+def findings_note(findings: dict[str, dict[str, Any]], names: Mapping[str, str] | None = None) -> list[str]:
+    """A sentence for every part of a hybrid that could have been left out: needed in fewer than 1 % of the steps."""
+    names = names or {}
+    return [
+        f"{names.get(drafter, drafter)}: in {found['steps']:,} target steps, {part['needed']:,} tokens were accepted "
+        f"thanks to {name} alone; without it drafting takes less time."
+        for drafter, found in findings.items()
+        for name, part in found.get("parts", {}).items()
+        if part["needed"] < found["steps"] / 100
+    ]
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+def relative_paths(value: Any, folder: Path | None = None) -> Any:
+    """A JSON value in which paths below `folder` (the working directory) are relative to it.
+
+    In `/home/me`, `ctc=/home/me/runs/ctc/head` is `ctc=runs/ctc/head`; `/data/home/me/x` stays.
+    """
+    folder = folder or Path.cwd()
+    if isinstance(value, dict):
+        return {key: relative_paths(one, folder) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [relative_paths(one, folder) for one in value]
+    if not isinstance(value, str) or folder == Path("/"):
+        return value
+    return re.sub(rf"(?<![\w.~/-]){re.escape(f'{folder}/')}(?=[^/\s])", "", value)

@@ -1,0 +1,132 @@
+"""Reports side by side, and what is refused."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from draft_heads.inference.evaluation.comparison import latex_text, short_names
+from draft_heads.inference.evaluation.report import build_report, write_json
+from draft_heads.scripts import compare
+from tests.inference.stub_engine import StubEngine, StubOracle, benchmark, evaluate, render
+
+FINGERPRINT = {"vocab_size": 96, "weights": "abc"}
+TARGET = {"path": "models/stub", "parameters": 1234567, "dtype": "float32", "device": "cpu", "fingerprint": FINGERPRINT}
+SETTINGS = {"max_new_tokens": 64, "temperature": 0.0, "seed": 0, "max_nodes": 32}
+
+
+def report_of(target=TARGET, names=("fast", "slow"), **settings):
+    engines = {"vanilla": StubEngine(), names[0]: StubEngine(2, 0.004), names[1]: StubEngine(2, 0.02)}
+    found = evaluate(engines, StubOracle(), [benchmark()], render)
+    return build_report(found, target, {**SETTINGS, **settings}, 0)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two reports: the second has longer answers, other threads, and one other drafter."""
+    reports = {"a": report_of(), "b": report_of(names=("fast", "a_b&c"), max_new_tokens=128)}
+    reports["b"]["environment"]["threads"] = 99
+    reports["a"]["options"]["fast"], reports["b"]["options"]["fast"] = {"k": 4, "n": 2}, {"k": 7, "n": 2}
+    for name, report in reports.items():
+        (tmp_path / name / "report").mkdir(parents=True)
+        write_json(tmp_path / name / "report" / "report.json", report)
+    return [str(tmp_path / name / "report") for name in reports]
+
+
+def output_of(arguments, capsys):
+    assert compare.main(arguments) == 0
+    return capsys.readouterr()
+
+
+def refusal(arguments, capsys):
+    assert compare.main(arguments) != 0
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_what_differs_comes_first_and_then_the_drafters_side_by_side(folders, capsys):
+    text = output_of(folders, capsys).out
+    apart, table = text.split("| benchmark |")
+    assert "| setting | a/report | b/report |" in apart
+    assert "| max_new_tokens | 64 | 128 |" in apart and "| fast: k | 4 | 7 |" in apart
+    assert "| threads | " in apart and " | 99 |" in apart
+    for same in ("temperature", "fast: n", "torch", "time", "a_b"):
+        assert f"| {same} |" not in apart
+    assert "| bench | fast | 1.50 | 2.50× (2.50–2.50) | 4/4 | 1.50 | 2.50× (2.50–2.50) | 4/4 |" in table
+    assert "| bench | slow | 1.50 | 0.50× (0.50–0.50) | 4/4 | – | – | – |" in table
+
+
+def test_reports_of_the_same_settings_are_said_to_be(folders, capsys, tmp_path):
+    (tmp_path / "c").mkdir()
+    again = json.loads((tmp_path / "a/report/report.json").read_text())
+    again["environment"]["time"] = "2030-01-01T00:00:00Z"
+    write_json(tmp_path / "c" / "report.json", again)
+    text = output_of([folders[0], str(tmp_path / "c" / "report.json")], capsys).out
+    assert text.startswith("The reports have the same target, settings and versions.")
+    assert "| β report | γ report | lossless report | β c |" in text
+
+
+def test_latex_rows_hold_no_commands_and_differences_are_comments(folders, capsys):
+    lines = output_of([*folders, "--latex"], capsys).out.splitlines()
+    assert "% max_new_tokens | 64 | 128" in lines
+    assert r"bench & a\_b\&c & -- & -- & -- & 1.50 & 0.50$\times$ (0.50--0.50) & 4/4 \\" in lines
+    assert latex_text("\\x{1}^~ 50% β") == r"\textbackslash{}x\{1\}\textasciicircum{}\textasciitilde{} 50\% $\beta$"
+
+
+def test_csv_has_every_figure_of_every_category(folders, capsys, tmp_path):
+    printed = output_of([*folders, "--csv", "--output", str(tmp_path / "out")], capsys)
+    rows = list(csv.DictReader(io.StringIO(printed.out)))
+    assert "max_new_tokens" in printed.err and "max_new_tokens" not in printed.out
+    assert len(rows) == 2 * 3 * 3  # reports, drafters, all and two categories
+    row = next(row for row in rows if (row["report"], row["category"], row["drafter"]) == ("b/report", "math", "fast"))
+    assert (float(row["beta"]), float(row["gamma"])) == (1.5, 2.5)
+    assert (row["questions"], row["identical_turns"], row["unexplained"]) == ("2", "2", "0")
+    assert float(row["accuracy"]) == 0.5 and float(row["gamma_low"]) == pytest.approx(2.5)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {f"comparison.{end}" for end in ("md", "tex", "csv")}
+    assert (tmp_path / "out" / "comparison.csv").read_text() == printed.out
+
+
+def test_another_target_is_refused_unless_asked_for(folders, capsys, tmp_path):
+    other = {**TARGET, "path": "models/other", "fingerprint": {**FINGERPRINT, "weights": "xyz"}}
+    (tmp_path / "c").mkdir()
+    write_json(tmp_path / "c" / "report.json", report_of(other))
+    both = [folders[0], str(tmp_path / "c")]
+    said = refusal(both, capsys)
+    assert "one target; report has models/stub (1,234,567 parameters) and c models/other" in said
+    assert "--any_target" in said
+    assert (
+        "| target | models/stub | models/other |"
+        in output_of([folders[0], str(tmp_path / "c"), "--any_target"], capsys).out
+    )
+    moved = {**TARGET, "path": "elsewhere/stub"}  # the same weights in another folder
+    write_json(tmp_path / "c" / "report.json", report_of(moved))
+    assert "| target | models/stub | elsewhere/stub |" in output_of(both, capsys).out
+
+
+def test_a_report_that_cannot_be_read_is_named_with_the_remedy(folders, capsys, tmp_path):
+    whole = (tmp_path / "b/report/report.json").read_text()
+    bad = tmp_path / "bad"
+    (bad / "parts").mkdir(parents=True)
+    assert f"{bad} holds an unfinished run; repeat its command" in refusal([folders[0], str(bad)], capsys)
+    (bad / "parts").rmdir()
+    assert f"{bad} holds none; name the --output" in refusal([folders[0], str(bad)], capsys)
+    for content, part in (
+        (whole[: len(whole) // 2], "is cut or damaged"),
+        ("[1, 2]", "has a list of results"),
+        ('{"results": [{"benchmark": "x"}]}', "row 0 of"),
+        ("", "is cut or damaged"),
+    ):
+        (bad / "report.json").write_text(content)
+        said = refusal([folders[0], str(bad)], capsys)
+        assert part in said and str(bad / "report.json") in said
+
+
+def test_at_least_two_different_reports_are_needed(folders, capsys):
+    assert "at least two reports; got 1" in refusal(folders[:1], capsys)
+    assert "given once" in refusal([folders[0], f"{folders[0]}/report.json"], capsys)
+
+
+def test_names_are_the_shortest_that_differ(tmp_path):
+    files = [tmp_path / "a" / "report" / "report.json", tmp_path / "b" / "report" / "report.json"]
+    assert short_names(files) == ["a/report", "b/report"]
+    assert short_names([tmp_path / "a" / "report.json", tmp_path / "old.json"]) == ["a", "old.json"]
