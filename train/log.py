@@ -179,7 +179,7 @@ SHOWN = {
 """The metrics of a line that is printed; TensorBoard and `trainer_state.json` have all."""
 
 
-def metrics_line(step: int, logs: Mapping[str, Any]) -> str:
+def log_line(step: int, logs: Mapping[str, Any]) -> str:
     """`step 50: loss 24.88, rate 0.00588, 4,932 tokens/s`; metrics of other callers as they are."""
     known = [form.format(logs[name]) for name, form in SHOWN.items() if isinstance(logs.get(name), (int, float))]
     return f"step {step:,}: {', '.join(known) or dict(logs)}"
@@ -190,7 +190,7 @@ class StepsBar(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs is not None:
-            self.training_bar.write(metrics_line(state.global_step, logs))
+            self.training_bar.write(log_line(state.global_step, logs))
 
 
 class MinutesBar(StepsBar):
@@ -220,7 +220,7 @@ class TrainingLines(PrinterCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_local_process_zero and logs is not None:
-            print(metrics_line(state.global_step, logs))
+            print(log_line(state.global_step, logs))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.monotonic(), state.global_step

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from draft_heads.data.common.progress import ProgressLines
-from draft_heads.train.log import LogLastStep, StepsBar, TrainingLines, metrics_line
+from draft_heads.train.log import LogLastStep, StepsBar, TrainingLines, log_line
 from draft_heads.train.stopping import WallClock
 
 
@@ -42,11 +42,11 @@ def test_a_line_of_metrics_is_readable_and_short(capsys):
     logs = {"loss": 24.87507, "grad_norm": 17.4, "learning_rate": 0.00588, "tokens_per_second": 4932, "epoch": 0.2}
     line = "step 50: loss 24.88, rate 0.00588, 4,932 tokens/s"
     held_out = {"eval_loss": 3.18536, "eval_accuracy_1": 0.8617, "eval_simulated_beta": 4.4134, "epoch": 4.1}
-    assert metrics_line(50, logs) == line
-    assert metrics_line(1000, held_out) == (
+    assert log_line(50, logs) == line
+    assert log_line(1000, held_out) == (
         "step 1,000: held-out loss 3.185, simulated β 4.41, accuracy of the first offset 86.2%"
     )
-    assert metrics_line(7, {"mine": 3}) == "step 7: {'mine': 3}"
+    assert log_line(7, {"mine": 3}) == "step 7: {'mine': 3}"
     state = SimpleNamespace(is_local_process_zero=True, is_world_process_zero=True, global_step=50)
     TrainingLines(WallClock(0), None).on_log(None, state, None, logs)
     assert capsys.readouterr().out == f"{line}\n"
