@@ -21,7 +21,12 @@ from draft_heads.heads.accept_weight import accept_weights
 from draft_heads.heads.accuracy import offset_hits
 from draft_heads.heads.card import model_card
 from draft_heads.heads.config import CARD, CONFIG, FORMAT_VERSION, PROVENANCE, WEIGHTS, HeadConfig
-from draft_heads.heads.cross_entropy import label_losses, linear_cross_entropy, soft_cross_entropy
+from draft_heads.heads.cross_entropy import (
+    label_losses,
+    linear_cross_entropy,
+    soft_cross_entropy,
+    weighted_cross_entropy,
+)
 from draft_heads.heads.draft_vocab import check_draft_vocab, classes_of, in_vocabulary
 from draft_heads.heads.target_view import TargetView
 from draft_heads.heads.windows import Windows, choose_windows, label_windows
@@ -251,14 +256,19 @@ class DraftHead(nn.Module):
             which = scored[:, k]
             y, states, vocabulary = labels[which, k], read.states, read.vocabulary
             weights = accept_weights(log_reached[which], self.accept_weight) if self.accept_weight else None
+            name, losses = "ce", None  # −log-probabilities of the labels, where weights of the next offset need them
             if read.soft_hidden is not None:
                 name = "soft"
                 value, _ = soft_cross_entropy(states, vocabulary, read.soft_hidden, target, weights, read.bias)
+                if weights is not None and k + 1 < labels.shape[1]:
+                    losses = label_losses(states, vocabulary, y, read.bias)
+            elif weights is not None:
+                value, losses = weighted_cross_entropy(states, vocabulary, y, weights, read.bias)
             else:
-                name, value = "ce", linear_cross_entropy(states, vocabulary, y, read.bias, weights)
+                value = linear_cross_entropy(states, vocabulary, y, read.bias)
             loss.add(f"{name}_{k}", value, self.config.offset_weight(k))
-            if weights is not None:
-                log_reached[which] -= label_losses(states, vocabulary, y, read.bias)
+            if losses is not None:
+                log_reached[which] -= losses
                 log_reached[~which] = -torch.inf  # what cannot be drafted is as far as a draft gets
             for name, (value, weight) in read.terms.items():
                 loss.add(f"{name}_{k}", value, weight)

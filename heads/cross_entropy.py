@@ -35,20 +35,26 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None = None,
-    row_weights: Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
     """[] sum over rows of −log softmax(states·weightᵀ + bias)[label]; the logits of all rows never exist at once.
 
-    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64, row_weights [N] of the rows in the sum. On GPU
-    without such weights through liger-kernel where it is installed, or torch's own `linear_cross_entropy` with
-    chunking; else in chunks of rows.
+    states [N, H], weight [V, H] (trained, or frozen), labels [N] int64. On GPU through liger-kernel where it is
+    installed, or torch's own `linear_cross_entropy` with chunking; else in chunks of rows.
     """
-    if states.is_cuda and len(states) and row_weights is None:
+    if states.is_cuda and len(states):
         fused = _fused_linear_cross_entropy()
         if fused is not None:
             return fused(states, weight, labels, bias)
-    return _chunked_cross_entropy(states, weight, bias, labels, row_weights, chunk_bytes)[0]
+    return _chunked_cross_entropy(states, weight, bias, labels, None, chunk_bytes)[0]
+
+
+def weighted_cross_entropy(
+    states: Tensor, weight: Tensor, labels: Tensor, row_weights: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """[] as `linear_cross_entropy`, the rows weighted by `row_weights [N]`; and the plain loss of each row [N],
+    detached. In chunks of rows."""
+    return _chunked_cross_entropy(states, weight, bias, labels, row_weights, None)
 
 
 def label_losses(states: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -31,7 +31,6 @@ from draft_heads.inference.target.target import Target
 from draft_heads.inference.target.tree_attention import TREE_ATTENTION
 from draft_heads.inference.verify import TypicalAcceptance
 
-BENCHMARKS_HELP = f"{', '.join(known_benchmarks())}; or question files, named as you like (docs/decoding.md)"
 ACCEPTANCE = ("exact", "typical")
 REPORTED = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "acceptance", "seed"),
@@ -101,7 +100,8 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
         version=drafters_table(),
         help="print all drafters and their options, as Markdown, and end",
     )
-    add("--benchmarks", nargs="+", metavar="NAME[=FILE|ID]", help=BENCHMARKS_HELP)
+    known = f"{', '.join(known_benchmarks())}; or question files, named as you like (docs/decoding.md)"
+    add("--benchmarks", nargs="+", metavar="NAME[=FILE|ID]", help=known)
     if scored:
         add("--run_code", action="store_true", help="run the code of answers (HumanEval) on this machine, under limits")
     add("--output", type=Path, help="folder for the results")

@@ -174,7 +174,7 @@ def split_rows(words: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[st
         if (row := parse_hf_row(text)) is None:
             drafters.append(text)
         elif row[0] in rows:
-            raise ValueError(f"drafters have different names; got {row[0]} twice; rename one: NAME=…")
+            raise ValueError(f"drafters must have different names, {row[0]!r} is given twice; rename one")
         else:
             rows |= [row]
     return rows, drafters
@@ -190,12 +190,12 @@ def run(options: argparse.Namespace) -> None:
             f"{options.batch_size}; leave one of them out"
         )
     specs = drafter_specs(drafters)
+    if twice := hf_rows.keys() & {spec.name for spec in specs}:
+        raise ValueError(f"drafters must have different names, {twice.pop()!r} is given twice; rename one")
     check_output(options.output, options.overwrite)
     target = load_target(options)
     drafting = load_engines(specs, target, options.max_nodes, options.batch_size)
     hf_engines = {name: hf_engine(target, words) for name, words in hf_rows.items()}
-    if twice := hf_engines.keys() & drafting.keys():
-        raise ValueError(f"drafters have different names; got {twice.pop()} twice; rename one: NAME=…")
     engines: dict[str, AnyEngine] = {VANILLA: drafting[VANILLA], **hf_engines, **drafting}
     parts = DecodedFolder(options.output)
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts)

@@ -155,7 +155,9 @@ def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
 def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
     """Print the plan and train, from the checkpoint `resume` or from the head's start values."""
     trainer.start_head()
-    print_once(trainer.args, training_plan(trainer))
+    length = run_length(trainer)
+    length.fit_intervals(trainer.args)
+    print_once(trainer.args, training_plan(trainer, length))
     if resume is not None:
         trainer.resume(resume)
         print_once(trainer.args, f"resuming {resume} ({trainer.clock.elapsed:.1f} minutes in)")
@@ -163,15 +165,14 @@ def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
 
-def training_plan(trainer: DraftHeadTrainer) -> str:
+def training_plan(trainer: DraftHeadTrainer, length: RunLength) -> str:
     """Parameters, steps or minutes, rows, tokens and memory in a line; then a warning per line."""
     args: Any = trainer.args
     rows = trainer.train_dataset
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     memory = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in memory_sizes(trainer, trained).items())
     tokens = sum(min(length, trainer.longest) for length in row_lengths(rows))
-    data, length = f"{len(rows):,} rows of {tokens:,} tokens", run_length(trainer)
-    length.fit_intervals(args)
+    data = f"{len(rows):,} rows of {tokens:,} tokens"
     plan = f"training {trained:,} parameters for {length} on {data}; memory before activations: {memory}"
     if args.zero_config is not None:
         plan += f"; ZeRO stage {args.zero_config['zero_optimization']['stage']}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,9 +30,12 @@ class AnswerJournal:
     """
 
     def __init__(self, answerer: Answerer, path: Path) -> None:
-        """path: of the file, JSON lines; a last line that a kill cut off is removed"""
+        """path: of the file, JSON lines, which nobody else writes now; a last line that a kill cut off is removed"""
         self._answerer, self._path = answerer, path
-        self._kept = {kept.prompt: kept for kept in map(_parse, _whole_lines(path)) if kept is not None}
+        whole = _whole_lines(path)
+        if path.is_file():
+            os.truncate(path, len(whole))
+        self._kept = {kept.prompt: kept for kept in map(_parse, whole.splitlines()) if kept is not None}
 
     def __call__(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Iterator[tuple[int, Answer]]:
         """As `Answerer`, first the answers that are written already."""
@@ -54,23 +58,18 @@ class AnswerJournal:
 
 
 def count_answers(path: Path) -> int:
-    """How many answers a file holds; 0 where there is none."""
-    return len(_whole_lines(path))
+    """How many answers a file holds, which another process may be writing; 0 where there is none."""
+    return _whole_lines(path).count(b"\n")
 
 
 def _digest(prompt: list[int], limit: int) -> str:
     return hashlib.sha256(json.dumps([limit, prompt]).encode()).hexdigest()[:32]
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """The lines of the file; what follows the last line break is cut off."""
-    if not path.is_file():
-        return []
-    content = path.read_bytes()
-    if (end := content.rfind(b"\n") + 1) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(end)
-    return content[:end].splitlines()
+def _whole_lines(path: Path) -> bytes:
+    """The file up to its last line break."""
+    content = path.read_bytes() if path.is_file() else b""
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _parse(line: bytes) -> _Kept | None:

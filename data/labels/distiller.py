@@ -90,13 +90,15 @@ class Distiller:
         asked: list[tuple[Row, list[int]]] = []  # a prompt each, for the next answer
         for index, record in enumerate(conversations):
             yield from self._ended(self._new_row(first + index, record), asked)
+        answerer = self._answerer
+        if answerer is not None and journal is not None:
+            answerer = AnswerJournal(answerer, journal)
         while asked:
             answering, asked = asked, []
             prompts = [prompt for _, prompt in answering]
             limits = [min(self.options.max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
-            if self._answerer is None:
+            if answerer is None:
                 raise ValueError("labels generate needs an answerer; got none; pass inference.answers.TargetAnswerer")
-            answerer = self._answerer if journal is None else AnswerJournal(self._answerer, journal)
             for index, answer in answerer(prompts, limits):
                 self.advance(1)
                 self._add_answer(*answering[index], answer)

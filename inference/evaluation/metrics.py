@@ -6,8 +6,8 @@ Suffixes: B bootstrap samples, Q questions, K sums of a question.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -210,39 +210,36 @@ def acceptance_by_position(histogram: Sequence[int]) -> dict[str, list[float]]:
 
 def beta_by_output_position(records: Sequence[TurnRecord]) -> list[float]:
     """β of the steps that began within each `OUTPUT_SPAN` tokens of the answers."""
-    parts: dict[int, list[int]] = {}
-    for record in records:
-        position = 0
-        for length in record.generation.accept_lengths:
-            parts.setdefault(position // OUTPUT_SPAN, []).append(length)
-            position += length
-    return [mean_length(parts[span]) for span in sorted(parts)]
+    return list(_beta_by((place // OUTPUT_SPAN, length) for _, place, length in _steps(records)).values())
 
 
 def beta_by_context_length(records: Sequence[TurnRecord]) -> list[dict[str, float]]:
     """β of the steps after the prefill, by the length of the text before them, of which each group begins `from` a
     power of two and ends before the next: [{"from": 128, "beta": 2.1}, {"from": 256, "beta": 1.9}]."""
-    parts: dict[int, list[int]] = {}
-    for record in records:
-        position = len(record.prompt)
-        for number, length in enumerate(record.generation.accept_lengths):
-            if number:
-                parts.setdefault(1 << (max(1, position).bit_length() - 1), []).append(length)
-            position += length
-    return [{"from": start, "beta": mean_length(parts[start])} for start in sorted(parts)]
+    later = ((len(record.prompt) + place, length) for record, place, length in _steps(records) if place)
+    found = _beta_by((1 << (max(1, text).bit_length() - 1), length) for text, length in later)
+    return [{"from": start, "beta": beta} for start, beta in found.items()]
 
 
 def beta_by_turn(records: Sequence[TurnRecord]) -> list[float]:
     """β of the first, second, … answers of the questions."""
-    parts: dict[int, list[int]] = {}
+    return list(_beta_by((record.turn, length) for record, _, length in _steps(records)).values())
+
+
+def _steps(records: Iterable[TurnRecord]) -> Iterator[tuple[TurnRecord, int, int]]:
+    """(turn, tokens of its answer before the step, new tokens) of every target step; before the prefill there are 0."""
     for record in records:
-        parts.setdefault(record.turn, []).extend(record.generation.accept_lengths)
-    return [mean_length(parts[turn]) for turn in sorted(parts) if parts[turn]]
+        lengths = record.generation.accept_lengths
+        for place, length in zip(accumulate(lengths, initial=0), lengths):
+            yield record, place, length
 
 
-def mean_length(accept_lengths: Sequence[int]) -> float:
-    """New tokens per step."""
-    return sum(accept_lengths) / len(accept_lengths)
+def _beta_by(steps: Iterable[tuple[int, int]]) -> dict[int, float]:
+    """Group → its new tokens per step, in order; of (group, new tokens) of every step."""
+    parts: dict[int, list[int]] = {}
+    for group, length in steps:
+        parts.setdefault(group, []).append(length)
+    return {group: sum(parts[group]) / len(parts[group]) for group in sorted(parts)}
 
 
 def accepted_by_source(records: Sequence[TurnRecord], names: Sequence[str] | None) -> dict[str, int] | None:

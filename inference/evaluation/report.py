@@ -14,23 +14,17 @@ from typing import Any
 import torch
 
 from draft_heads.data.common.files import names_path, write_text
-from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.html.page import page
 from draft_heads.inference.evaluation.metrics import plain_loop, result_rows, shown_names
 from draft_heads.inference.evaluation.report_text import (
-    EXPLANATION_TRANSFORMERS,
     Table,
     category_tables,
-    explanation,
-    few_turns_note,
     findings_note,
-    has_transformers,
     relative_paths,
+    results_notes,
     results_table,
-    scores_note,
     settings_table,
-    skipped_note,
     source_tables,
     target_sentence,
     time_table,
@@ -143,12 +137,7 @@ def markdown(report: dict[str, Any]) -> str:
         "# Evaluation" if report["target"] else "# Replayed answers",
         target_sentence(report),
         *_markdown_parts([results_table(report)])[1:],
-        *skipped_note(report),
-        explanation(report),
-        *scores_note(report),
-        *few_turns_note(report),
-        *notes(report["carried_over"]),
-        *([EXPLANATION_TRANSFORMERS] if has_transformers(report) else []),
+        *results_notes(report),
     ]
     if report["target"] is None:
         parts.append(accepted)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_heads.data.generation_config import settings_text
+from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.evaluate import TRANSFORMERS
 from draft_heads.inference.evaluation.metrics import TIME_KEYS, shown_name
 from draft_heads.inference.evaluation.scores import SCORES, TITLES
@@ -191,6 +192,18 @@ def scores_note(report: dict[str, Any]) -> list[str]:
     """A sentence that names the score of each benchmark, if one is scored."""
     titles = {row["benchmark"]: title for row in overall(report["results"]) if (title := score_of(row)[0])}
     return [f"Score: {', '.join(f'{title} of {name}' for name, title in titles.items())}."] if titles else []
+
+
+def results_notes(report: dict[str, Any]) -> list[str]:
+    """The sentences under the table of results."""
+    return [
+        *skipped_note(report),
+        explanation(report),
+        *scores_note(report),
+        *few_turns_note(report),
+        *notes(report["carried_over"]),
+        *([EXPLANATION_TRANSFORMERS] if has_transformers(report) else []),
+    ]
 
 
 def skipped_note(report: dict[str, Any]) -> list[str]:

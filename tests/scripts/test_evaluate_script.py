@@ -14,7 +14,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draft_heads.data.labels.loops import IncrementalStop
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.scripts import decoding_options as options
 from draft_heads.scripts import evaluate, lossless
@@ -220,8 +219,8 @@ def test_a_bad_config_file_is_named(content, message, command, tmp_path, capsys)
         (["--benchmarks", "mt.jsonl"], "--benchmarks takes NAME=FILE, or a known name alone: alpaca, cnn_dm, gsm8k"),
         (["--drafters", "a=vanilla", "a=vanilla"], "'a' is given twice"),
         (["--drafters", "transformers=vanilla"], "got 'transformers=vanilla'; rename the drafter"),
-        (["--drafters", "transformers", "transformers"], "got transformers twice; rename one"),
-        (["--drafters", "plain=vanilla", "plain=transformers,prompt_lookup=3"], "got plain twice; rename one"),
+        (["--drafters", "transformers", "transformers"], "'transformers' is given twice; rename one"),
+        (["--drafters", "plain=vanilla", "plain=transformers,prompt_lookup=3"], "'plain' is given twice; rename one"),
         (["--drafters", "transformers,prompt_lookup=3"], "write e.g. hf_lookup=transformers,prompt_lookup=10"),
         (["--drafters", "x=transformers,lookup=3"], "got 'x=transformers,lookup=3'; write e.g. hf_lookup="),
         (["--drafters", "x=transformers,prompt_lookup=0"], "1 or more; got '0'; write 10"),
@@ -289,34 +288,6 @@ def test_lossless_exits_1_and_shows_unexplained_differences(command, tmp_path, c
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{difference['benchmark']} question {difference['question_id']}, turn 1, new token 2: expected" in shown
     assert "and 3 more" in shown
-
-
-class CountingDetector:
-    """Ends at the third 7; counts what it is fed."""
-
-    pushed = 0
-
-    def __init__(self):
-        self.sevens = 0
-
-    def push(self, token):
-        type(self).pushed += 1
-        self.sevens += token == 7
-        return self.sevens == 3
-
-
-def test_incremental_stop_gives_the_first_end_and_pushes_each_token_once():
-    CountingDetector.pushed = 0
-    stop = IncrementalStop(CountingDetector)
-    answer = [7, 1, 7, 2, 7, 3]
-    assert [stop(answer[:length]) for length in range(1, 6)] == [None, None, None, None, 5]
-    assert CountingDetector.pushed == 5
-    assert stop(answer) == 5  # asked again, from the beginning
-    assert stop([7]) is None
-    assert stop([7, 7]) is None
-    assert stop([8, 7]) is None  # another answer
-    assert stop([8, 7, 7]) is None
-    assert stop([8, 7, 7, 7]) == 4
 
 
 def test_batches_give_the_answers_of_one_by_one_and_say_their_size(command, tmp_path):

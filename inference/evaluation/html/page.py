@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from draft_heads.inference.evaluation.carried_over import notes
 from draft_heads.inference.evaluation.html.answers import answers_view
 from draft_heads.inference.evaluation.html.charts import (
     Bar,
@@ -27,21 +26,16 @@ from draft_heads.inference.evaluation.html.charts import (
 )
 from draft_heads.inference.evaluation.metrics import OUTPUT_SPAN, shown_name, shown_names
 from draft_heads.inference.evaluation.report_text import (
-    EXPLANATION_TRANSFORMERS,
     HEADER,
     Table,
     category_tables,
-    explanation,
-    few_turns_note,
     findings_note,
-    has_transformers,
     interval_cell,
     number,
     overall,
+    results_notes,
     results_table,
-    scores_note,
     settings_table,
-    skipped_note,
     source_tables,
     target_sentence,
     time_table,
@@ -152,10 +146,8 @@ def details(summary: str, *parts: str) -> str:
 
 def results_section(report: Report) -> list[str]:
     """The table of whole benchmarks and what its figures mean."""
-    sentences = [*skipped_note(report), explanation(report), *scores_note(report), *few_turns_note(report)]
-    sentences += notes(report["carried_over"])
-    sentences += [EXPLANATION_TRANSFORMERS] if has_transformers(report) else []
-    return [section("Results", table_html(results_table(report), caption=False), *paragraphs(sentences))]
+    table = table_html(results_table(report), caption=False)
+    return [section("Results", table, *paragraphs(results_notes(report)))]
 
 
 def speed_sections(report: Report) -> list[str]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from draft_heads.data.labels.loops import LoopDetector, loop_start
+from draft_heads.data.labels.loops import IncrementalStop, LoopDetector, loop_start
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,31 @@ def test_detector_reports_every_token_of_a_loop_and_recovers():
         *[False, False, False, True, True],
         *[False, False, False, True],
     ]
+
+
+class CountingDetector:
+    """Ends at the third 7; counts what it is fed."""
+
+    pushed = 0
+
+    def __init__(self):
+        self.sevens = 0
+
+    def push(self, token):
+        type(self).pushed += 1
+        self.sevens += token == 7
+        return self.sevens == 3
+
+
+def test_incremental_stop_gives_the_first_end_and_pushes_each_token_once():
+    CountingDetector.pushed = 0
+    stop = IncrementalStop(CountingDetector)
+    answer = [7, 1, 7, 2, 7, 3]
+    assert [stop(answer[:length]) for length in range(1, 6)] == [None, None, None, None, 5]
+    assert CountingDetector.pushed == 5
+    assert stop(answer) == 5  # asked again, from the beginning
+    assert stop([7]) is None
+    assert stop([7, 7]) is None
+    assert stop([8, 7]) is None  # another answer
+    assert stop([8, 7, 7]) is None
+    assert stop([8, 7, 7, 7]) == 4

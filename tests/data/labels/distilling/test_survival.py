@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from draft_heads.data.common.processes import own_device
+from draft_heads.data.labels.answer_journal import count_answers
 from draft_heads.data.labels.distill import distill
 from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.distiller import Distiller
@@ -268,3 +269,11 @@ def test_overwriting_drops_the_answers_of_other_settings(target, source, tmp_pat
     for output, overwrite in ((out, True), (tmp_path / "fresh", False)):
         distill(loaded, source, str(output), replace(options, max_new_tokens=6), overwrite, False, own)
     assert rows_of(out) == rows_of(tmp_path / "fresh") and not list(out.glob("*.answers.jsonl"))
+
+
+def test_counting_answers_leaves_a_file_that_another_process_writes_as_it_is(tmp_path):
+    journal = tmp_path / "shard-00001.answers.jsonl"
+    written = b'["a", [1], "end", true]\n["b", [2'  # the second line is on its way
+    journal.write_bytes(written)
+    assert count_answers(journal) == 1 and journal.read_bytes() == written
+    assert count_answers(tmp_path / "absent") == 0
