@@ -14,7 +14,7 @@ LIBRARY = "draft-heads"
 ABSOLUTE = re.compile(r"(?<![^\s=:'\"])/(?:[^\s/,'\"]+/)*([^\s/,'\"]+)/?")
 MEASURED = {
     **{"simulated_beta": "simulated β", "loss": "loss", "windows": "windows measured"},
-    "outside_vocabulary": "share of labels outside the draft vocabulary",
+    "outside_vocabulary": "share of labels that this draft vocabulary cannot draft",
 }
 USAGE = """    from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
     from draft_heads.inference.engine import DecodingEngine

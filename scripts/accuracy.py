@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def table(results: dict[str, list[Any]]) -> str:
     return markdown_table(["head", "rank", *(f"offset {k + 1}" for k in offsets)], rows, len(offsets) + 2) + "\n"
 
 
-def run() -> None:
+def run(arguments: Sequence[str] | None) -> None:
     parser = target_parser(__doc__)
     add = parser.add_argument
     add("--heads", nargs="+", metavar="NAME=RUN/head", help="heads to compare, and their names in the table")
@@ -68,7 +69,7 @@ def run() -> None:
     add("--rows", type=int, default=64, help="held-out rows to measure on (default 64)")
     add("--output", type=Path, help="folder for accuracy.json and accuracy.md")
     add("--overwrite", action="store_true", help="replace what was measured before in --output")
-    args = parse_with_config(parser, None, ("target", "heads", "dataset", "output"))
+    args = parse_with_config(parser, arguments, ("target", "heads", "dataset", "output"))
     named = dict(pair.split("=", 1) for pair in args.heads if "=" in pair)
     if len(named) != len(args.heads):
         raise ValueError(f"--heads takes NAME=RUN/head with different names; got {' '.join(args.heads)}")
@@ -94,5 +95,9 @@ def run() -> None:
     print(f"written: {args.output / 'accuracy.md'}")
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    return exit_status(lambda: run(arguments))
+
+
 if __name__ == "__main__":
-    sys.exit(exit_status(run))
+    sys.exit(main())

@@ -38,7 +38,8 @@ def shared_batches(trainer: Trainer, dataset: Any, size: int) -> Iterator[tuple[
 
 @torch.no_grad()
 def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, float]:
-    """Loss a window, windows, accuracy at every offset, and the share of labels outside the draft vocabulary."""
+    """Loss a window, windows, accuracy at every offset, and the share of labels that cannot be drafted: they are
+    outside the draft vocabulary or, for CTC, come after such a label in their window."""
     offsets = head.config.offsets
     total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
     hits = torch.zeros(offsets, TOP + 2, dtype=torch.float64, device=trainer.args.device)  # …, counted, scored

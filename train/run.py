@@ -229,7 +229,7 @@ def metrics_line(metrics: dict[str, float]) -> str:
     beta = f"{metrics['eval_simulated_beta']:.2f}" if "eval_simulated_beta" in metrics else "not measured"
     figures = f"loss {metrics['eval_loss']:.3f}, simulated β {beta}, top-1 accuracy by offset {' '.join(accuracies)}"
     if (outside := metrics.get("eval_outside_vocabulary")) is not None:
-        figures += f"; {outside:.1%} of the labels are outside the draft vocabulary and count in the accuracy alone"
+        figures += f"; the draft vocabulary cannot draft {outside:.1%} of the labels, which count in the accuracy alone"
     return f"held-out rows: {figures}"
 
 

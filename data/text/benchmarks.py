@@ -145,6 +145,7 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
 
 def _described(known: Description, record: dict[str, Any], row: int) -> Question:
     """A row whose keys a known benchmark's file names; what is not scored needs no reference."""
+    record = known.flattened(record)
     for key in known.keys:
         if key != known.reference or known.score:
             _text(record, key)

@@ -3,7 +3,8 @@
     source: EdinburghNLP/xsum       a hub id, a URL of a JSONL file, or a file, relative to this one's folder
     config: main                    the part of a hub dataset that is read (default: its only one)
     split: test                     the split that is read (default: test, else the first)
-    keys: [document, summary]       a file whose first row has these keys has this benchmark's rows
+    keys: [document, summary]       a file whose first row has these keys has this benchmark's rows; `a.b` is the key b
+                                    of the object under the key a
     prompt: "…\\n\\n{document}"       the user's message: {KEY} is the row's text under that key
     optional: [input]               keys without which, or with an empty text, their paragraph of the prompt is left out
     reference: summary              the key of the correct answer
@@ -30,7 +31,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "configs" / "benchmarks"
 SCORES = ("accuracy", "rouge2", "pass_at_1")
 _TEXTS = ("source", "config", "split", "prompt", "reference", "id", "score")
 _LISTS = ("keys", "optional", "unread")
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,24 @@ class Description:
 
     def has_form_of(self, row: Mapping[str, Any]) -> bool:
         """Whether a row is one that `prompt` is for."""
-        return self.prompt is not None and set(self.keys) <= row.keys()
+        return self.prompt is not None and set(self.keys) <= self.flattened(row).keys()
+
+    def flattened(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row with an entry `a.b` for each key of an object `a` of which the benchmark knows a key."""
+        outer = {key.partition(".")[0] for key in self.used if "." in key}
+        nested = {key: row[key] for key in outer if isinstance(row.get(key), dict)}
+        inner = {f"{key}.{name}": value for key, found in nested.items() for name, value in found.items()}
+        return {key: value for key, value in row.items() if key not in nested} | inner
 
     def prompt_of(self, row: Mapping[str, Any]) -> str:
-        """The user's message. Example: `{a}\\n\\n{b}`, b optional, of {"a": "Add.", "b": ""} is `Add.`."""
+        """The user's message; a list is written one entry a line.
+
+        Example: `{a}\\n\\n{b}`, b optional, of {"a": "Add.", "b": ""} is `Add.`.
+        """
         assert self.prompt is not None
         empty = {key for key in self.optional if not row.get(key)}
         paragraphs = [part for part in self.prompt.split("\n\n") if not empty & set(_PLACEHOLDER.findall(part))]
-        return _PLACEHOLDER.sub(lambda found: str(row[found[1]]), "\n\n".join(paragraphs))
+        return _PLACEHOLDER.sub(lambda found: _written(row[found[1]]), "\n\n".join(paragraphs))
 
 
 @cache
@@ -154,6 +165,10 @@ def _check(path: Path, found: Description) -> None:
         raise ValueError(f"{path}: prompt has a {{KEY}} of the row, received {found.prompt!r}")
     if found.score in ("accuracy", "rouge2") and found.reference is None:
         raise ValueError(f"{path}: the score {found.score} needs reference, the key of the correct answer; add it")
+
+
+def _written(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _is_list_of_texts(value: Any) -> bool:

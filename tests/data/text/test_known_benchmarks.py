@@ -15,7 +15,7 @@ from draft_heads.data.text.benchmarks import BenchmarkError, CodeTask, load_benc
 from draft_heads.scripts.decoding_options import parse_benchmarks
 from tests.running import ROOT
 
-NAMES = ["alpaca", "cnn_dm", "gsm8k", "humaneval", "mt_bench", "spec_bench", "vicuna_bench", "xsum"]
+NAMES = ["alpaca", "cnn_dm", "gsm8k", "humaneval", "mbpp", "mt_bench", "spec_bench", "vicuna_bench", "wmt16", "xsum"]
 ADD = {"task_id": "T/0", "prompt": 'def add(a, b):\n    """Sum."""\n', "canonical_solution": "    return a + b\n"}
 ADD |= {"entry_point": "add", "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"}
 PUBLISHED = {
@@ -23,9 +23,14 @@ PUBLISHED = {
     "cnn_dm": {"article": "A cat sat.", "highlights": "Cat sits.\nMat happy.", "id": "f00"},
     "gsm8k": {"question": "2 + 2?", "answer": "2 + 2 = 4\n#### 4"},
     "humaneval": ADD,
+    "mbpp": {
+        **{"task_id": 11, "text": "Write add.", "code": "def add(): …", "test_list": ["assert a", "assert b"]},
+        **{"test_setup_code": "", "challenge_test_list": []},
+    },
     "mt_bench": {"prompt": ["One?", "Two?"], "prompt_id": 7, "category": "math", "reference": []},
     "spec_bench": {"question_id": 1, "category": "rag", "turns": ["Why?"], "reference": [["a", "b"]]},
     "vicuna_bench": {"question_id": 1, "category": "generic", "turns": ["Why?"]},
+    "wmt16": {"translation": {"de": "Eine {Katze}.", "en": "A cat."}},
     "xsum": {"document": "A cat sat.", "summary": "Cat sits.", "id": "42"},
 }
 """A row as it is published, of each benchmark."""
@@ -51,6 +56,9 @@ def test_these_benchmarks_are_known_and_each_reads_its_published_form(tmp_path):
     assert found["alpaca"].turns == ["Name a fruit."] and found["mt_bench"].turns == ["One?", "Two?"]
     assert found["cnn_dm"].turns == ["Summarise this news article in three or four short sentences.\n\nA cat sat."]
     assert found["xsum"].turns == ["Summarise this news article in one sentence.\n\nA cat sat."]
+    assert found["mbpp"].turns == ["Write add.\n\nYour code should pass these tests:\nassert a\nassert b"]
+    assert (found["mbpp"].question_id, found["wmt16"].reference) == (11, "A cat.")
+    assert found["wmt16"].turns == ["Translate this German text into English.\n\nEine {Katze}."]
     assert (found["cnn_dm"].reference, found["cnn_dm"].question_id) == ("Cat sits.\nMat happy.", "f00")
     assert (found["mt_bench"].question_id, found["mt_bench"].group, found["spec_bench"].group) == (7, "math", "RAG")
     assert found["humaneval"].code == CodeTask(ADD["prompt"], "add", ADD["test"])
