@@ -101,7 +101,7 @@ class ArmTrainer:
     def _run(self, arm: Arm, folder: Path, steps: int | None, *more: str) -> float:
         """Train one head, or go on with it; returns its processor seconds."""
         command = [*trainer_script(arm.kind), "--target", self.target, "--dataset", *self.dataset]
-        command += ["--output_dir", str(folder), "--threads", str(self.threads), "--disable_tqdm", "true"]
+        command += ["--output_dir", str(folder), "--threads", str(self.threads)]
         command += ["--max_steps", str(steps)] if steps else []
         command += ["--eval_strategy", "no"] if steps else []  # time goes into steps
         return cpu_seconds([*command, *arm.options, *self.options, *more], folder.with_suffix(".log"))

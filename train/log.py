@@ -157,10 +157,10 @@ class LogLastStep(TrainerCallback):
             control.should_log = True
 
 
-def progress_callback(args: Any, clock: WallClock) -> TrainerCallback | None:
-    """What shows progress in place of transformers' bar; None where none is wanted."""
+def progress_callback(args: Any, clock: WallClock) -> TrainerCallback:
+    """What shows progress and metrics in place of transformers' callbacks."""
     if args.disable_tqdm:
-        return None
+        return MetricLines()
     if not sys.stderr.isatty():
         return TrainingLines(clock, ProgressLines(partial(print, file=sys.stderr, flush=True)))
     return MinutesBar(clock) if args.max_minutes else StepsBar()
@@ -211,16 +211,20 @@ class MinutesBar(StepsBar):
             self.training_bar.update(min(self.clock.elapsed, self.clock.max_minutes) - self.training_bar.n)
 
 
-class TrainingLines(PrinterCallback):
+class MetricLines(PrinterCallback):
+    """Lines of metrics, for a log file."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_local_process_zero and logs is not None:
+            print(log_line(state.global_step, logs))
+
+
+class TrainingLines(MetricLines):
     """Progress in a log file: lines with steps or minutes, and lines of metrics."""
 
     def __init__(self, clock: WallClock, show: Update) -> None:
         super().__init__()
         self.clock, self.show = clock, show
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_local_process_zero and logs is not None:
-            print(log_line(state.global_step, logs))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.monotonic(), state.global_step

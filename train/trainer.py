@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import ProgressCallback, Trainer
+from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from draft_heads.data.collate import DraftCollator, row_lengths
@@ -88,9 +88,8 @@ class DraftHeadTrainer(Trainer):
         self._patience = Patience(args.patience) if args.patience else None
         if self._patience is not None:
             self.add_callback(self._patience)
-        if (shown := progress_callback(args, self.clock)) is not None:
-            self.remove_callback(ProgressCallback)
-            self.add_callback(shown)
+        self.remove_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+        self.add_callback(progress_callback(args, self.clock))
         # `compute_loss` divides by the windows of the whole accumulated batch; without this transformers, 5.17 to
         # 5.24, would divide by the number of micro-batches once more
         self.model_accepts_loss_kwargs = True

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from draft_heads.data.common.progress import ProgressLines
-from draft_heads.train.log import LogLastStep, StepsBar, TrainingLines, log_line
+from draft_heads.train.log import LogLastStep, MetricLines, StepsBar, TrainingLines, log_line, progress_callback
 from draft_heads.train.stopping import WallClock
 
 
@@ -49,7 +49,10 @@ def test_a_line_of_metrics_is_readable_and_short(capsys):
     assert log_line(7, {"mine": 3}) == "step 7: {'mine': 3}"
     state = SimpleNamespace(is_local_process_zero=True, is_world_process_zero=True, global_step=50)
     TrainingLines(WallClock(0), None).on_log(None, state, None, logs)
-    assert capsys.readouterr().out == f"{line}\n"
+    without_progress = progress_callback(SimpleNamespace(disable_tqdm=True), WallClock(0))
+    assert isinstance(without_progress, MetricLines)
+    without_progress.on_log(None, state, None, logs)
+    assert capsys.readouterr().out == f"{line}\n" * 2
     written, bar = [], StepsBar()
     bar.training_bar = SimpleNamespace(write=written.append)
     bar.on_log(None, state, None, logs)

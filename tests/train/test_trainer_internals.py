@@ -100,6 +100,7 @@ def test_the_trainer_deletes_checkpoints_by_the_option_that_is_unset():
         (stopping.Patience, transformers.EarlyStoppingCallback),
         (log.StepsBar, transformers.ProgressCallback),
         (log.MinutesBar, transformers.ProgressCallback),
+        (log.MetricLines, transformers.PrinterCallback),
         (log.TrainingLines, transformers.PrinterCallback),
         (training_arguments.TrainerParser, transformers.HfArgumentParser),
     ],
