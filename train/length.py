@@ -9,7 +9,7 @@ from typing import Any
 
 ENDLESS_EPOCHS = 1e6  # of a run that ends by time
 ENOUGH_STEPS = 300  # fewer leave a head near its start values
-INTERVALS = ("logging_steps", "eval_steps", "save_steps")
+INTERVALS = ("logging_steps", "eval_steps", "save_steps", "warmup_steps")
 OFTEN = 5  # times that a recipe evaluates, saves and logs in a short run, at least
 
 
@@ -65,7 +65,7 @@ class RunLength:
         return f"{self.steps:,} steps ({epochs:.3g} epochs of {self.steps_per_epoch:,})"
 
     def fit_intervals(self, args: Any) -> None:
-        """Let a recipe's intervals, those not in `args.own_intervals`, come at least five times in a run by steps."""
+        """Let a recipe's intervals, its warm-up too, be a fifth at most of a run by steps; not `args.own_intervals`."""
         if self.minutes:
             return
         for name in INTERVALS:

@@ -73,17 +73,17 @@ def test_intervals_after_the_end_are_warned_of():
 def test_a_recipes_intervals_come_five_times_in_a_short_run_and_ones_own_as_asked_for():
     def fitted(length, own=(), **options):
         every = {"eval_strategy": "steps", "save_strategy": "steps", "logging_steps": 20, "eval_steps": 500}
-        args = arguments(**{**every, "save_steps": 500, **options})
+        args = arguments(**{**every, "save_steps": 500, "warmup_steps": 100, **options})
         args.own_intervals = set(own)
         length.fit_intervals(args)
-        return args.logging_steps, args.eval_steps, args.save_steps
+        return args.logging_steps, args.eval_steps, args.save_steps, args.warmup_steps
 
-    assert fitted(RunLength(92, 46)) == (18, 18, 18)
-    assert fitted(RunLength(3, 46)) == (1, 1, 1)
-    assert fitted(RunLength(5000, 46)) == (20, 500, 500)
-    assert fitted(RunLength(92, 46), own={"eval_steps"}) == (18, 500, 18)
-    assert fitted(RunLength(92, 46), eval_steps=0.5, save_steps=0.5) == (18, 0.5, 0.5)  # shares of the run
-    assert fitted(RunLength(92, 46, minutes=5)) == (20, 500, 500)
+    assert fitted(RunLength(92, 46)) == (18, 18, 18, 18)
+    assert fitted(RunLength(3, 46)) == (1, 1, 1, 1)
+    assert fitted(RunLength(5000, 46)) == (20, 500, 500, 100)
+    assert fitted(RunLength(92, 46), own={"eval_steps"}) == (18, 500, 18, 18)
+    assert fitted(RunLength(92, 46), eval_steps=0.5, warmup_steps=0.03) == (18, 0.5, 18, 0.03)  # shares of the run
+    assert fitted(RunLength(92, 46, minutes=5)) == (20, 500, 500, 100)
 
 
 def test_the_plan_has_the_steps_that_are_trained_and_the_last_is_logged(dataset, tmp_path):
