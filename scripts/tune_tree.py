@@ -37,7 +37,7 @@ from draft_heads.train.held_out import replay_answers
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_data import load_data
 
-NODES = (2, 4, 8, 16, 32, 64)
+NODES = (2, 4, 6, 8, 12, 16, 24, 32, 64)
 COUNTS = {
     "rows": (64, "held-out rows on which temperatures are compared"),
     "prompts": (16, "how many of these rows' prompts are decoded to compare numbers of nodes"),
