@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,6 +57,36 @@ class TurnRecord:
     generation: Generation
     scores: dict[str, float] = field(default_factory=dict)
     difference: Difference | None = None
+
+    # what `metrics.Turn` asks
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.generation.tokens)
+
+    @property
+    def target_steps(self) -> int:
+        return self.generation.target_steps
+
+    @property
+    def wall_time(self) -> float | None:
+        return self.generation.seconds.get("total")
+
+    @property
+    def accept_lengths(self) -> Sequence[int]:
+        return self.generation.accept_lengths
+
+    @property
+    def accepted(self) -> Sequence[int]:
+        return self.generation.accepted
+
+    @property
+    def by_source(self) -> Mapping[int, int]:
+        return Counter(self.generation.sources)
 
 
 @dataclass(frozen=True)

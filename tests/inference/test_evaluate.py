@@ -361,10 +361,10 @@ def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_ba
 
 
 def test_histogram_leaves_the_prefill_out():
-    record = SimpleNamespace(generation=Generation([5] * 7, [1, 3, 1, 2]))
-    assert accept_length_histogram([record]) == [1, 1, 1]
-    record.generation.sources = [-1, 0, 0, -1, -1, 0, 0]  # it ends with a draft
-    assert accept_length_histogram([record]) == [1, 0, 2]
+    answer = Generation([5] * 7, [1, 3, 1, 2])
+    assert accept_length_histogram([answer]) == [1, 1, 1]
+    answer.sources = [-1, 0, 0, -1, -1, 0, 0]  # it ends with a draft
+    assert accept_length_histogram([answer]) == [1, 0, 2]
     assert accept_length_histogram([]) == []
 
 
@@ -376,7 +376,7 @@ def test_acceptance_by_position_of_all_steps_and_of_those_that_got_so_far():
 
 def test_beta_by_position_in_the_answer_by_context_and_by_turn():
     def answered(turn, prompt, lengths):
-        return SimpleNamespace(turn=turn, prompt=(1,) * prompt, generation=SimpleNamespace(accept_lengths=lengths))
+        return SimpleNamespace(turn=turn, prompt_tokens=prompt, accept_lengths=lengths)
 
     records = [answered(0, 100, [1, 3, *[4] * 32]), answered(1, 250, [1, 2, 5]), answered(0, 40, [1, 1])]
     first, later = [1, 3, *[4] * 31, 1, 2, 5, 1, 1], [4]  # the last of 32 steps begins at token 128
