@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -85,7 +86,8 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
             for drafter, records in by_drafter.items():
                 row: dict[str, Any] = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
                 row |= {"kind": evaluation.kinds.get(drafter), "lossy": drafter in evaluation.lossy}
-                rows.append(row | result_row(records, *baselines, questions, evaluation.sources.get(drafter), seed))
+                row |= result_row(records, *baselines, questions, evaluation.sources.get(drafter), seed)
+                rows.append(row | {"verify_cost": verify_cost(records, by_drafter.get(VANILLA, []))})
     return rows
 
 
@@ -239,6 +241,26 @@ def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:
     seconds = {key: sum(record.generation.seconds[key] for record in records) for key in TIME_KEYS}
     total = sum(seconds.values())
     return {key: value / total for key, value in seconds.items()} if total else None
+
+
+def verify_cost(records: Sequence[TurnRecord], vanilla: Sequence[TurnRecord]) -> list[dict[str, Any]] | None:
+    """Median seconds of a step's verification by the nodes of its tree, and over those of a step of vanilla:
+    [{"nodes": 8, "steps": 40, "seconds": 0.006, "over_plain_step": 1.2}, …].
+
+    None where steps are not timed one by one: in batches, in transformers' `generate`, and where a step begins before
+    the tokens of the one before are read.
+    """
+    found: dict[int, list[float]] = {}
+    for record in records:
+        for nodes, seconds in zip(record.generation.step_nodes, record.generation.step_seconds):
+            found.setdefault(nodes, []).append(seconds)
+    steps = [seconds for record in vanilla for seconds in record.generation.step_seconds]
+    plain = median(steps) if steps else None
+    costs = [(nodes, len(found[nodes]), median(found[nodes])) for nodes in sorted(found)]
+    return [
+        {"nodes": nodes, "steps": count, "seconds": cost, "over_plain_step": cost / plain if plain else None}
+        for nodes, count, cost in costs
+    ] or None
 
 
 def accept_length_histogram(turns: Sequence[Turn]) -> list[int]:

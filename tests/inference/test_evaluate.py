@@ -29,6 +29,7 @@ from draft_heads.inference.evaluation.metrics import (
     beta_by_output_position,
     beta_by_turn,
     result_rows,
+    verify_cost,
 )
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 from tests.inference.stub_engine import (
@@ -388,6 +389,18 @@ def test_beta_by_position_in_the_answer_by_context_and_by_turn():
     assert later and by_context == {
         **{32: 1.0, 64: sum(below) / len(below), 128: sum(middle) / len(middle)},
     }
+
+
+def test_verify_cost_is_the_median_of_the_steps_with_so_many_nodes():
+    def answered(nodes, seconds):
+        return SimpleNamespace(generation=Generation(step_nodes=nodes, step_seconds=seconds))
+
+    vanilla = [answered([0, 0, 0], [2.0, 9.0, 1.0])]
+    drafted = [answered([8, 4], [3.0, 2.5]), answered([8, 8], [5.0, 4.0])]
+    four = {"nodes": 4, "steps": 1, "seconds": 2.5, "over_plain_step": 1.25}
+    assert verify_cost(drafted, vanilla) == [four, {"nodes": 8, "steps": 3, "seconds": 4.0, "over_plain_step": 2.0}]
+    assert verify_cost(drafted, [])[0] == {**four, "over_plain_step": None}
+    assert verify_cost([answered([], [])], vanilla) is None
 
 
 def test_settings_reach_the_engine():

@@ -147,7 +147,7 @@ def test_an_empty_file_is_an_error(files, tmp_path, capsys):
     assert "empty.jsonl is empty" in capsys.readouterr().err
 
 
-ELSEWHERE = {"kind", "lossy", "skipped", "over_transformers", "lossless", "time_share"}
+ELSEWHERE = {"kind", "lossy", "skipped", "over_transformers", "lossless", "time_share", "verify_cost"}
 """What a row of report.json says and answer files do not."""
 REPEATED = ("Count: one two one two one two", "Say tea coffee tea coffee tea coffee.", "A rose is a rose is a rose is")
 
@@ -165,6 +165,7 @@ def test_every_figure_that_answer_files_hold_is_recomputed_as_the_report_has_it(
     rows = json.loads((report / "report.json").read_text())["results"]
     assert max(len(row["beta_by_output_position"]) for row in rows) == len(rows[0]["beta_by_turn"]) == 2
     assert any(sum(row["accepted_by_source"].values()) for row in rows)
+    assert {row["verify_cost"] is None for row in rows} == {batch > 1}  # steps of a batch are not a text's own
     plain, found = report / "answers" / "vanilla.jsonl", tmp_path / "found.json"
     for name in ("vanilla", "both"):
         answers = report / "answers" / f"{name}.jsonl"
