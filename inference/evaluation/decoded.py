@@ -44,6 +44,8 @@ class TurnRecord:
     """One answered turn; `difference` is None before judging and when the answer equals the oracle's.
 
     `scores` are filled in when it is judged: empty but for the last turns of questions that are scored.
+    `peak_memory` (bytes) and `joules` are a `Meter`'s; turns that were answered together have the same peak and share
+    the joules by tokens, as the seconds.
     """
 
     benchmark: str
@@ -57,6 +59,8 @@ class TurnRecord:
     generation: Generation
     scores: dict[str, float] = field(default_factory=dict)
     difference: Difference | None = None
+    peak_memory: int | None = None
+    joules: float | None = None
 
     # what `metrics.Turn` asks
 

@@ -87,7 +87,8 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
                 row: dict[str, Any] = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
                 row |= {"kind": evaluation.kinds.get(drafter), "lossy": drafter in evaluation.lossy}
                 row |= result_row(records, *baselines, questions, evaluation.sources.get(drafter), seed)
-                rows.append(row | {"verify_cost": verify_cost(records, by_drafter.get(VANILLA, []))})
+                row |= {"verify_cost": verify_cost(records, by_drafter.get(VANILLA, []))}
+                rows.append(row | usage_figures(records))
     return rows
 
 
@@ -161,9 +162,9 @@ def turn_figures(
 
 
 def without_shared_seconds(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of answers that were decoded together: they share their seconds by tokens, so none has its own. γ has no
-    interval, and no value by category."""
-    shared = {"gamma_ci95", *(("gamma", "over_transformers") if row["category"] else ())}
+    """A row of answers that were decoded together: they share seconds and joules by tokens, so none has its own. γ has
+    no interval, and neither has a value by category."""
+    shared = {"gamma_ci95", *(("gamma", "over_transformers", "joules_per_token") if row["category"] else ())}
     return {key: None if key in shared else value for key, value in row.items()}
 
 
@@ -261,6 +262,15 @@ def verify_cost(records: Sequence[TurnRecord], vanilla: Sequence[TurnRecord]) ->
         {"nodes": nodes, "steps": count, "seconds": cost, "over_plain_step": cost / plain if plain else None}
         for nodes, count, cost in costs
     ] or None
+
+
+def usage_figures(records: Sequence[TurnRecord]) -> dict[str, float | None]:
+    """The highest peak of GPU memory, and the energy per token; None where they were not measured."""
+    peaks = [record.peak_memory for record in records if record.peak_memory is not None]
+    measured = [(record.joules, record.new_tokens) for record in records if record.joules is not None]
+    tokens = sum(count for _, count in measured)
+    joules = sum(joules for joules, _ in measured) / tokens if tokens else None
+    return {"peak_memory_bytes": max(peaks, default=None), "joules_per_token": joules}
 
 
 def accept_length_histogram(turns: Sequence[Turn]) -> list[int]:

@@ -28,6 +28,7 @@ from draft_heads.inference.evaluation.report_text import (
     source_tables,
     target_sentence,
     time_table,
+    usage_tables,
 )
 
 PICTURES = ("speedup.png", "accepted_length.png", "time_share.png")
@@ -142,7 +143,8 @@ def markdown(report: dict[str, Any]) -> str:
         parts.append(accepted)
     else:
         parts += ["![speedup](speedup.png)", accepted, *_markdown_parts([time_table(report)])]
-        parts += ["![time shares](time_share.png)", *_markdown_parts(source_tables(report))]
+        parts += ["![time shares](time_share.png)", *_markdown_parts(usage_tables(report))]
+        parts += _markdown_parts(source_tables(report))
         parts += findings_note(report["findings"], shown_names(results))
     parts += _markdown_parts([*category_tables(results), settings_table(report)])
     return "\n\n".join([*parts, ""])

@@ -39,6 +39,7 @@ from draft_heads.inference.evaluation.report_text import (
     source_tables,
     target_sentence,
     time_table,
+    usage_tables,
 )
 
 Row = dict[str, Any]
@@ -60,6 +61,7 @@ def page(report: Report) -> str:
         *beta_section(report),
         *time_section(report),
         *verify_section(report),
+        *(section(table.title, table_html(table, caption=False)) for table in usage_tables(report)),
         *source_section(report),
         *answers_section(report),
         section("Settings, versions and command", table_html(settings_table(report), "settings", caption=False)),
