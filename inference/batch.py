@@ -70,7 +70,7 @@ class BatchEngine:
         limits = [room(self.target, len(prompt), settings.max_new_tokens) for prompt in ids]
         if not prompts:
             return []
-        run = _Run(self.target, self.drafter, settings, max(map(sum, zip(map(len, ids), limits))))
+        run = BatchRun(self.target, self.drafter, settings, max(map(sum, zip(map(len, ids), limits))))
         found = {ended.number: ended.answer for ended in run.answers(ids, limits)}
         answers = [found[index] for index in range(len(ids))]
         tokens = max(1, sum(len(answer.tokens) for answer in answers))  # a stop rule may take back all
@@ -95,7 +95,7 @@ class BatchEngine:
         self.check_kept_layers(target_layers)
         if prompts:
             longest = max(map(sum, zip(map(len, prompts), limits)))
-            run = _Run(self.target, self.drafter, settings, longest, keep_states, target_layers)
+            run = BatchRun(self.target, self.drafter, settings, longest, keep_states, target_layers)
             for ended in run.answers(prompts, limits, shrinks=True):
                 yield ended if target_layers else ended._replace(aux_hidden=None)
 
@@ -141,7 +141,7 @@ class _States:
         self._stores = [store[slots] for store in self._stores]
 
 
-class _Run:
+class BatchRun:
     """The memory of one call: the slots' texts and caches.
 
     end     [B] int64, the length at which each text must end; 0 for a slot without one
@@ -226,7 +226,7 @@ class _Run:
         tree = drafter.propose()
         self.clock.lap(self._drafting)
         places = cache.slots(drafter.max_depth + 1)
-        step = self._verify(tree)
+        step = self.verify(tree)
         if self._states is not None:
             every = torch.arange(len(places), device=places.device)
             self._states.write(every, places, step.hidden, step.aux_hidden)
@@ -286,7 +286,8 @@ class _Run:
         self.slots = [self.slots[index] for index in used]
         self.drafter = VanillaDrafter(self.target.device, len(used))
 
-    def _verify(self, tree: DraftTree) -> VerifiedStep:
+    def verify(self, tree: DraftTree) -> VerifiedStep:
+        """The target verifies the trees of all slots, accepts a path of each and commits it."""
         settings = self.settings
         return verify_step(
             self.target,

@@ -159,6 +159,10 @@ class DecodingEngine:
             answered += new
             text.cache.bound = committed + len(pending) * (drafter.max_depth + 1)
             text.clock.lap("accept")
+            verification = text.clock.verification()
+            if result.accept_lengths and step.tree is not None and not (steps.ahead and drafter.max_nodes):
+                result.step_nodes.append(len(step.tree))  # ahead of the host, drafting and verifying are one
+                result.step_seconds.append(verification)
 
             # 4. Add the tokens up to the end of the answer.
             added = stopper.extend(result, new, sources)

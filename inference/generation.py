@@ -103,6 +103,8 @@ class Generation:
     sources         which drafter proposed each token, an index into the drafter's `sources`; −1: the target itself
     seconds         wall seconds by part: draft, verify, accept, other, and their sum total
     finish_reason   "eos", "length", "stop" or "context"
+    step_nodes      nodes of the tree of each step after the prefill; empty where its verification is not timed alone
+    step_seconds    seconds of each of these verifications, until the host has the step's tokens
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -110,6 +112,8 @@ class Generation:
     sources: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     finish_reason: str = ""
+    step_nodes: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
 
     @property
     def target_steps(self) -> int:
@@ -141,12 +145,18 @@ class Clock:
     def __init__(self) -> None:
         self.parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "other": 0.0}
         self._last = time.perf_counter()
+        self._verified = 0.0
 
     def lap(self, part: str) -> None:
         """Count the time since the last lap as `part`."""
         now = time.perf_counter()
         self.parts[part] += now - self._last
         self._last = now
+
+    def verification(self) -> float:
+        """Seconds of `verify` and `accept` since the last call."""
+        before, self._verified = self._verified, self.parts["verify"] + self.parts["accept"]
+        return self._verified - before
 
     def seconds(self, share: float = 1.0) -> dict[str, float]:
         """A share of every part, and their sum as `total`."""

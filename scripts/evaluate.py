@@ -201,7 +201,7 @@ def run(options: argparse.Namespace) -> None:
     evaluation = decode_and_judge(options, target, engines, benchmarks, console, parts)
     if evaluation is None:
         return
-    write_answers(options.output, list(engines), evaluation.records, evaluation.lossy)
+    write_answers(options.output, evaluation, options.batch_size)
     facts = {"seed": options.seed, "command": shlex.join(["python", *sys.argv])}
     samples = sample_answers(evaluation, engines, target, generation_settings(options))
     report = build_report(evaluation, **describe_run(options, target), **facts, samples=samples)

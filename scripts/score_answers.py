@@ -3,8 +3,10 @@
     python scripts/score_answers.py --answers ctc.jsonl --baseline vanilla.jsonl --questions mt_bench.jsonl
 
 Both files are FastChat JSONL with, per turn, steps (`idxs`, counted from 0, or our `decoding_steps`),
-`new_tokens` and `wall_time`. Prints a table, writes nothing. With the questions it has a row per category, and where
+`new_tokens` and `wall_time`. Prints a table. With the questions it has a row per category, and where
 answers are scored (GSM8K, summaries, HumanEval with --run_code) a column with the score of the drafter's.
+--json FILE writes the rows of report.json that follow from the files, with intervals; of our own files also acceptance
+by position, β by output position, context length and turn, and accepted tokens by source.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
@@ -24,6 +28,8 @@ from draft_heads.inference.evaluation.answer_files import (
     read_answers,
     some,
 )
+from draft_heads.inference.evaluation.metrics import score_figures, turn_figures, without_shared_seconds
+from draft_heads.inference.evaluation.report import write_json
 from draft_heads.inference.evaluation.scores import TITLES, Scorer, mean_scores
 from draft_heads.scripts.decoding_options import answered_questions, script_parser
 
@@ -36,10 +42,21 @@ class AnswerScore:
 
     pairs: list[tuple[Answer, Answer]] = field(default_factory=list)
     scores: list[dict[str, float]] = field(default_factory=list)  # of the drafter's answers that are scored
+    seed: int = 0  # of the intervals
 
-    def total(self, figure: str, baseline: bool = False) -> float:
-        """The sum of one figure of `AnsweredTurn` over all turns, the drafter's or the baseline's."""
-        return sum(getattr(turn, figure) for pair in self.pairs for turn in pair[baseline].turns)
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """A report's figures that follow from the answers; see `metrics.turn_figures`."""
+        turns, plain = ([turn for pair in self.pairs for turn in pair[which].turns] for which in (0, 1))
+        sources = next((answer.sources for answer, _ in self.pairs if answer.sources), None)
+        return turn_figures(turns, plain, sources, self.seed)
+
+    def row(self, benchmark: str, category: str | None, drafter: str) -> dict[str, Any]:
+        """The row of report.json; `lossless` is not judged here."""
+        row = {"benchmark": benchmark, "category": category, "drafter": drafter, "questions": len(self.pairs)}
+        row |= {**self.figures, "lossless": None, **score_figures(self.scores)}
+        together = any(answer.batch_size > 1 for pair in self.pairs for answer in pair)
+        return without_shared_seconds(row) if together else row
 
     @property
     def equal_texts(self) -> int:
@@ -50,23 +67,20 @@ class AnswerScore:
     @property
     def beta(self) -> float | None:
         """New tokens / target steps (idxs + 1 per turn)."""
-        steps = self.total("steps")
-        return self.total("new_tokens") / steps if steps else None
+        beta: float | None = self.figures["beta"]
+        return beta
 
     @property
     def beta_idxs(self) -> float | None:
         """New tokens / idxs: the prefill of every turn left out."""
-        idxs = self.total("steps") - sum(len(answer.turns) for answer, _ in self.pairs)
-        return self.total("new_tokens") / idxs if idxs > 0 else None
+        tokens, steps, turns = (int(self.figures[key]) for key in ("new_tokens", "target_steps", "turns"))
+        return tokens / (steps - turns) if steps > turns else None
 
     @property
     def gamma(self) -> float | None:
         """Baseline seconds per token / drafter seconds per token, each over all tokens of the file."""
-        tokens, seconds = self.total("new_tokens"), self.total("wall_time")
-        wanted = self.total("new_tokens", baseline=True)
-        if not (tokens and seconds and wanted):
-            return None
-        return (self.total("wall_time", baseline=True) / wanted) / (seconds / tokens)
+        gamma: float | None = self.figures["gamma"]
+        return gamma
 
 
 def score_answers(
@@ -74,10 +88,12 @@ def score_answers(
     baseline: dict[QuestionKey, Answer],
     questions: Sequence[Question] | None = None,
     run_code: bool = False,
+    seed: int = 0,
 ) -> dict[str | None, AnswerScore]:
     """Scores of the whole file (key None) and, with `questions`, of each category in order of appearance.
 
     run_code: whether code of the answers may be run on this machine
+    seed: of the intervals
 
     Ratios are of totals: gamma weighs every token equally, unlike a mean of per-question speeds.
     """
@@ -97,17 +113,38 @@ def score_answers(
                 f"both files must answer the same turns; of question {answer.question_id!r} the answers have "
                 f"{len(answer.turns)}, the baseline {others}; leave the question out of both"
             )
-    scores: dict[str | None, AnswerScore] = {None: AnswerScore()}
+    scores: dict[str | None, AnswerScore] = {None: AnswerScore(seed=seed)}
     scorer = Scorer([asked[answer.question_id] for answer in answers.values()] if asked else [], run_code)
     for key, answer in answers.items():
         question, found = asked.get(answer.question_id), dict[str, float]()
         if question is not None and len(answer.turns) == len(question.turns):
             found = scorer(question, answer.turns[-1].text)
         for group in {None, question.group if question is not None else None}:
-            score = scores.setdefault(group, AnswerScore())
+            score = scores.setdefault(group, AnswerScore(seed=seed))
             score.pairs.append((answer, baseline[key]))
             score.scores.append(found)
     return scores
+
+
+def report_rows(
+    answers: dict[QuestionKey, Answer],
+    baseline: dict[QuestionKey, Answer],
+    questions: Sequence[Question] | None,
+    run_code: bool,
+    seed: int,
+    name: str,
+) -> list[dict[str, Any]]:
+    """The rows of report.json that follow from the answers: of each benchmark, with `questions` also of each category.
+
+    name: of the drafter and of the benchmark, where the answers say neither
+    """
+    found = []
+    for benchmark in dict.fromkeys(benchmark for benchmark, _ in answers):
+        own, plain = ({key: one[key] for key in one if key[0] == benchmark} for one in (answers, baseline))
+        drafter = next((answer.model for answer in own.values() if answer.model), name)
+        for category, score in score_answers(own, plain, questions, run_code, seed).items():
+            found.append(score.row(benchmark or name, category, drafter))
+    return found
 
 
 def format_table(scores: dict[str | None, AnswerScore]) -> str:
@@ -133,6 +170,8 @@ def run(arguments: list[str] | None) -> None:
     parser.add_argument(
         "--run_code", action="store_true", help="run the code of answers here, under limits, to score it"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows of report.json that follow from them")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap over questions (default 0)")
     options = parse_with_config(parser, arguments, ("answers", "baseline"))
     answers, baseline, asked = read_answers(options.answers), read_answers(options.baseline), None
     if options.questions:
@@ -140,6 +179,9 @@ def run(arguments: list[str] | None) -> None:
         for reason in Scorer(asked, options.run_code).unscored:
             print(f"{name}: {reason}")
     print(format_table(score_answers(answers, baseline, asked, options.run_code)))
+    if options.json:
+        rows = report_rows(answers, baseline, asked, options.run_code, options.seed, options.answers.stem)
+        write_json(options.json, {"results": rows})
 
 
 def main(arguments: list[str] | None = None) -> int:

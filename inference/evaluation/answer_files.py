@@ -9,37 +9,61 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draft_heads.data.common.files import write_text
 from draft_heads.data.text.json_rows import MalformedJson, read_rows
 from draft_heads.inference.evaluation.decoded import TurnRecord
-from draft_heads.inference.evaluation.metrics import shown_name
+from draft_heads.inference.evaluation.evaluate import Evaluation
+from draft_heads.inference.evaluation.metrics import accepted_by_source, shown_name
 
 QuestionId = int | str
 QuestionKey = tuple[str | None, QuestionId]  # benchmark (None in files of other projects) and id
 
 
+LENGTHS, ACCEPTED, PROMPTS = "accept_lengths_per_turn", "accepted_drafts_per_turn", "prompt_tokens"
+BY_SOURCE = "accepted_by_source_per_turn"
+"""What our own files say beside the counts that all have."""
+
+
 @dataclass(frozen=True)
 class AnsweredTurn:
-    """One answer: its text, target steps (prefill included), new tokens (EOS included) and seconds."""
+    """One answer: its text, target steps (prefill included), new tokens (EOS included) and seconds.
+
+    The other fields are those of `metrics.Turn`; what a file of another project does not say is empty.
+    """
 
     text: str
-    steps: int
+    target_steps: int
     new_tokens: int
     wall_time: float
+    question: QuestionKey = (None, 0)
+    turn: int = 0
+    accept_lengths: Sequence[int] = ()
+    accepted: Sequence[int] = ()
+    prompt_tokens: int = 0
+    by_source: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """All answered turns of one question; our files name its benchmark, because ids may repeat across benchmarks."""
+    """All answered turns of one question.
+
+    benchmark   our files name it, because ids may repeat across benchmarks
+    model       `model_id`, in our files the drafter as reports name it
+    sources     names of the drafter's sources, which `AnsweredTurn.by_source` counts
+    batch_size  texts that were decoded together
+    """
 
     question_id: QuestionId
     turns: tuple[AnsweredTurn, ...]
     benchmark: str | None = None
+    model: str | None = None
+    sources: tuple[str, ...] = ()
+    batch_size: int = 1
 
     @property
     def key(self) -> QuestionKey:
@@ -81,9 +105,37 @@ def _parse_answer(row: Any) -> Answer:
     steps = [first + count for count in _column(choice, counted, int, len(texts))]
     new_tokens = _column(choice, "new_tokens", int, len(texts))
     wall_time = _column(choice, "wall_time", int | float, len(texts))
-    benchmark = row.get("benchmark")
-    turns = tuple(AnsweredTurn(*turn) for turn in zip(texts, steps, new_tokens, wall_time))
-    return Answer(question_id, turns, benchmark if isinstance(benchmark, str) else None)
+    benchmark, model = (row[key] if isinstance(row.get(key), str) else None for key in ("benchmark", "model_id"))
+    (batch_size,) = _checked([row.get("batch_size", 1)], "batch_size", int)
+    counts = _column(choice, BY_SOURCE, dict, len(texts)) if BY_SOURCE in choice else [{}] * len(texts)
+    own = [
+        {**steps_of_turn, "by_source": dict(enumerate(_checked(list(count.values()), f"choices[0].{BY_SOURCE}", int)))}
+        for steps_of_turn, count in zip(_steps(choice, steps, new_tokens), counts)
+    ]
+    turns = tuple(
+        AnsweredTurn(*turn, question=(benchmark, question_id), turn=index, **own[index])
+        for index, turn in enumerate(zip(texts, steps, new_tokens, wall_time))
+    )
+    return Answer(question_id, turns, benchmark, model, tuple(counts[0]) if counts else (), batch_size)
+
+
+def _steps(choice: dict[str, Any], steps: Sequence[int], new_tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """What each step of each turn did, as fields of `AnsweredTurn`; none of a file that does not say all of it."""
+    if not {LENGTHS, ACCEPTED, PROMPTS} <= choice.keys():
+        return [{}] * len(steps)
+    lengths, accepted = (
+        [_checked(one, f"choices[0].{name}", int) for one in _column(choice, name, list, len(steps))]
+        for name in (LENGTHS, ACCEPTED)
+    )
+    for one, drafts, count, tokens in zip(lengths, accepted, steps, new_tokens):
+        if (len(one), sum(one), len(drafts)) != (count, tokens, max(0, count - 1)):
+            raise ValueError(
+                f"{LENGTHS} and {ACCEPTED} must be those of a turn's decoding_steps ({count}; the prefill accepts no "
+                f"drafts) and new_tokens ({tokens}); got {len(one)} and {len(drafts)} steps of {sum(one)} tokens"
+            )
+    prompts = _column(choice, PROMPTS, int, len(steps))
+    names = ("accept_lengths", "accepted", "prompt_tokens")
+    return [dict(zip(names, turn)) for turn in zip(lengths, accepted, prompts)]
 
 
 def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = None) -> list[Any]:
@@ -93,6 +145,11 @@ def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = No
         raise ValueError(f"{where} must be a list with one entry per turn, got {type(values).__name__}")
     if turns is not None and len(values) != turns:
         raise ValueError(f"{where} must have one entry per turn: {turns} turns, {len(values)} entries")
+    return _checked(values, where, kind)
+
+
+def _checked(values: list[Any], where: str, kind: Any) -> list[Any]:
+    """The values, each of `kind` and not negative."""
     for value in values:
         if isinstance(value, bool) or not isinstance(value, kind):
             named = " or ".join(one.__name__ for one in getattr(kind, "__args__", (kind,)))
@@ -102,48 +159,51 @@ def _column(choice: dict[str, Any], name: str, kind: Any, turns: int | None = No
     return values
 
 
-def write_answers(
-    output: Path, drafters: Sequence[str], records: Sequence[TurnRecord], lossy: Collection[str] = ()
-) -> None:
+def write_answers(output: Path, evaluation: Evaluation, batch_size: int = 1) -> None:
     """`answers/NAME.jsonl` of every drafter in FastChat form, one line per question; deletes those of an earlier run.
 
-    A question without an answered turn gets no line; lossy: drafters whose `model_id` says so.
+    A question without an answered turn gets no line.
     """
     folder = output / "answers"
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("*.jsonl"):
         stale.unlink()
-    turns: dict[str, dict[tuple[str, int], list[TurnRecord]]] = {name: {} for name in drafters}
-    for record in records:
+    turns: dict[str, dict[tuple[str, int], list[TurnRecord]]] = {name: {} for name in evaluation.drafters}
+    for record in evaluation.records:
         turns[record.drafter].setdefault((record.benchmark, record.question), []).append(record)
     for name, questions in turns.items():
+        shown = shown_name({"drafter": name, "lossy": name in evaluation.lossy})
+        facts = {"model_id": shown} | ({"batch_size": batch_size} if batch_size > 1 else {})
+        sources = evaluation.sources.get(name)
         rows = [
-            json.dumps(answer_row(answered, name in lossy), ensure_ascii=False) + "\n"
+            json.dumps(answer_row(answered, sources) | facts, ensure_ascii=False) + "\n"
             for answered in questions.values()
         ]
         write_text(folder / f"{name}.jsonl", "".join(rows))
 
 
-def answer_row(turns: Sequence[TurnRecord], lossy: bool = False) -> dict[str, Any]:
-    """One question in FastChat form, with the counts that Spec-Bench's `speed.py` reads."""
+def answer_row(turns: Sequence[TurnRecord], sources: Sequence[str] | None = None) -> dict[str, Any]:
+    """One question in FastChat form, with the counts that Spec-Bench's `speed.py` reads; sources: the drafter's."""
     first, generations = turns[0], [turn.generation for turn in turns]
-    choice = {
+    choice: dict[str, Any] = {
         "index": 0,
         "turns": [turn.text for turn in turns],
         "decoding_steps": [generation.target_steps for generation in generations],
         "new_tokens": [len(generation.tokens) for generation in generations],
         "wall_time": [generation.seconds["total"] for generation in generations],
         "accept_lengths": [length for generation in generations for length in generation.accept_lengths],
-        "accept_lengths_per_turn": [list(generation.accept_lengths) for generation in generations],
-        "accepted_drafts_per_turn": [generation.accepted for generation in generations],
-        "prompt_tokens": [len(turn.prompt) for turn in turns],
+        LENGTHS: [list(generation.accept_lengths) for generation in generations],
+        ACCEPTED: [generation.accepted for generation in generations],
+        PROMPTS: [len(turn.prompt) for turn in turns],
     }
+    if sources:
+        choice[BY_SOURCE] = [accepted_by_source([turn], sources) for turn in turns]
     return {
         "question_id": first.question_id,
         "category": first.category or first.benchmark,
         "benchmark": first.benchmark,
         "answer_id": f"{first.drafter}-{first.benchmark}-{first.question_id}",
-        "model_id": shown_name({"drafter": first.drafter, "lossy": lossy}),
+        "model_id": first.drafter,
         "choices": [choice],
         "tstamp": time.time(),
     }

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,6 +44,8 @@ class TurnRecord:
     """One answered turn; `difference` is None before judging and when the answer equals the oracle's.
 
     `scores` are filled in when it is judged: empty but for the last turns of questions that are scored.
+    `peak_memory` (bytes) and `joules` are a `Meter`'s; turns that were answered together have the same peak and share
+    the joules by tokens, as the seconds.
     """
 
     benchmark: str
@@ -56,6 +59,38 @@ class TurnRecord:
     generation: Generation
     scores: dict[str, float] = field(default_factory=dict)
     difference: Difference | None = None
+    peak_memory: int | None = None
+    joules: float | None = None
+
+    # what `metrics.Turn` asks
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.generation.tokens)
+
+    @property
+    def target_steps(self) -> int:
+        return self.generation.target_steps
+
+    @property
+    def wall_time(self) -> float | None:
+        return self.generation.seconds.get("total")
+
+    @property
+    def accept_lengths(self) -> Sequence[int]:
+        return self.generation.accept_lengths
+
+    @property
+    def accepted(self) -> Sequence[int]:
+        return self.generation.accepted
+
+    @property
+    def by_source(self) -> Mapping[int, int]:
+        return Counter(self.generation.sources)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from draft_heads.data.common.processes import ALONE, Processes
@@ -33,6 +34,7 @@ from draft_heads.inference.evaluation.decoded import (
 )
 from draft_heads.inference.evaluation.hf_generate import HFGenerate, has_stop_rules
 from draft_heads.inference.evaluation.lossless import Oracle, judge
+from draft_heads.inference.evaluation.meter import Meter
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 
 VANILLA = "vanilla"
@@ -109,8 +111,9 @@ def decode(
     named = {benchmark.name: benchmark for benchmark in benchmarks}
     groups = groups_of(benchmarks, group_size)[processes.rank :: processes.count]
     missing = [group for group in groups if store.get(group) is None]
+    meter = Meter(oracle.target.device)
     if missing:
-        warm_up(engines.values(), oracle.settings, benchmarks, render)
+        warm_up(engines, oracle.settings, benchmarks, render, meter)
     drafters = drafters_of(engines)
     before = findings_of(drafters)
     run, total = uuid.uuid4().hex, len(missing) * len(engines)
@@ -123,7 +126,7 @@ def decode(
             questions = range(len(benchmark.questions))[group.start : group.start + group_size]
             for position, name in enumerate(drafter_order(tuple(engines), groups.index(group))):
                 progress(f"{group.benchmark}: {name}", number * len(engines) + position, total)
-                records += answer_questions(name, engines[name], oracle, benchmark, questions, render)
+                records += answer_questions(name, engines[name], oracle, benchmark, questions, render, meter)
             store.put(group, DecodedGroup(run, records, subtract_counts(findings_of(drafters), before)))
     finally:
         gc.unfreeze()
@@ -222,7 +225,13 @@ def drafter_order(names: Sequence[Key], index: int) -> list[Key]:
 
 
 def answer_questions(
-    name: str, engine: AnyEngine, oracle: Oracle, benchmark: Benchmark, indices: Sequence[int], render: Render
+    name: str,
+    engine: AnyEngine,
+    oracle: Oracle,
+    benchmark: Benchmark,
+    indices: Sequence[int],
+    render: Render,
+    meter: Meter,
 ) -> list[TurnRecord]:
     """The turns of each question of `indices`, up to the first prompt that does not fit, question by question.
 
@@ -235,14 +244,20 @@ def answer_questions(
         for index in unanswered:
             messages[index].append({"role": "user", "content": benchmark.questions[index].turns[turn]})
         prompts = [tuple(render(messages[index], benchmark.questions[index].extra)) for index in unanswered]
-        for index, prompt, generation in zip(unanswered, prompts, _generate_or_none(engine, prompts, oracle.settings)):
+        found, used = meter.measure(name, partial(_generate_or_none, engine, prompts, oracle.settings))
+        tokens = sum(len(generation.tokens) for generation in found if generation is not None)
+        for index, prompt, generation in zip(unanswered, prompts, found):
             if generation is None:
                 continue
+            joules = None if used.joules is None else used.joules * len(generation.tokens) / max(1, tokens)
             text = oracle.target.answer_text(generation.tokens)
             messages[index].append({"role": "assistant", "content": text})
             question = benchmark.questions[index]
             which = index, question.question_id, question.category, turn
-            answered[index].append(TurnRecord(benchmark.name, *which, name, prompt, text, generation))
+            record = TurnRecord(
+                benchmark.name, *which, name, prompt, text, generation, peak_memory=used.peak_memory, joules=joules
+            )
+            answered[index].append(record)
     return [record for turns in answered.values() for record in turns]
 
 
@@ -286,7 +301,11 @@ def endless(settings: GenerationSettings) -> GenerationSettings:
 
 
 def warm_up(
-    engines: Iterable[AnyEngine], settings: GenerationSettings, benchmarks: Sequence[Benchmark], render: Render
+    engines: Mapping[str, AnyEngine],
+    settings: GenerationSettings,
+    benchmarks: Sequence[Benchmark],
+    render: Render,
+    meter: Meter,
 ) -> None:
     """Discard a short answer to the first question that fits, so that allocation and compilation are not timed.
 
@@ -295,9 +314,10 @@ def warm_up(
     """
     short = endless(settings)
     questions = [question for benchmark in benchmarks for question in benchmark.questions]
-    for engine in engines:
+    for name, engine in engines.items():
         for question in questions:
             reversed_words = {"role": "user", "content": " ".join(question.turns[0].split()[::-1])}
             prompt = tuple(render([*question.opening, reversed_words], question.extra))
-            if _generate_or_none(engine, [prompt], short) != [None]:
+            found, _ = meter.measure(name, partial(_generate_or_none, engine, [prompt], short))
+            if found != [None]:
                 break

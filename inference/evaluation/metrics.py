@@ -6,9 +6,10 @@ Suffixes: B bootstrap samples, Q questions, K sums of a question.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from statistics import median
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,35 @@ from draft_heads.inference.evaluation.scores import mean_scores
 BOOTSTRAP_SAMPLES = 2000
 OUTPUT_SPAN = 128
 TIME_KEYS = ("draft", "verify", "accept", "other")
+
+
+class Turn(Protocol):
+    """An answer as its figures need it: decoded here (`TurnRecord`), or of an answer file (`AnsweredTurn`).
+
+    question, turn  whose answer it is
+    wall_time       seconds; None for a replayed one
+    accept_lengths, accepted  as in `Generation`
+    by_source       tokens of each source, by its index
+    """
+
+    @property
+    def question(self) -> Hashable: ...
+    @property
+    def turn(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def new_tokens(self) -> int: ...
+    @property
+    def target_steps(self) -> int: ...
+    @property
+    def wall_time(self) -> float | None: ...
+    @property
+    def accept_lengths(self) -> Sequence[int]: ...
+    @property
+    def accepted(self) -> Sequence[int]: ...
+    @property
+    def by_source(self) -> Mapping[int, int]: ...
 
 
 def shown_name(row: Mapping[str, Any]) -> str:
@@ -56,8 +86,9 @@ def result_rows(evaluation: Evaluation, seed: int) -> list[dict[str, Any]]:
             for drafter, records in by_drafter.items():
                 row: dict[str, Any] = {"benchmark": benchmark.name, "category": category, "drafter": drafter}
                 row |= {"kind": evaluation.kinds.get(drafter), "lossy": drafter in evaluation.lossy}
-                row |= result_row(records, *baselines, questions, seed)
-                rows.append(row | {"accepted_by_source": accepted_by_source(records, evaluation.sources.get(drafter))})
+                row |= result_row(records, *baselines, questions, evaluation.sources.get(drafter), seed)
+                row |= {"verify_cost": verify_cost(records, by_drafter.get(VANILLA, []))}
+                rows.append(row | usage_figures(records))
     return rows
 
 
@@ -76,6 +107,7 @@ def result_row(
     plain: Sequence[TurnRecord],
     transformers: Sequence[TurnRecord],
     questions: Sequence[Any],
+    sources: Sequence[str] | None,
     seed: int,
 ) -> dict[str, Any]:
     """The figures of one drafter on one group of questions; ratios without a denominator are None.
@@ -84,69 +116,93 @@ def result_row(
     turns + skipped = all turns of the questions: a turn that does not fit the context ends its question. Turns without
     seconds are replayed: they were neither timed nor compared, so those figures are None.
     """
-    turns, scores = len(records), mean_scores([record.scores for record in records])
-    new_tokens = sum(len(record.generation.tokens) for record in records)
-    steps = sum(record.generation.target_steps for record in records)
     decoded = all(record.generation.seconds for record in records)
-    seconds = sum(record.generation.seconds["total"] for record in records) if decoded else None
-    histogram = accept_length_histogram(records)
-    gamma, interval = speedup(records, plain, seed) if decoded else (None, None)
     return {
         "questions": len(questions),
-        "turns": turns,
-        "skipped": sum(len(question.turns) for question in questions) - turns,
+        "skipped": sum(len(question.turns) for question in questions) - len(records),
+        **turn_figures(records, plain, sources, seed),
+        "over_transformers": speedup(records, transformers, seed)[0] if decoded else None,
+        "lossless": lossless_counts(records).as_dict() if decoded else None,
+        "time_share": time_share(records) if decoded else None,
+        **score_figures([record.scores for record in records]),
+    }
+
+
+def turn_figures(
+    turns: Sequence[Turn], plain: Sequence[Turn], sources: Sequence[str] | None, seed: int
+) -> dict[str, Any]:
+    """The figures of a row that follow from what answer files hold, too; `plain` are the plain loop's turns.
+
+    Those that need what each step did are empty where a file does not tell it.
+    """
+    new_tokens, steps = sum(turn.new_tokens for turn in turns), sum(turn.target_steps for turn in turns)
+    times = [turn.wall_time for turn in turns]
+    timed = [seconds for seconds in times if seconds is not None]
+    seconds = sum(timed) if len(timed) == len(times) else None
+    gamma, interval = (None, None) if seconds is None else speedup(turns, plain, seed)
+    stepwise = turns if all(len(turn.accept_lengths) == turn.target_steps for turn in turns) else []
+    histogram = accept_length_histogram(stepwise)
+    return {
+        "turns": len(turns),
         "new_tokens": new_tokens,
         "target_steps": steps,
         "wall_seconds": seconds,
         "beta": new_tokens / steps if steps else None,
-        "beta_ci95": beta_interval(records, seed),
+        "beta_ci95": beta_interval(turns, seed),
         "gamma": gamma,
         "gamma_ci95": interval,
-        "over_transformers": speedup(records, transformers, seed)[0] if decoded else None,
         "tokens_per_second": new_tokens / seconds if seconds else None,
-        "lossless": lossless_counts(records).as_dict() if decoded else None,
-        "time_share": time_share(records) if decoded else None,
         "accept_length_histogram": histogram,
         "acceptance_by_position": acceptance_by_position(histogram),
-        "beta_by_output_position": beta_by_output_position(records),
-        "beta_by_context_length": beta_by_context_length(records),
-        "beta_by_turn": beta_by_turn(records),
-        "score": None if scores["accuracy"] is None else {"accuracy": scores["accuracy"]},
-        **{name: value for name, value in scores.items() if name != "accuracy"},
+        "beta_by_output_position": beta_by_output_position(stepwise),
+        "beta_by_context_length": beta_by_context_length(stepwise),
+        "beta_by_turn": beta_by_turn(stepwise),
+        "accepted_by_source": accepted_by_source(turns, sources),
     }
 
 
-def speedup(
-    records: Sequence[TurnRecord], baseline: Sequence[TurnRecord], seed: int
-) -> tuple[float | None, list[float] | None]:
+def without_shared_seconds(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of answers that were decoded together: they share seconds and joules by tokens, so none has its own. γ has
+    no interval, and neither has a value by category."""
+    shared = {"gamma_ci95", *(("gamma", "over_transformers", "joules_per_token") if row["category"] else ())}
+    return {key: None if key in shared else value for key, value in row.items()}
+
+
+def score_figures(scores: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """The mean scores of a row: accuracy in `score`, the others under their names."""
+    accuracy, others = (means := mean_scores(scores))["accuracy"], [name for name in means if name != "accuracy"]
+    return {"score": None if accuracy is None else {"accuracy": accuracy}} | {name: means[name] for name in others}
+
+
+def speedup(turns: Sequence[Turn], baseline: Sequence[Turn], seed: int) -> tuple[float | None, list[float] | None]:
     """Baseline seconds per token over the drafter's, on turns both answered, and its 95 % interval.
 
     The interval is a bootstrap over questions: whole questions are drawn with replacement, baseline and
-    drafter together, so that both always answer the same questions.
+    drafter together, so that both always answer the same questions. None without tokens or seconds.
     """
-    drafted = {(record.question, record.turn): record for record in records}
-    sums: dict[int, list[float]] = {}
+    drafted = {(turn.question, turn.turn): turn for turn in turns}
+    sums: dict[Hashable, list[float]] = {}
     for base in baseline:
-        record = drafted.get((base.question, base.turn))
-        if record is None:
+        turn = drafted.get((base.question, base.turn))
+        if turn is None:
             continue
         entry = sums.setdefault(base.question, [0.0] * 4)
-        for offset, one in ((0, base), (2, record)):
-            entry[offset] += one.generation.seconds["total"]
-            entry[offset + 1] += len(one.generation.tokens)
-    if not sums:
+        for offset, one in ((0, base), (2, turn)):
+            entry[offset] += one.wall_time or 0.0
+            entry[offset + 1] += one.new_tokens
+    sums_Q4 = torch.tensor(list(sums.values()), dtype=torch.float64).view(-1, 4)
+    if not sums_Q4.sum(0)[1:].all():
         return None, None
-    sums_Q4 = torch.tensor(list(sums.values()), dtype=torch.float64)
     return float(_speedup(sums_Q4.sum(0))), _interval(_speedup(_bootstrap(sums_Q4, seed)))
 
 
-def beta_interval(records: Sequence[TurnRecord], seed: int) -> list[float] | None:
+def beta_interval(turns: Sequence[Turn], seed: int) -> list[float] | None:
     """The 95 % interval of β by bootstrap over questions, as that of γ; None without answers."""
-    sums: dict[int, list[int]] = {}
-    for record in records:
-        entry = sums.setdefault(record.question, [0, 0])
-        entry[0] += len(record.generation.tokens)
-        entry[1] += record.generation.target_steps
+    sums: dict[Hashable, list[int]] = {}
+    for turn in turns:
+        entry = sums.setdefault(turn.question, [0, 0])
+        entry[0] += turn.new_tokens
+        entry[1] += turn.target_steps
     counted = [entry for entry in sums.values() if entry[1]]
     if not counted:
         return None
@@ -161,8 +217,10 @@ def _bootstrap(sums_QK: Tensor, seed: int) -> Tensor:
     return sums_QK[draws_BQ].sum(1)
 
 
-def _interval(values_B: Tensor) -> list[float]:
-    """The quantiles between which 95 % of the values are."""
+def _interval(values_B: Tensor) -> list[float] | None:
+    """The quantiles between which 95 % of the values are; None where a draw has no value."""
+    if not values_B.isfinite().all():
+        return None
     low, high = torch.quantile(values_B, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return [low, high]
 
@@ -186,9 +244,38 @@ def time_share(records: Sequence[TurnRecord]) -> dict[str, float] | None:
     return {key: value / total for key, value in seconds.items()} if total else None
 
 
-def accept_length_histogram(records: Sequence[TurnRecord]) -> list[int]:
+def verify_cost(records: Sequence[TurnRecord], vanilla: Sequence[TurnRecord]) -> list[dict[str, Any]] | None:
+    """Median seconds of a step's verification by the nodes of its tree, and over those of a step of vanilla:
+    [{"nodes": 8, "steps": 40, "seconds": 0.006, "over_plain_step": 1.2}, …].
+
+    None where steps are not timed one by one: in batches, in transformers' `generate`, and where a step begins before
+    the tokens of the one before are read.
+    """
+    found: dict[int, list[float]] = {}
+    for record in records:
+        for nodes, seconds in zip(record.generation.step_nodes, record.generation.step_seconds):
+            found.setdefault(nodes, []).append(seconds)
+    steps = [seconds for record in vanilla for seconds in record.generation.step_seconds]
+    plain = median(steps) if steps else None
+    costs = [(nodes, len(found[nodes]), median(found[nodes])) for nodes in sorted(found)]
+    return [
+        {"nodes": nodes, "steps": count, "seconds": cost, "over_plain_step": cost / plain if plain else None}
+        for nodes, count, cost in costs
+    ] or None
+
+
+def usage_figures(records: Sequence[TurnRecord]) -> dict[str, float | None]:
+    """The highest peak of GPU memory, and the energy per token; None where they were not measured."""
+    peaks = [record.peak_memory for record in records if record.peak_memory is not None]
+    measured = [(record.joules, record.new_tokens) for record in records if record.joules is not None]
+    tokens = sum(count for _, count in measured)
+    joules = sum(joules for joules, _ in measured) / tokens if tokens else None
+    return {"peak_memory_bytes": max(peaks, default=None), "joules_per_token": joules}
+
+
+def accept_length_histogram(turns: Sequence[Turn]) -> list[int]:
     """Entry a = target steps after the prefill that kept a drafted tokens: kept lengths [1, 3, 1, 2] -> [1, 1, 1]."""
-    counts = Counter(accepted for record in records for accepted in record.generation.accepted)
+    counts = Counter(accepted for turn in turns for accepted in turn.accepted)
     return [counts[accepted] for accepted in range(max(counts, default=-1) + 1)]
 
 
@@ -208,30 +295,29 @@ def acceptance_by_position(histogram: Sequence[int]) -> dict[str, list[float]]:
     }
 
 
-def beta_by_output_position(records: Sequence[TurnRecord]) -> list[float]:
+def beta_by_output_position(turns: Sequence[Turn]) -> list[float]:
     """β of the steps that began within each `OUTPUT_SPAN` tokens of the answers."""
-    return list(_beta_by((place // OUTPUT_SPAN, length) for _, place, length in _steps(records)).values())
+    return list(_beta_by((place // OUTPUT_SPAN, length) for _, place, length in _steps(turns)).values())
 
 
-def beta_by_context_length(records: Sequence[TurnRecord]) -> list[dict[str, float]]:
+def beta_by_context_length(turns: Sequence[Turn]) -> list[dict[str, float]]:
     """β of the steps after the prefill, by the length of the text before them, of which each group begins `from` a
     power of two and ends before the next: [{"from": 128, "beta": 2.1}, {"from": 256, "beta": 1.9}]."""
-    later = ((len(record.prompt) + place, length) for record, place, length in _steps(records) if place)
+    later = ((turn.prompt_tokens + place, length) for turn, place, length in _steps(turns) if place)
     found = _beta_by((1 << (max(1, text).bit_length() - 1), length) for text, length in later)
     return [{"from": start, "beta": beta} for start, beta in found.items()]
 
 
-def beta_by_turn(records: Sequence[TurnRecord]) -> list[float]:
+def beta_by_turn(turns: Sequence[Turn]) -> list[float]:
     """β of the first, second, … answers of the questions."""
-    return list(_beta_by((record.turn, length) for record, _, length in _steps(records)).values())
+    return list(_beta_by((turn.turn, length) for turn, _, length in _steps(turns)).values())
 
 
-def _steps(records: Iterable[TurnRecord]) -> Iterator[tuple[TurnRecord, int, int]]:
+def _steps(turns: Iterable[Turn]) -> Iterator[tuple[Turn, int, int]]:
     """(turn, tokens of its answer before the step, new tokens) of every target step; before the prefill there are 0."""
-    for record in records:
-        lengths = record.generation.accept_lengths
-        for place, length in zip(accumulate(lengths, initial=0), lengths):
-            yield record, place, length
+    for turn in turns:
+        for place, length in zip(accumulate(turn.accept_lengths, initial=0), turn.accept_lengths):
+            yield turn, place, length
 
 
 def _beta_by(steps: Iterable[tuple[int, int]]) -> dict[int, float]:
@@ -242,9 +328,9 @@ def _beta_by(steps: Iterable[tuple[int, int]]) -> dict[int, float]:
     return {group: sum(parts[group]) / len(parts[group]) for group in sorted(parts)}
 
 
-def accepted_by_source(records: Sequence[TurnRecord], names: Sequence[str] | None) -> dict[str, int] | None:
+def accepted_by_source(turns: Sequence[Turn], names: Sequence[str] | None) -> dict[str, int] | None:
     """How many of the new tokens each source drafted; None for a drafter without sources."""
     if not names:
         return None
-    counts = Counter(source for record in records for source in record.generation.sources)
-    return {name: counts[source] for source, name in enumerate(names)}
+    counts = [turn.by_source for turn in turns]
+    return {name: sum(one.get(source, 0) for one in counts) for source, name in enumerate(names)}

@@ -16,7 +16,7 @@ import torch
 from draft_heads.data.common.files import names_path, write_text
 from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.html.page import page
-from draft_heads.inference.evaluation.metrics import plain_loop, result_rows, shown_names
+from draft_heads.inference.evaluation.metrics import plain_loop, result_rows, shown_names, without_shared_seconds
 from draft_heads.inference.evaluation.report_text import (
     Table,
     category_tables,
@@ -28,6 +28,7 @@ from draft_heads.inference.evaluation.report_text import (
     source_tables,
     target_sentence,
     time_table,
+    usage_tables,
 )
 
 PICTURES = ("speedup.png", "accepted_length.png", "time_share.png")
@@ -51,9 +52,8 @@ def build_report(
     samples    answers token by token, of `sample_answers`
     """
     results = result_rows(evaluation, seed)
-    if settings.get("batch_size", 1) > 1:  # answers decoded together share their seconds by tokens: none has its own
-        for row in results:
-            row |= {"gamma_ci95": None} | ({"gamma": None, "over_transformers": None} if row["category"] else {})
+    if settings.get("batch_size", 1) > 1:
+        results = [without_shared_seconds(row) for row in results]
     return {
         "target": relative_paths(target),
         "settings": relative_paths(settings if target is None else {**settings, "plain_loop": plain_loop(evaluation)}),
@@ -143,7 +143,8 @@ def markdown(report: dict[str, Any]) -> str:
         parts.append(accepted)
     else:
         parts += ["![speedup](speedup.png)", accepted, *_markdown_parts([time_table(report)])]
-        parts += ["![time shares](time_share.png)", *_markdown_parts(source_tables(report))]
+        parts += ["![time shares](time_share.png)", *_markdown_parts(usage_tables(report))]
+        parts += _markdown_parts(source_tables(report))
         parts += findings_note(report["findings"], shown_names(results))
     parts += _markdown_parts([*category_tables(results), settings_table(report)])
     return "\n\n".join([*parts, ""])

@@ -117,6 +117,18 @@ def time_table(report: dict[str, Any]) -> Table:
     return Table("Decoding time by part of a step", (*HEADER[:2], *TIME_KEYS, "seconds"), rows, 2)
 
 
+def usage_tables(report: dict[str, Any]) -> list[Table]:
+    """Peak GPU memory and energy; none where neither was measured."""
+    rows = []
+    for row in overall(report["results"]):
+        peak, joules = row["peak_memory_bytes"], row["joules_per_token"]
+        if peak is not None or joules is not None:
+            shown = number(None if peak is None else peak / 2**20, ",.0f"), number(joules)
+            rows.append([row["benchmark"], shown_name(row), *shown])
+    header = (*HEADER[:2], "MiB beside the weights", "J/token")
+    return [Table("Peak GPU memory and energy", header, rows, 2)] if rows else []
+
+
 def source_tables(report: dict[str, Any]) -> list[Table]:
     """Accepted tokens by source, for drafters with more than one source; none where there is no such drafter."""
     rows = []

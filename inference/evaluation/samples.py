@@ -1,7 +1,7 @@
 """Sample answers of a report, token by token: which step gave a token, which source drafted it, and the step's tree.
 
-Trees are recorded after the measured run, in a second decoding of the sample prompts by an engine of its own that runs
-its steps eagerly; the timed decoding is left as it is.
+Trees are recorded after the measured run, in a second decoding of the sample prompts, one by one and eagerly; the timed
+decoding is left as it is.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import torch
+
 from draft_heads.data.text.rendering import answer_tokens
+from draft_heads.inference.batch import BatchEngine, BatchRun
 from draft_heads.inference.engine import DecodingEngine
 from draft_heads.inference.evaluation.decoded import TurnRecord
 from draft_heads.inference.evaluation.evaluate import AnyEngine, Evaluation
-from draft_heads.inference.generation import Generation, GenerationSettings
+from draft_heads.inference.generation import Generation, GenerationSettings, room
 from draft_heads.inference.step import VerifiedStep
 from draft_heads.inference.steps import StepRunner, TextState
 from draft_heads.inference.target.cuda_graphs import Drafted
@@ -78,13 +81,14 @@ def sample_answer(
 ) -> Sample:
     """The part of a sample that its answer decides; see `sample_answers`."""
     measured = whole_steps(turn.generation, most_tokens)
-    shown, trees = measured, None
+    again, trees = measured, list[DraftTree | None]()
     if isinstance(engine, DecodingEngine):
-        again, recorded = decode_again(engine, turn.prompt, settings, most_tokens)
-        if again.tokens == measured.tokens:
-            shown, trees = again, recorded
+        again, trees = decode_again(engine, turn.prompt, settings, most_tokens)
+    elif isinstance(engine, BatchEngine):
+        again, trees = decode_in_first_slot(engine, turn.prompt, settings, most_tokens)
+    shown = again if again.tokens == measured.tokens else measured
     nodes: list[Tree | None] | None = None
-    if trees is not None:
+    if trees and shown is again:
         starts = accumulate(shown.accept_lengths, initial=0)
         nodes = [
             None if tree is None else tree_of(tree, target, turn.prompt, shown, start, length)
@@ -135,6 +139,32 @@ def decode_again(
             break
     shown = whole_steps(answer, most_tokens)
     return shown, [None, *steps.trees][: shown.target_steps]
+
+
+class RecordingRun(BatchRun):
+    """A run of one text, in the first slot, that keeps the tree of each step."""
+
+    def __init__(self, *run: Any) -> None:
+        super().__init__(*run)
+        self.trees: list[DraftTree] = []
+
+    def verify(self, tree: DraftTree) -> VerifiedStep:
+        """See `BatchRun.verify`."""
+        self.trees.append(tree.map(lambda x: x[:1]))
+        return super().verify(tree)
+
+
+@torch.inference_mode()
+def decode_in_first_slot(
+    engine: BatchEngine, prompt: Sequence[int], settings: GenerationSettings, most_tokens: int
+) -> tuple[Generation, list[DraftTree | None]]:
+    """As `decode_again`, by a batch engine's drafter, whose other slots stay empty."""
+    beyond = most_tokens + 1 + engine.drafter.max_depth  # the end of the answer shortens no step that is shown
+    limit = room(engine.target, len(prompt), min(settings.max_new_tokens, beyond))
+    run = RecordingRun(engine.target, engine.drafter, settings, len(prompt) + limit)
+    (ended,) = run.answers([list(prompt)], [limit])
+    shown = whole_steps(ended.answer, most_tokens)
+    return shown, [None, *run.trees][: shown.target_steps]
 
 
 def tree_of(

@@ -1,5 +1,6 @@
 """The engine: exact stops, exact contexts, and the drafter's tensors inside it against the training forward."""
 
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +39,25 @@ def test_accepted_drafts_make_whole_steps_of_depth_plus_one(target, answer, dept
     assert result.accept_lengths[0] == 1
     assert set(result.accept_lengths[1:-1]) == {depth + 1}
     assert sum(result.accept_lengths) == 60 and result.finish_reason == "length"
+
+
+def test_each_steps_verification_is_timed_without_its_draft(target, answer):
+    class Slow(ScriptedDrafter):
+        def propose(self):
+            time.sleep(0.02)
+            return super().propose()
+
+    result = DecodingEngine(target, Slow(answer, 3)).generate(PROMPT, GenerationSettings(60))
+    assert result.step_nodes == [3] * (result.target_steps - 1) and len(result.step_seconds) == len(result.step_nodes)
+    assert 0 < sum(result.step_seconds) < result.seconds["verify"] + result.seconds["accept"]  # which have the prefill
+    plain = DecodingEngine(target, VanillaDrafter(), ahead=True).generate(PROMPT, GenerationSettings(9))
+    assert plain.step_nodes == [0] * 8 and min(plain.step_seconds) > 0
+
+
+def test_verification_is_not_timed_where_the_next_draft_starts_before_it_has_ended(target):
+    drafter = drafter_for(make_head(target, "medusa"), target, 8)
+    result = DecodingEngine(target, drafter, ahead=True).generate(PROMPT, GenerationSettings(9))
+    assert result.step_nodes == result.step_seconds == []
 
 
 def test_a_drafter_that_is_always_wrong_costs_one_step_a_token(target, answer):

@@ -29,6 +29,7 @@ from draft_heads.inference.evaluation.metrics import (
     beta_by_output_position,
     beta_by_turn,
     result_rows,
+    verify_cost,
 )
 from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
 from tests.inference.stub_engine import (
@@ -361,10 +362,10 @@ def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_ba
 
 
 def test_histogram_leaves_the_prefill_out():
-    record = SimpleNamespace(generation=Generation([5] * 7, [1, 3, 1, 2]))
-    assert accept_length_histogram([record]) == [1, 1, 1]
-    record.generation.sources = [-1, 0, 0, -1, -1, 0, 0]  # it ends with a draft
-    assert accept_length_histogram([record]) == [1, 0, 2]
+    answer = Generation([5] * 7, [1, 3, 1, 2])
+    assert accept_length_histogram([answer]) == [1, 1, 1]
+    answer.sources = [-1, 0, 0, -1, -1, 0, 0]  # it ends with a draft
+    assert accept_length_histogram([answer]) == [1, 0, 2]
     assert accept_length_histogram([]) == []
 
 
@@ -376,7 +377,7 @@ def test_acceptance_by_position_of_all_steps_and_of_those_that_got_so_far():
 
 def test_beta_by_position_in_the_answer_by_context_and_by_turn():
     def answered(turn, prompt, lengths):
-        return SimpleNamespace(turn=turn, prompt=(1,) * prompt, generation=SimpleNamespace(accept_lengths=lengths))
+        return SimpleNamespace(turn=turn, prompt_tokens=prompt, accept_lengths=lengths)
 
     records = [answered(0, 100, [1, 3, *[4] * 32]), answered(1, 250, [1, 2, 5]), answered(0, 40, [1, 1])]
     first, later = [1, 3, *[4] * 31, 1, 2, 5, 1, 1], [4]  # the last of 32 steps begins at token 128
@@ -388,6 +389,18 @@ def test_beta_by_position_in_the_answer_by_context_and_by_turn():
     assert later and by_context == {
         **{32: 1.0, 64: sum(below) / len(below), 128: sum(middle) / len(middle)},
     }
+
+
+def test_verify_cost_is_the_median_of_the_steps_with_so_many_nodes():
+    def answered(nodes, seconds):
+        return SimpleNamespace(generation=Generation(step_nodes=nodes, step_seconds=seconds))
+
+    vanilla = [answered([0, 0, 0], [2.0, 9.0, 1.0])]
+    drafted = [answered([8, 4], [3.0, 2.5]), answered([8, 8], [5.0, 4.0])]
+    four = {"nodes": 4, "steps": 1, "seconds": 2.5, "over_plain_step": 1.25}
+    assert verify_cost(drafted, vanilla) == [four, {"nodes": 8, "steps": 3, "seconds": 4.0, "over_plain_step": 2.0}]
+    assert verify_cost(drafted, [])[0] == {**four, "over_plain_step": None}
+    assert verify_cost([answered([], [])], vanilla) is None
 
 
 def test_settings_reach_the_engine():

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from draft_heads.inference.evaluation import plots
 from draft_heads.inference.evaluation.answer_files import read_answers, write_answers
+from draft_heads.inference.evaluation.evaluate import Evaluation
 from draft_heads.inference.evaluation.metrics import shown_name
 from draft_heads.inference.evaluation.report import (
     build_report,
@@ -39,6 +40,7 @@ ROW_KEYS = {
     ),
     *("wall_seconds", "beta", "beta_ci95", "gamma", "gamma_ci95", "tokens_per_second", "lossless", "time_share"),
     *("accept_length_histogram", "score", "rouge2", "pass_at_1", "over_transformers", "accepted_by_source"),
+    *("verify_cost", "peak_memory_bytes", "joules_per_token"),
     *("acceptance_by_position", "beta_by_output_position", "beta_by_context_length", "beta_by_turn"),
 }
 
@@ -247,7 +249,7 @@ def test_a_finished_folder_is_not_overwritten_unasked(tmp_path):
 
 
 def test_answer_files_are_read_back_and_scored(tmp_path, evaluation):
-    write_answers(tmp_path, evaluation.drafters, evaluation.records)
+    write_answers(tmp_path, evaluation)
     vanilla, fast = (read_answers(tmp_path / "answers" / f"{name}.jsonl") for name in ("vanilla", "fast"))
     assert list(fast) == [("bench", 1), ("bench", 2), ("bench", 3), ("other", 1)]
     score = score_answers(fast, vanilla)[None]
@@ -256,7 +258,7 @@ def test_answer_files_are_read_back_and_scored(tmp_path, evaluation):
 
 
 def test_answer_rows_are_what_spec_bench_reads(tmp_path, evaluation):
-    write_answers(tmp_path, evaluation.drafters, evaluation.records)
+    write_answers(tmp_path, evaluation)
     row = json.loads((tmp_path / "answers" / "fast.jsonl").read_text().splitlines()[0])
     choice = row["choices"][0]
     assert (row["question_id"], row["category"], row["model_id"]) == (1, "writing", "fast")
@@ -270,8 +272,8 @@ def test_answer_rows_are_what_spec_bench_reads(tmp_path, evaluation):
 
 
 def test_answers_of_an_earlier_run_do_not_stay(tmp_path):
-    write_answers(tmp_path, ["old"], [])
-    write_answers(tmp_path, ["new"], [])
+    write_answers(tmp_path, Evaluation([], ("old",)))
+    write_answers(tmp_path, Evaluation([], ("new",)))
     assert [path.name for path in (tmp_path / "answers").iterdir()] == ["new.jsonl"]
 
 

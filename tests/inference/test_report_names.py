@@ -84,7 +84,7 @@ def test_kind_and_lossiness_stand_in_every_table_picture_and_answer(tmp_path, ty
     for name in names:
         assert text.count(f"| bench | {name} |") == 2  # figures and times
         assert drawn(report).count(name) == 3 and name in printed(report, tmp_path)
-    write_answers(tmp_path, found.drafters, found.records, found.lossy)
+    write_answers(tmp_path, found)
     for drafter in found.drafters:
         rows = [json.loads(line) for line in (tmp_path / "answers" / f"{drafter}.jsonl").read_text().splitlines()]
         assert {row["model_id"] for row in rows} == {

@@ -97,6 +97,17 @@ def test_the_page_has_the_figures_as_tables_and_as_bars(report):
     assert shown.found[0] == ("html", {"lang": "en"})
 
 
+def test_verification_cost_is_drawn_by_nodes_and_has_its_seconds_and_steps_in_a_table(report):
+    assert "Verification cost by nodes of a tree" not in page(report)  # the stub's steps are not timed one by one
+    costs = [(4, 12, 0.002, 1.0), (8, 5, 0.003, 1.5), (9, 4, 0.03, 15.0)]
+    keys = ("nodes", "steps", "seconds", "over_plain_step")
+    row = {**report["results"][1], "verify_cost": [dict(zip(keys, cost)) for cost in costs]}
+    shown = Page(page({**report, "results": [report["results"][0], row]}))
+    titles = [title for title in shown.texts("title") if "nodes" in title]
+    assert titles == ["fast\nnodes 4: 1.00", "fast\nnodes 8: 1.50"]  # of 9 nodes there are too few steps
+    assert [row for row in shown.texts("tr") if row.startswith("fast9430.0015.00×")]
+
+
 def test_the_page_needs_no_other_file_and_no_network(report):
     shown = Page(page(report))
     addresses = [has[name] for _, has in shown.found for name in ("src", "href") if name in has]

@@ -16,6 +16,7 @@ from draft_heads.inference.evaluation.report import build_report, report_json
 from draft_heads.inference.evaluation.samples import accepted_nodes, node_text, sample_answers, token_texts, whole_steps
 from draft_heads.inference.generation import Generation, GenerationSettings
 from draft_heads.inference.target.target import Target
+from tests.inference.models import make_head
 from tests.inference.stub_engine import evaluate
 
 SETTINGS = GenerationSettings(max_new_tokens=40)
@@ -94,14 +95,23 @@ def test_a_measured_answer_with_other_tokens_is_shown_without_trees(target, deco
         assert one["trees"] is None and one["accept_lengths"] == measured.accept_lengths
 
 
-def test_answers_of_a_batch_are_shown_without_trees(target):
-    engines = {
-        name: BatchEngine(target, build_drafter(DrafterSpec.parse(name), target, 8, 2)) for name in ("vanilla", "ngram")
-    }
-    oracle, asked = Oracle(target, SETTINGS), [Benchmark("q", QUESTIONS)]
-    evaluation = evaluate(engines, oracle, asked, target.renderer.prompt, group_size=2)
-    (one,) = sample_answers(evaluation, engines, target, SETTINGS)
-    assert one["trees"] is None and sum(one["accept_lengths"]) == len(one["texts"])
+def test_answers_of_a_batch_have_the_trees_that_they_have_one_by_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("draft_heads.inference.evaluation.evaluate.WARM_UP_TOKENS", 4)
+    settings = replace(SETTINGS, eos_token_ids=())
+    small = Target.from_pretrained("tests/tiny_target", device="cpu")
+    make_head(small, "medusa", scale=0.01).save_pretrained(tmp_path)
+    words = ("vanilla", "both=ngram+prompt_lookup", f"medusa={tmp_path}", "itself=draft_model:tests/tiny_target")
+    specs, found = [DrafterSpec.parse(word) for word in words], list[list[dict]]()
+    for kind, slots in ((DecodingEngine, 1), (BatchEngine, 3)):
+        engines = {spec.name: kind(small, build_drafter(spec, small, 8, slots)) for spec in specs}
+        asked = [Benchmark("q", QUESTIONS)]
+        evaluation = evaluate(engines, Oracle(small, settings), asked, small.renderer.prompt, group_size=slots)
+        found += [sample_answers(evaluation, engines, small, settings, most) for most in (12, 160)]
+    assert found[:2] == found[2:]
+    short, whole = found[-2][-1], found[-1][-1]
+    assert len(whole["trees"]) == len(whole["accept_lengths"]) > 3 and max(whole["accept_lengths"]) == 6
+    # the next step is not shown, and the tokens that it would add do not shorten those that are
+    assert short["accept_lengths"] == whole["accept_lengths"][: len(short["trees"])] == [1, 6]
 
 
 def test_the_timed_engine_and_its_drafter_are_left_as_they_are(target, decoded):

@@ -65,7 +65,7 @@ def test_figures_follow_from_the_answer_files(target, tmp_path_factory, benchmar
     found = evaluate(
         engines, Oracle(target, GenerationSettings(tokens)), loaded, render, group_size=1 if batch == 1 else 4 * batch
     )
-    write_answers(folder, list(engines), found.records, found.lossy)
+    write_answers(folder, found, batch)
     report = build_report(found, {"device": "cpu"}, {"batch_size": batch}, 0)
     report = json.loads(json.dumps(report, allow_nan=False))
     names = ["vanilla", *(text.partition("=")[0].partition(",")[0] for text in drafters)]

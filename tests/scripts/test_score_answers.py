@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from draft_heads.scripts import score_answers
+from draft_heads.inference.evaluation import metrics
+from draft_heads.inference.evaluation.comparison import csv_text, read_report
+from draft_heads.scripts import evaluate, score_answers
 
 
 def row(question_id, texts, new_tokens, wall_time, **steps):
@@ -143,3 +145,81 @@ def test_an_empty_file_is_an_error(files, tmp_path, capsys):
     files[3] = write(tmp_path / "empty.jsonl", [])
     assert score_answers.main(files) == 2
     assert "empty.jsonl is empty" in capsys.readouterr().err
+
+
+ELSEWHERE = {"kind", "lossy", "skipped", "over_transformers", "lossless", "time_share", "verify_cost"}
+ELSEWHERE |= {"peak_memory_bytes", "joules_per_token"}
+"""What a row of report.json says and answer files do not."""
+REPEATED = ("Count: one two one two one two", "Say tea coffee tea coffee tea coffee.", "A rose is a rose is a rose is")
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_figure_that_answer_files_hold_is_recomputed_as_the_report_has_it(batch, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "OUTPUT_SPAN", 16)
+    turns = [[text, "Again, please."][: 1 + index % 2] for index, text in enumerate(REPEATED * 2)]
+    asked = [{"question_id": 3 * i, "category": ["a", "b"][i > 2], "turns": text} for i, text in enumerate(turns)]
+    questions, report = write(tmp_path / "q.jsonl", asked), tmp_path / "report"
+    command = ["--target", "data/tiny_target", "--drafters", "both=ngram+prompt_lookup", "--device", "cpu"]
+    command += ["--benchmarks", f"q={questions}", f"again={questions}", "--output", str(report), "--seed", "5"]
+    command += ["--max_new_tokens", "24", "--threads", "1", "--batch_size", str(batch)]
+    assert evaluate.main(command) == 0
+    rows = json.loads((report / "report.json").read_text())["results"]
+    assert max(len(row["beta_by_output_position"]) for row in rows) == len(rows[0]["beta_by_turn"]) == 2
+    assert any(sum(row["accepted_by_source"].values()) for row in rows)
+    assert {row["verify_cost"] is None for row in rows} == {batch > 1}  # steps of a batch are not a text's own
+    plain, found = report / "answers" / "vanilla.jsonl", tmp_path / "found.json"
+    for name in ("vanilla", "both"):
+        answers = report / "answers" / f"{name}.jsonl"
+        given = ["--answers", str(answers), "--baseline", str(plain), "--json", str(found), "--seed", "5"]
+        assert score_answers.main(given) == 0  # both benchmarks
+        same = [row for row in rows if row["drafter"] == name and row["category"] is None]
+        recomputed(found, same, ELSEWHERE)
+        own, base = (  # one of them, with its categories
+            write(tmp_path / f"{path.stem}.jsonl", [one for one in lines(path) if one["benchmark"] == "q"])
+            for path in (answers, plain)
+        )
+        given = ["--answers", own, "--baseline", base, *given[4:], "--questions", questions]
+        assert score_answers.main(given) == 0
+        same = [row for row in rows if row["drafter"] == name and row["benchmark"] == "q"]
+        assert len(same) == 3
+        recomputed(found, same, ELSEWHERE)
+    shown = read_report(found)
+    assert csv_text({"report": shown}).splitlines()[1].startswith("report,q,,both,6,9,")
+    for row in shown["results"]:  # answers of a batch share their seconds
+        assert (row["gamma_ci95"] is None) == (batch > 1)
+        assert (row["gamma"] is None) == (batch > 1 and row["category"] is not None)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def recomputed(path, rows, elsewhere):
+    """Every row is in the file and says the same, but for what files do not hold."""
+    found = json.loads(path.read_text())["results"]
+    assert len(found) == len(rows)
+    for one, row in zip(found, rows):
+        assert one.pop("lossless") is None and row.keys() - one.keys() == elsewhere
+        assert one == {key: row[key] for key in one}
+
+
+def test_files_of_other_projects_have_the_figures_that_need_no_steps(files, tmp_path):
+    path = tmp_path / "rows.json"
+    assert score_answers.main([*files, "--questions", write(tmp_path / "q.jsonl", QUESTIONS), "--json", str(path)]) == 0
+    whole, *categories = json.loads(path.read_text())["results"]
+    assert (whole["benchmark"], whole["drafter"], whole["category"], whole["questions"]) == ("a", "a", None, 2)
+    assert [row["category"] for row in categories] == ["writing", "math"]
+    assert whole["beta"] == 60 / 22 and whole["gamma"] == pytest.approx(4.5)
+    low, high = whole["gamma_ci95"]
+    assert (low, high) == pytest.approx((3, 9))  # both questions the one, both the other
+    assert whole["beta_by_turn"] == whole["beta_by_output_position"] == whole["accept_length_histogram"] == []
+    assert whole["accepted_by_source"] is None
+
+
+def test_steps_that_do_not_add_up_are_an_error(files, tmp_path, capsys):
+    ours = {"decoding_steps": [2], "accept_lengths_per_turn": [[1, 2]], "accepted_drafts_per_turn": [[1]]}
+    files[1] = write(tmp_path / "a.jsonl", [row(1, ["x"], [4], [1.0], **ours, prompt_tokens=[3])])
+    assert score_answers.main(files) == 2
+    assert "decoding_steps (2; the prefill accepts no drafts) and new_tokens (4); got 2 and 1 steps of 3 tokens" in (
+        capsys.readouterr().err
+    )

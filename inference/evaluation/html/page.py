@@ -39,6 +39,7 @@ from draft_heads.inference.evaluation.report_text import (
     source_tables,
     target_sentence,
     time_table,
+    usage_tables,
 )
 
 Row = dict[str, Any]
@@ -59,6 +60,8 @@ def page(report: Report) -> str:
         *acceptance_section(report),
         *beta_section(report),
         *time_section(report),
+        *verify_section(report),
+        *(section(table.title, table_html(table, caption=False)) for table in usage_tables(report)),
         *source_section(report),
         *answers_section(report),
         section("Settings, versions and command", table_html(settings_table(report), "settings", caption=False)),
@@ -214,6 +217,10 @@ def line_figures(report: Report, title: str, points: Points, axis: str, form: st
     return found
 
 
+LEAST_STEPS = 5  # of a point whose median is drawn
+VERIFY_NOTE = f"""Median seconds from the end of drafting until the host has the accepted tokens, over the same of
+`vanilla`, for each number of nodes that at least {LEAST_STEPS} steps had. Left out: drafters whose steps begin
+before the host has read the step before, as their drafting and verification cannot be timed apart."""
 BASE = ("vanilla", "transformers")
 """Decode without drafts: their lines would be flat."""
 
@@ -267,6 +274,30 @@ def time_section(report: Report) -> list[str]:
         found.append(figure(benchmark, stacked(own, TIME_PARTS)))
     shown = details("figures", table_html(time_table(report), caption=False))
     return [section("Decoding time by part of a step", boxes(TIME_PARTS), panels(found), shown)]
+
+
+def verify_section(report: Report) -> list[str]:
+    """What verifying a tree costs by its nodes; none where no drafter's steps were timed one by one."""
+
+    def points(row: Row) -> list[tuple[float, float]]:
+        costs = row["verify_cost"] or ()
+        return [(one["nodes"], one["over_plain_step"]) for one in costs if enough(one)]
+
+    def enough(one: Row) -> bool:
+        return bool(one["over_plain_step"]) and one["steps"] >= LEAST_STEPS
+
+    rows = [
+        [row["benchmark"], shown_name(row), str(one["nodes"]), f"{one['steps']:,}", number(1000 * one["seconds"]),
+         number(one["over_plain_step"]) + "×"]
+        for row in overall(report["results"]) for one in row["verify_cost"] or ()
+    ]  # fmt: skip
+    found = line_figures(report, "verification of a tree, over a step without drafts", points, "nodes", ".2f", ())
+    if not found:
+        return []
+    header = ("benchmark", "drafter", "nodes", "steps", "milliseconds", "over a plain step")
+    table = table_html(Table("Verification by nodes", header, rows, 2), caption=False)
+    note = paragraphs([VERIFY_NOTE])
+    return [section("Verification cost by nodes of a tree", panels(found), details("seconds and steps", table), *note)]
 
 
 def source_section(report: Report) -> list[str]:
