@@ -28,6 +28,7 @@ from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from draft_heads.data.common.files import write_text
 from draft_heads.data.labels.shards import load_distilled
+from draft_heads.data.text.benchmarks import load_benchmark
 from draft_heads.heads.checkpoint import load_head
 from draft_heads.heads.config import WEIGHTS
 from draft_heads.inference.evaluation.made_from import content_of, must_be_made
@@ -325,6 +326,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise ValueError(f"--minutes must be above 0; got {args.minutes:g}")
     if bool(args.studies) == args.all:
         raise ValueError(f"give studies or --all; studies are files, or names: {', '.join(known_studies())}")
+    if args.output.is_file():
+        raise ValueError(f"--output must be a folder; {args.output} is a file; name another")
     if args.tiny == bool(args.target):
         raise ValueError(f"give --target, or --tiny, which has its own; got {'both' if args.tiny else 'neither'}")
     own = ("benchmarks", "dataset", "draft_model", "target_adapter", "chat_template", "minutes")
@@ -352,8 +355,10 @@ def run(args: argparse.Namespace) -> None:
     if to_train and not args.dataset:
         names = ", ".join(arm.name for arm in to_train)
         raise ValueError(f"the heads {names} must be trained; give --dataset, or them with --heads")
-    for folder in args.dataset or []:
+    for folder in args.dataset or []:  # what cannot be read is told before anything is trained
         load_distilled(folder)
+    for name, file in files.items():
+        load_benchmark(name, file, args.limit)
     heads = {**given, **(arm_trainer(args).train(to_train) if to_train else {})}
     decoding = {name: getattr(args, name) for name in (*PASSED_ON, "max_new_tokens", "limit", "max_nodes")}
     decoding = {name: value for name, value in decoding.items() if value and value != "masked"}  # but for defaults

@@ -170,7 +170,8 @@ def cpu_seconds(command: Sequence[str], log: Path) -> float:
         _RUNNING.discard(process)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise ValueError(f"{command[0]} failed; its output is in {log}")
+        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        raise ValueError(f"{command[0]} failed: {last or 'no message'} (all of its output is in {log})")
     return usage.ru_utime + usage.ru_stime
 
 

@@ -159,6 +159,13 @@ def test_other_words_are_refused(text):
         arms.Arm("x", text)
 
 
+def test_a_training_that_fails_is_told_with_its_last_line(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text('import sys\nprint("loading")\nsys.exit("error: no such folder")\n')
+    with pytest.raises(ValueError, match=r"fails\.py failed: error: no such folder \(all of its output is in .*log\)"):
+        arms.cpu_seconds([str(script)], tmp_path / "log")
+
+
 @pytest.fixture
 def commands(monkeypatch):
     """The commands that are run, in their place: (script, steps) of each."""
@@ -319,6 +326,7 @@ def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
         (["heads", "--target", "T", "--minutes", "1", "--steps", "2"], "both say how long a head trains"),
         (["heads", "--tiny", "--dataset", "D"], "--tiny has its own --dataset; leave one of them out"),
         (["anpd_grid", "--target", "T", "--benchmarks", "gsm8k"], "of the studies, cnn_dm, humaneval; got 'gsm8k'"),
+        (["anpd_grid", "--target", "T", "--benchmarks", "humaneval=F.jsonl"], "F.jsonl does not exist"),
         (["anpd_grid", "anpd_grid", "--target", "T"], "studies must have different names"),
         (["chimera_table2", "--target", "T", "--benchmarks", "mt_bench=F", "--dataset", "D"], "D has no manifest.json"),
     ],
