@@ -8,7 +8,7 @@
 A study is a file of configs/studies, or one of your own like them. It trains the heads that it needs, or takes those
 of --heads, decodes and writes OUTPUT/NAME/study.md and study.json, beside the report of every run. Rows that need
 what was not given (a draft model, a benchmark) say so and stay empty. Several studies in one OUTPUT share their heads;
-run again, it goes on.
+run again, it goes on, and refuses what was measured there with other settings.
 
 --tiny runs them small, on the target that comes with the project, in minutes: it shows that all works, and the figures
 mean nothing.
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,19 +27,32 @@ from typing import Any
 from draft_heads.configs.command_line import exit_status, parse_with_config
 
 from draft_heads.data.common.files import write_text
-from draft_heads.data.synthetic.corpus import conversations, questions
+from draft_heads.data.labels.shards import load_distilled
 from draft_heads.data.text.benchmarks import load_benchmark
-from draft_heads.data.text.known_benchmarks import known_benchmarks
-from draft_heads.heads.checkpoint import HEADS, head_classes, load_head, read_config
-from draft_heads.inference.evaluation.studies import Cell, Study, figure, known_studies, read_study, study_table
-from draft_heads.scripts import accuracy, distill, evaluate
-from draft_heads.scripts.decoding_options import check_positive, parse_benchmarks, target_parser
-from draft_heads.scripts.training_arms import ROOT, Arm, ArmTrainer
+from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.config import WEIGHTS
+from draft_heads.inference.evaluation.made_from import content_of, must_be_made
+from draft_heads.inference.evaluation.studies import (
+    PLAIN_RUN,
+    Cell,
+    Study,
+    figure,
+    known_studies,
+    mixed_questions,
+    read_study,
+    study_table,
+)
+from draft_heads.scripts import accuracy, evaluate, tiny_study
+from draft_heads.scripts.decoding_options import (
+    check_positive,
+    drafter_specs,
+    parse_benchmarks,
+    parse_options,
+    target_parser,
+)
+from draft_heads.scripts.training_arms import Arm, ArmTrainer, arms_of, given_heads
 
-TINY_TARGET = ROOT / "data" / "tiny_target"
-TINY_STEPS, TINY_CONVERSATIONS = 20, 96
-TINY_TOKENS, TINY_QUESTIONS = 24, 2
-TINY_OPTIONS = ("--held_out", "16", "--simulate_rows", "4")
+INTERRUPTED = 130
 PASSED_ON = ("target_adapter", "chat_template", "dtype", "device", "attention", "threads")
 
 
@@ -52,6 +64,9 @@ class Inputs:
     benchmarks    name → its file, as for scripts/evaluate.py
     draft_model   folder of a draft model, None for none
     decoding      options of scripts/evaluate.py, over those of the study
+    dataset       folders of labels, for the accuracy of heads
+    rows          held-out rows of these, None for the default of scripts/accuracy.py
+    overwrite     measure again what is there
     """
 
     target: str
@@ -59,6 +74,9 @@ class Inputs:
     benchmarks: Mapping[str, str]
     draft_model: str | None
     decoding: Mapping[str, Any]
+    dataset: Sequence[str] = ()
+    rows: int | None = None
+    overwrite: bool = False
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:
@@ -71,7 +89,9 @@ def flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def succeed(status: int, what: str) -> None:
-    """End with the status of a step that failed, whose message is above."""
+    """End with the status of a step that failed or was interrupted, whose message is above."""
+    if status == INTERRUPTED:
+        sys.exit(status)
     if status:
         print(f"study: {what} failed; its message is above", file=sys.stderr)
         sys.exit(status)
@@ -87,56 +107,62 @@ def lacking(study: Study, cell: Cell, inputs: Inputs) -> str | None:
         return "a draft model (--draft_model DIR)"
     if cell.of_report and not mix_parts(study, cell.benchmark, inputs):
         return f"the benchmark {cell.benchmark} (--benchmarks {cell.benchmark}=FILE)"
+    if cell.measure == "accuracy" and not inputs.dataset:
+        return "held-out labels (--dataset DIR)"
     return None
 
 
 def mix_parts(study: Study, benchmark: str, inputs: Inputs) -> list[str]:
     """The benchmarks that were given, of those that a mix is made of; of any other benchmark it alone."""
-    parts = study.mixes.get(benchmark, {}).get("of", [benchmark])
-    return [part for part in parts if part in inputs.benchmarks]
+    return [part for part in study.parts_of(benchmark) if part in inputs.benchmarks]
 
 
-def mixed_questions(mix: Mapping[str, Any], parts: Mapping[str, str]) -> list[dict[str, Any]]:
-    """FastChat rows of a mix: `each` questions of each part, in turns of `consecutive`, or shuffled where that is 0."""
-    each, run_length = mix.get("each", 20), mix.get("consecutive", 0)
-    loaded = {name: load_benchmark(name, source, each) for name, source in parts.items()}
-    rows = {
-        name: [
-            {"question_id": f"{name} {one.question_id}", "category": name, "turns": one.turns}
-            | ({} if one.system is None else {"system": one.system})
-            for one in found
-        ]
-        for name, found in loaded.items()
-    }
-    if not run_length:
-        every = [row for found in rows.values() for row in found]
-        random.Random(0).shuffle(every)
-        return every
-    starts = range(0, max(map(len, rows.values())), run_length)
-    return [row for start in starts for found in rows.values() for row in found[start : start + run_length]]
-
-
-def drafter_argument(cell: Cell, study: Study, inputs: Inputs) -> str:
+def drafter_argument(cell: Cell, study: Study, heads: Mapping[str, Path], draft_model: str | None) -> str:
     """NAME=SPEC of a cell's drafter, as scripts/evaluate.py takes it."""
-    places = {"draft_model": inputs.draft_model}
+    words = cell.drafter.replace("{draft_model}", str(draft_model))
     if cell.head:
-        places |= {"head": str(inputs.heads[cell.head]), "kind": Arm(cell.head, study.heads[cell.head]).kind}
-    return f"{cell.drafter_name}={cell.drafter.format(**places)}"
+        kind = Arm(cell.head, study.heads[cell.head]).kind
+        words = words.replace("{kind}", kind).replace("{head}", str(heads[cell.head]))
+    return f"{cell.drafter_name}={words}"
 
 
-def measure(study: Study, inputs: Inputs, output: Path, dataset: Sequence[str]) -> dict[tuple[str, str], float | None]:
-    """(row, column) → value of every cell that can be measured."""
+def options_of(study: Study, run: str, benchmark: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of scripts/evaluate.py with which a benchmark is decoded."""
+    return {**study.settings, **study.benchmark_settings.get(benchmark, {}), **study.runs[run], **given}
+
+
+def check_decoding(study: Study) -> None:
+    """ValueError for options and drafters that scripts/evaluate.py would refuse, before anything runs."""
+    needed = ["--target", "T", "--drafters", "vanilla", "--benchmarks", "gsm8k", "--output", "O"]
+    known = vars(parse_options(None, needed, scored=True))
+    heads = {name: Path("runs/head") for name in study.heads}
+    for cell in (one for one in study.cells.values() if one.of_report):
+        options = options_of(study, cell.run, cell.benchmark, {})
+        try:
+            if unknown := sorted(options.keys() - known):
+                raise ValueError(f"{unknown[0]} is no option of scripts/evaluate.py; it has {', '.join(known)}")
+            parse_options(None, [*needed, *flags(options)], scored=True)
+            if cell.drafter != "vanilla":
+                drafter_specs(evaluate.split_rows([drafter_argument(cell, study, heads, "runs/draft_model")])[1])
+        except ValueError as error:
+            raise ValueError(f"{study.name}: {error}") from None
+
+
+def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str], float | None]:
+    """(row, column) → value of every cell that can be measured, and whose category the benchmark has."""
     able = {place: cell for place, cell in study.cells.items() if lacking(study, cell, inputs) is None}
     reports = {
         run: decode(study, run, [cell for cell in able.values() if cell.of_report and cell.run == run], inputs, output)
         for run in study.runs
     }
     ranked = dict.fromkeys(cell.head for cell in able.values() if cell.measure == "accuracy")
-    ranks = accuracies({name: inputs.heads[name] for name in ranked}, inputs, output / "accuracy", dataset)
+    ranks = accuracies({name: inputs.heads[name] for name in ranked}, inputs, output / "accuracy")
     found = dict[tuple[str, str], float | None]()
     for place, cell in able.items():
         if cell.of_report:
-            found[place] = figure(reports[cell.run], cell)
+            rows = reports[cell.run]
+            if any((row["benchmark"], row["category"]) == (cell.benchmark, cell.category) for row in rows):
+                found[place] = figure(rows, cell)
         elif cell.measure == "accuracy":
             by_offset = ranks[cell.head]
             top = by_offset[cell.offset]["top"] if cell.offset < len(by_offset) else None
@@ -162,33 +188,48 @@ def head_fact(folder: Path, name: str) -> float | None:
 def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output: Path) -> list[dict[str, Any]]:
     """The rows of the reports of one run, made unless they are there.
 
-    A benchmark is decoded with the drafters that its cells name, together with those that have the same drafters.
+    Benchmarks with the same drafters and options are decoded together.
     """
-    drafters = dict[str, dict[str, str]]()  # benchmark → name → NAME=SPEC
+    drafters = dict[str, dict[str, Cell]]()  # benchmark → name → a cell that has it
     for cell in cells:
         own = drafters.setdefault(cell.benchmark, {})
         if cell.drafter != "vanilla":
-            own[cell.drafter_name] = drafter_argument(cell, study, inputs)
+            own[cell.drafter_name] = cell
+    together = dict[tuple[Any, ...], list[str]]()
+    for name, own in drafters.items():
+        options = options_of(study, run, name, inputs.decoding)
+        specs = [(one, cell.drafter) for one, cell in own.items()]
+        together.setdefault((*specs, *map(str, options.items())), []).append(name)
     results = list[dict[str, Any]]()
-    for named in list(dict.fromkeys(tuple(own.values()) for own in drafters.values())):
-        benchmarks = [name for name, own in drafters.items() if tuple(own.values()) == named]
-        folder = output / "_".join([run, *benchmarks])
-        report = folder / "report.json"
-        if not report.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
+    for benchmarks in together.values():
+        folder, own = output / "_".join([run, *benchmarks]), drafters[benchmarks[0]]
+        options = options_of(study, run, benchmarks[0], inputs.decoding)
+        if must_be_made(folder, "report.json", decoded_from(study, benchmarks, own, options, inputs), inputs.overwrite):
             files = {name: question_file(study, name, inputs, folder) for name in benchmarks}
-            print(f"{study.name}, {run}: {len(named)} drafters on {', '.join(files)}", flush=True)
+            print(f"{study.name}, {run}: {len(own)} drafters on {', '.join(files)}", flush=True)
+            named = [drafter_argument(cell, study, inputs.heads, inputs.draft_model) for cell in own.values()]
             words = ["--target", inputs.target, "--drafters", *(named or ["vanilla"])]
             words += ["--benchmarks", *(f"{name}={file}" for name, file in files.items()), "--output", str(folder)]
-            options = {**study.settings, **study.runs[run], **inputs.decoding}
-            succeed(evaluate.main([*words, *flags(options)]), "decoding")
-        found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["results"]
-        lacking = {word.partition("=")[0] for word in named} - {row["drafter"] for row in found}
-        if lacking:
-            remedy = "remove its folder, or take another --output"
-            raise ValueError(f"{report} is of another form of this study and lacks {', '.join(lacking)}; {remedy}")
-        results += found
+            words += flags({**options, "overwrite": inputs.overwrite})
+            succeed(evaluate.main(words), "decoding")
+        results += json.loads((folder / "report.json").read_text(encoding="utf-8"))["results"]
     return results
+
+
+def decoded_from(
+    study: Study, benchmarks: Sequence[str], drafters: Mapping[str, Cell], options: Mapping[str, Any], inputs: Inputs
+) -> dict[str, Any]:
+    """All that decides what a report says; files by their content."""
+    specs = {name: cell.drafter for name, cell in drafters.items()}
+    heads = {cell.head: content_of(inputs.heads[cell.head] / WEIGHTS) for cell in drafters.values() if cell.head}
+    parts = dict.fromkeys(part for name in benchmarks for part in mix_parts(study, name, inputs))
+    return {
+        **options,
+        **{"target": inputs.target, "drafters": specs, "heads": heads},
+        "draft_model": inputs.draft_model if any("{draft_model}" in spec for spec in specs.values()) else None,
+        "benchmarks": {part: content_of(inputs.benchmarks[part]) for part in parts},
+        "mixes": {name: study.mixes[name] for name in benchmarks if name in study.mixes},
+    }
 
 
 def question_file(study: Study, benchmark: str, inputs: Inputs, folder: Path) -> str:
@@ -201,15 +242,20 @@ def question_file(study: Study, benchmark: str, inputs: Inputs, folder: Path) ->
     return str(folder / f"{benchmark}.jsonl")
 
 
-def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path, dataset: Sequence[str]) -> dict[str, list[Any]]:
+def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path) -> dict[str, list[Any]]:
     """Name of a head → its accuracies by offset, measured unless they are there."""
-    file = output / "accuracy.json"
-    if heads and not file.is_file():
+    if not heads:
+        return {}
+    options = {name: inputs.decoding[name] for name in PASSED_ON if name in inputs.decoding} | {"rows": inputs.rows}
+    made_from: dict[str, Any] = {"target": inputs.target, **options}
+    made_from["heads"] = {name: content_of(folder / WEIGHTS) for name, folder in heads.items()}
+    made_from["dataset"] = [content_of(Path(folder) / "manifest.json") for folder in inputs.dataset]
+    if must_be_made(output, "accuracy.json", made_from, inputs.overwrite):
         words = ["--target", inputs.target, "--heads", *(f"{name}={folder}" for name, folder in heads.items())]
-        options = {name: inputs.decoding.get(name) for name in PASSED_ON}
-        words += ["--dataset", *dataset, "--output", str(output), *flags(options)]
-        succeed(accuracy.main(words), "measuring accuracy")
-    return json.loads(file.read_text(encoding="utf-8")) if heads else {}
+        words += ["--dataset", *inputs.dataset, "--output", str(output)]
+        succeed(accuracy.main([*words, *flags({**options, "overwrite": inputs.overwrite})]), "measuring accuracy")
+    found: dict[str, list[Any]] = json.loads((output / "accuracy.json").read_text(encoding="utf-8"))
+    return found
 
 
 def write_study(
@@ -218,12 +264,20 @@ def write_study(
     """Write study.md and study.json and print the former."""
     target = Path(inputs.target).name
     needs = dict[str, list[str]]()
-    for (row, _), cell in study.cells.items():
-        if (what := lacking(study, cell, inputs)) and row not in (rows := needs.setdefault(what, [])):
+    for (row, column), cell in study.cells.items():
+        what = lacking(study, cell, inputs)
+        if what is None and (row, column) not in measured:
+            what = f"questions of {cell.benchmark} of the category {cell.category}"
+        if what and row not in (rows := needs.setdefault(what, [])):
             rows.append(row)
     notes = [f"Not measured here, for want of {what}: {', '.join(rows)}." for what, rows in needs.items()]
     for name in study.mixes:
         notes.append(f"{name} has questions of {', '.join(mix_parts(study, name, inputs)) or 'nothing'}.")
+    decoded = {name: options_of(study, PLAIN_RUN, name, inputs.decoding) for name in study.benchmark_settings}
+    decoded = {"all": {**study.settings, **inputs.decoding}, **decoded, **study.runs}
+    words = [f"{name}: {' '.join(flags(options))}" for name, options in decoded.items() if flags(options)]
+    if any(cell.of_report for cell in study.cells.values()):
+        notes.append(f"Decoded by scripts/evaluate.py with its defaults but for {'; '.join(words) or 'nothing'}.")
     if tiny:
         notes.insert(0, "This is the tiny form: its figures mean nothing.")
     parts: list[str] = [f"# {study.title}", study_table(study, measured, target), *notes, *study.notes]
@@ -235,42 +289,10 @@ def write_study(
     }
     content = {"study": study.name, "title": study.title, "target": inputs.target, "tiny": tiny}
     content["rows"] = [{"row": row, "values": found} for row, found in values.items()]
-    content |= {"published": published, "not_measured": needs}
+    content |= {"published": published, "not_measured": needs, "decoded_with": decoded}
     write_text(output / "study.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     print("\n\n".join(parts), flush=True)
     print(f"\nwritten: {output / 'study.md'}", flush=True)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The tiny form
-
-
-def tiny_inputs(studies: Sequence[Study], train: bool, output: Path) -> tuple[dict[str, str], str]:
-    """(benchmark → its file, folder of labels), made from texts that come with the project."""
-    data = output / "data"
-    data.mkdir(parents=True, exist_ok=True)
-    texts = data / "conversations.jsonl"
-    write_text(texts, "".join(json.dumps(row) + "\n" for row in conversations(TINY_CONVERSATIONS, 100, "heldout")))
-    depth = json.loads((TINY_TARGET / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
-    layers = max((head_classes(kind)[1].usual_layers(depth) for kind in HEADS), key=len)
-    if train and not (output / "distilled" / "manifest.json").is_file():
-        words = ["--target", str(TINY_TARGET), "--dataset", str(texts), "--output", str(output / "distilled")]
-        words += ["--labels", "generate", "--max_new_tokens", "48", "--hidden_states"]
-        words += ["--target_layers", *map(str, layers)]
-        succeed(distill.main(words), "distilling")
-    files = dict[str, str]()
-    for name in dict.fromkeys(name for study in studies for name in study.benchmarks):
-        cells = [cell for study in studies for cell in study.cells.values() if cell.benchmark == name]
-        categories = list(dict.fromkeys(cell.category for cell in cells if cell.category)) or [""]
-        columns = known_benchmarks()[name].columns if name in known_benchmarks() else {}
-        named = {column: category for category, column in columns.items()}
-        rows = questions(max(TINY_QUESTIONS, len(categories)), 200, "heldout")
-        for number, row in enumerate(rows):
-            category = categories[number % len(categories)]
-            row |= {"question_id": number, "category": named.get(category, category)}
-        files[name] = str(data / f"{name}.jsonl")
-        write_text(Path(files[name]), "".join(json.dumps(row) + "\n" for row in rows))
-    return files, str(output / "distilled")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -292,61 +314,79 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--minutes", type=float, help="processor minutes of training a head (default: the recipe's length)")
     add("--steps", type=int, help="steps of every head, instead of --minutes")
     add("--jobs", type=int, default=1, help="heads that train at once (default 1)")
+    add("--overwrite", action="store_true", help="measure again what is in --output; heads stay")
     add("--max_new_tokens", type=int, help="longest answer, in tokens (default: the study's)")
     add("--limit", type=int, help="only the first N questions of each benchmark")
     add("--max_nodes", type=int, help="most nodes of a draft tree (default: the study's, else 32)")
     args = parse_with_config(parser, arguments, ("output",))
     check_positive(args, "steps", "jobs", "max_new_tokens", "limit", "max_nodes")
+    if args.minutes is not None and args.steps is not None:
+        raise ValueError("--minutes and --steps both say how long a head trains; give one of them")
     if args.minutes is not None and args.minutes <= 0:
         raise ValueError(f"--minutes must be above 0; got {args.minutes:g}")
     if bool(args.studies) == args.all:
         raise ValueError(f"give studies or --all; studies are files, or names: {', '.join(known_studies())}")
+    if args.output.is_file():
+        raise ValueError(f"--output must be a folder; {args.output} is a file; name another")
     if args.tiny == bool(args.target):
         raise ValueError(f"give --target, or --tiny, which has its own; got {'both' if args.tiny else 'neither'}")
+    own = ("benchmarks", "dataset", "draft_model", "target_adapter", "chat_template", "minutes")
+    if args.tiny and (extra := [name for name in own if getattr(args, name) is not None]):
+        raise ValueError(f"--tiny has its own --{extra[0]}; leave one of them out")
     return args
 
 
 def run(args: argparse.Namespace) -> None:
     studies = [read_study(name) for name in (known_studies() if args.all else args.studies)]
+    if len({study.name for study in studies}) < len(studies):
+        raise ValueError(f"studies must have different names, for each has a folder; got {' '.join(args.studies)}")
     arms = arms_of(studies)
-    if unknown := [text for text in args.heads if "=" not in text or text.partition("=")[0] not in arms]:
-        raise ValueError(f"--heads takes NAME=RUN/head, NAME one of {', '.join(arms) or 'none'}; got {unknown[0]!r}")
-    given = {name: Path(folder) for name, _, folder in (text.partition("=") for text in args.heads)}
-    for folder in given.values():  # what cannot be read is told before anything runs
-        read_config(folder)
+    for study in studies:
+        check_decoding(study)
+    given = given_heads(args.heads, arms)
     to_train = [arms[name] for name in arms if name not in given]
+    files = benchmark_files(args.benchmarks, studies)
     if args.tiny:
-        files, labels = tiny_inputs(studies, bool(to_train), args.output)
-        args.target = args.draft_model = str(TINY_TARGET)
-        args.steps, args.max_new_tokens = args.steps or TINY_STEPS, args.max_new_tokens or TINY_TOKENS
-        args.dataset = [labels]
-    else:
-        files = parse_benchmarks(args.benchmarks or list(dict.fromkeys(n for one in studies for n in one.benchmarks)))
+        args.target = args.draft_model = str(tiny_study.TARGET)
+        args.steps, args.max_new_tokens = args.steps or tiny_study.STEPS, args.max_new_tokens or tiny_study.NEW_TOKENS
+        files = tiny_study.tiny_benchmarks(studies, args.output / "data")
+        texts = args.output / "data" / "conversations.jsonl"
+        args.dataset = [tiny_study.tiny_labels(texts, args.output / "distilled", succeed)] if arms else []
     if to_train and not args.dataset:
         names = ", ".join(arm.name for arm in to_train)
         raise ValueError(f"the heads {names} must be trained; give --dataset, or them with --heads")
-    schedule = {name: getattr(args, name) for name in ("minutes", "steps", "jobs", "threads")}
-    short = TINY_OPTIONS if args.tiny else ()
-    trainer = ArmTrainer(args.output / "heads", args.target, args.dataset or [], **schedule, options=short)
-    heads = {**given, **(trainer.train(to_train) if to_train else {})}
+    for folder in args.dataset or []:  # what cannot be read is told before anything is trained
+        load_distilled(folder)
+    for name, file in files.items():
+        load_benchmark(name, file, args.limit)
+    heads = {**given, **(arm_trainer(args).train(to_train) if to_train else {})}
     decoding = {name: getattr(args, name) for name in (*PASSED_ON, "max_new_tokens", "limit", "max_nodes")}
-    decoding = {name: value for name, value in decoding.items() if value is not None}
-    inputs = Inputs(args.target, heads, files, args.draft_model, decoding)
+    decoding = {name: value for name, value in decoding.items() if value and value != "masked"}  # but for defaults
+    rows = tiny_study.HELD_OUT if args.tiny else None
+    inputs = Inputs(args.target, heads, files, args.draft_model, decoding, args.dataset or [], rows, args.overwrite)
     for study in studies:
         output = args.output / study.name
         output.mkdir(parents=True, exist_ok=True)
-        write_study(study, measure(study, inputs, output, args.dataset or []), inputs, output, args.tiny)
+        write_study(study, measure(study, inputs, output), inputs, output, args.tiny)
 
 
-def arms_of(studies: Sequence[Study]) -> dict[str, Arm]:
-    """Name → arm of all that the studies need; ValueError where two mean different heads by one name."""
-    found = dict[str, Arm]()
-    for study in studies:
-        for name, text in study.heads.items():
-            arm = found.setdefault(name, Arm(name, text))
-            if arm.text != text:
-                raise ValueError(f"{name} is {arm.text} in one study and {text} in {study.name}; run them apart")
-    return found
+def benchmark_files(words: Sequence[str] | None, studies: Sequence[Study]) -> dict[str, str]:
+    """Name → file of --benchmarks, by default of all that the studies name; ValueError for one that none names."""
+    named = list(dict.fromkeys(name for study in studies for name in study.benchmarks))
+    files = parse_benchmarks(named if words is None else words)
+    if unknown := sorted(files.keys() - set(named)):
+        raise ValueError(f"--benchmarks are those of the studies, {', '.join(named) or 'none'}; got {unknown[0]!r}")
+    return files
+
+
+def arm_trainer(args: argparse.Namespace) -> ArmTrainer:
+    """Trains the heads of --target, loaded as it is for decoding."""
+    loading = {"target_adapter": args.target_adapter, "chat_template": args.chat_template, "target_dtype": args.dtype}
+    loading["use_cpu"] = "true" if args.device == "cpu" else None
+    loading["target_device"] = "auto" if args.device == "auto" else None
+    options = [*flags(loading), *(tiny_study.TRAINING if args.tiny else ())]
+    schedule = {name: getattr(args, name) for name in ("minutes", "steps", "jobs", "threads")}
+    return ArmTrainer(args.output / "heads", args.target, args.dataset, **schedule, options=options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,9 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from draft_heads.data.common.files import write_text
-from draft_heads.heads.checkpoint import HEADS
+from draft_heads.data.labels.shards import load_distilled
+from draft_heads.heads.checkpoint import HEADS, read_config
+from draft_heads.inference.evaluation.studies import Study
 from draft_heads.train.command import trainer_script
+from draft_heads.train.run_folder import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 CALIBRATION = (20, 80)  # steps of a short and a long run; the difference leaves loading out
@@ -30,8 +35,42 @@ class Arm:
             raise ValueError(
                 f"a head to train is KIND[,option=value…], KIND one of {', '.join(sorted(HEADS))}; got {text!r}"
             )
-        words = (option.partition("=") for option in options)  # target_layers=1 2 3 → --target_layers 1 2 3
-        self.options = [word for name, _, values in words for word in (f"--{name}", *values.split())]
+        self.settings = {name: values for name, _, values in (option.partition("=") for option in options)}
+        # target_layers=1 2 3 → --target_layers 1 2 3
+        self.options = [word for name, values in self.settings.items() for word in (f"--{name}", *values.split())]
+
+    def check_head(self, folder: str | Path) -> None:
+        """ValueError for a head of another kind, or trained with another value of an option that the arm has."""
+        config = read_config(folder)
+        for name, text in {"kind": self.kind, **self.settings}.items():
+            value = config.get(name)
+            same = " ".join(map(str, value)) == text if isinstance(value, list) else value == yaml.safe_load(text)
+            if name in config and not same:
+                raise ValueError(f"{self.name} names a head with {name}={text}; {folder} has {value}; give another")
+
+
+def arms_of(studies: Sequence[Study]) -> dict[str, Arm]:
+    """Name → arm of all that the studies need; ValueError where two mean different heads by one name."""
+    found = dict[str, Arm]()
+    for study in studies:
+        for name, text in study.heads.items():
+            arm = found.setdefault(name, Arm(name, text))
+            if arm.text != text:
+                raise ValueError(f"{name} is {arm.text} in one study and {text} in {study.name}; run them apart")
+    return found
+
+
+def given_heads(words: Sequence[str], arms: Mapping[str, Arm]) -> dict[str, Path]:
+    """Name → folder of the heads of --heads; ValueError for one that is not what its name means in the studies."""
+    found = dict[str, Path]()
+    for text in words:
+        name, _, folder = text.partition("=")
+        if name not in arms or not folder or name in found:
+            known = ", ".join(arms) or "none"
+            raise ValueError(f"--heads takes NAME=RUN/head, NAME one of {known}, each once; got {text!r}")
+        arms[name].check_head(folder)  # what cannot be read is told before anything runs
+        found[name] = Path(folder)
+    return found
 
 
 @dataclass(frozen=True)
@@ -60,8 +99,10 @@ class ArmTrainer:
         self.output.mkdir(parents=True, exist_ok=True)
         heads = {arm.name: self.output / arm.name / "head" for arm in arms}
         schedule = f"{self.steps} steps" if self.steps else f"{self.minutes:g} minutes" if self.minutes else "recipe"
+        begun = any((self.output / arm.name / SETTINGS).is_file() for arm in arms)
+        data = [load_distilled(folder).content for folder in self.dataset] if begun else []
         for arm in arms:
-            self._check_same(arm, f"{arm.text} ({schedule})")
+            self._check_same(arm, f"{arm.text} ({schedule})", data)
         lacking = [arm for arm in arms if not (heads[arm.name] / "config.json").is_file()]
         seconds = self._step_seconds(lacking) if self.minutes and not self.steps else {}
         with _pool(self.jobs) as pool:
@@ -73,13 +114,21 @@ class ArmTrainer:
                 print(f"{arm.name}: {result.result() / 60:.1f} processor minutes", flush=True)
         return heads
 
-    def _check_same(self, arm: Arm, made_as: str) -> None:
-        """Note how an arm is trained; ValueError if its folder was begun otherwise."""
-        note = self.output / f"{arm.name}.txt"
-        if note.is_file() and (before := note.read_text(encoding="utf-8").strip()) != made_as:
+    def _check_same(self, arm: Arm, made_as: str, data: Sequence[str]) -> None:
+        """Note how an arm is trained; ValueError if its folder was begun otherwise, or for another target or data."""
+        note, settings = self.output / f"{arm.name}.txt", self.output / arm.name / SETTINGS
+        before = note.read_text(encoding="utf-8").strip() if note.is_file() else made_as
+        differences = [] if before == made_as else [f"it is {before}, and not {made_as}"]
+        if settings.is_file():
+            begun = json.loads(settings.read_text(encoding="utf-8"))
+            if Path(begun["target"]).resolve() != Path(self.target).resolve():
+                differences.append(f"its target is {begun['target']}, and not {self.target}")
+            if begun["data"] != list(data):
+                differences.append(f"its labels are not those of {' '.join(self.dataset)}")
+        if differences:
+            folder = self.output / arm.name
             raise ValueError(
-                f"{self.output / arm.name} is of another training, {before}, and not {made_as}; take another --output, "
-                "or remove it"
+                f"{folder} is of another training: {'; '.join(differences)}; take another --output, or remove it"
             )
         write_text(note, made_as + "\n")
 
@@ -121,7 +170,8 @@ def cpu_seconds(command: Sequence[str], log: Path) -> float:
         _RUNNING.discard(process)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise ValueError(f"{command[0]} failed; its output is in {log}")
+        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        raise ValueError(f"{command[0]} failed: {last or 'no message'} (all of its output is in {log})")
     return usage.ru_utime + usage.ru_stime
 
 
@@ -133,6 +183,6 @@ def _pool(count: int) -> Iterator[ThreadPoolExecutor]:
             yield pool
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in _RUNNING:
+            for process in list(_RUNNING):  # which its threads change
                 process.terminate()
             raise

@@ -2,6 +2,7 @@
 
     title: "CTC-drafter, Table 1: …"
     settings: {max_new_tokens: 128}         options of scripts/evaluate.py, for every run (optional)
+    benchmark_settings: {gsm8k: {max_new_tokens: 256}}  options of one benchmark, over `settings` (optional)
     runs: {typical: {acceptance: typical}}  further runs by name, with their options (optional; `plain` has none)
     heads: {medusa: "medusa"}               NAME: KIND[,option=value…] of the heads that it needs (optional)
     mixes: {mixed: {of: [gsm8k, mbpp]}}     benchmarks of shuffled questions of others (optional)
@@ -24,31 +25,36 @@ A cell is measured as its fields say: those of `cell`, over them those of its ro
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
 
+from draft_heads.data.text.benchmarks import load_benchmark
+from draft_heads.heads.accuracy import TOP
 from draft_heads.inference.evaluation.report import markdown_table
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "studies"
 PLAIN_RUN = "plain"
 HEAD_FACTS = ("steps", "parameters", "bytes_read", "simulated_beta")
 _PLACE = re.compile(r"\{(\w+)\}")
-_FORMS = {  # the last word of a measure → how its values are written
-    "gamma": "{:.2f}×",
-    "over_transformers": "{:.2f}×",
-    "tokens_per_second": "{:.1f}",
-    "steps": "{:,.0f}",
-    "parameters": "{:,.0f}",
-    "bytes_read": "{:,.0f}",
-    "draft": "{:.1%}",
-    "verify": "{:.1%}",
-    "accept": "{:.1%}",
-    "other": "{:.1%}",
+_AXES = ("rows", "columns")
+FIGURES = (
+    *("beta", "gamma", "over_transformers", "tokens_per_second", "time_share", "acceptance_by_position", "lossless"),
+    *("questions", "turns", "skipped", "new_tokens", "target_steps", "wall_seconds", "score", "rouge2", "pass_at_1"),
+)
+"""First words of a `measure` of a report."""
+OWN_OPTIONS = ("target", "drafters", "benchmarks", "output", "overwrite", "config", "list_drafters")
+"""Options of scripts/evaluate.py that a study sets by itself."""
+_FORMS = {  # the last word of a measure → digits, format and unit of its values
+    **dict.fromkeys(("gamma", "over_transformers"), (2, "f", "×")),
+    **dict.fromkeys(("steps", "parameters", "bytes_read"), (0, "f", "")),
+    **dict.fromkeys(("draft", "verify", "accept", "other"), (1, "%", "")),
 }
 
 
@@ -76,9 +82,14 @@ class Cell:
         words = self.drafter.replace("{kind}:", "").replace("{head}", self.head).replace("{draft_model}", "")
         return re.sub(r"\W+", "_", words).strip("_")
 
-    def text(self, value: float | None) -> str:
-        """A value as the table shows it."""
-        return "–" if value is None else _FORMS.get(self.measure.rpartition(".")[2], "{:.2f}").format(value)
+    def text(self, value: float | None, unrounded: bool = False) -> str:
+        """A value as the table shows it; unrounded: with all digits that it has, as published ones."""
+        if value is None:
+            return "–"
+        digits, form, unit = _FORMS.get(self.measure.rpartition(".")[2], (2, "f", ""))
+        if unrounded:
+            digits = max(digits, len(str(value).partition(".")[2]) - (2 if form == "%" else 0))
+        return f"{value:,.{digits}{form}}{unit}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ class Study:
     columns: tuple[str, ...]
     cells: Mapping[tuple[str, str], Cell]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    benchmark_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     heads: Mapping[str, str] = field(default_factory=dict)
     mixes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -101,7 +113,11 @@ class Study:
     def benchmarks(self) -> list[str]:
         """The benchmarks that its cells need, parts of mixes instead of these."""
         named = dict.fromkeys(cell.benchmark for cell in self.cells.values() if cell.of_report)
-        return list(dict.fromkeys(part for name in named for part in self.mixes.get(name, {}).get("of", [name])))
+        return list(dict.fromkeys(part for name in named for part in self.parts_of(name)))
+
+    def parts_of(self, benchmark: str) -> list[str]:
+        """The benchmarks that a mix is made of; of any other benchmark it alone."""
+        return self.mixes[benchmark]["of"] if benchmark in self.mixes else [benchmark]
 
     def needed(self, *attributes: str) -> Iterator[tuple[Any, ...]]:
         """Each combination of these attributes of cells, once, in order."""
@@ -130,9 +146,7 @@ def read_study(name_or_file: str) -> Study:
     for key in ("title", "rows", "columns"):
         if not content.get(key):
             raise ValueError(f"{path}: {key} is required; add it")
-    for key in set(content) - {"title", "notes"}:
-        if not isinstance(content[key], dict):
-            raise ValueError(f"{path}: {key} maps names to values, received {content[key]!r}")
+    _check_types(path, content)
     shared = content.pop("cell", {})
     heads = content.get("heads", {})
     cells = {
@@ -151,6 +165,36 @@ def read_study(name_or_file: str) -> Study:
     return study
 
 
+def _check_types(path: Path, content: Mapping[str, Any]) -> None:
+    """ValueError for a key of the file whose value is not what the module says."""
+    for key in content.keys() - {"title", "notes"}:
+        if not isinstance(content[key], dict):
+            raise ValueError(f"{path}: {key} maps names to values, received {content[key]!r}")
+    for key in ("rows", "columns", "runs", "benchmark_settings", "mixes", "published"):
+        for name, value in content.get(key, {}).items():
+            if not isinstance(name, str) or not isinstance(value, dict | (NoneType if key in _AXES else dict)):
+                raise ValueError(f"{path}: {key} maps names to mappings, received {name!r}: {value!r}")
+    if not isinstance(content["title"], str) or not _is_list(content.get("notes", []), str):
+        raise ValueError(f"{path}: title is a text and notes a list of texts; put what has a colon in quotes")
+    for name, value in content.get("heads", {}).items():
+        if not isinstance(value, str) or not re.fullmatch(r"\w[\w.-]*", str(name)):
+            raise ValueError(
+                f"{path}: heads has a name, which a folder gets, and KIND[,option=value…] of each; received "
+                f"{name!r}: {value!r}"
+            )
+    for name, mix in content.get("mixes", {}).items():
+        counts = mix.get("each", 20), mix.get("consecutive", 0) + 1 if isinstance(mix.get("consecutive", 0), int) else 0
+        right = mix.keys() <= {"of", "each", "consecutive"} and all(isinstance(n, int) and n > 0 for n in counts)
+        if not (right and mix.get("of") and _is_list(mix["of"], str)):
+            raise ValueError(
+                f"{path}: a mix is {{of: [benchmarks], each: 20, consecutive: 0}}; received {name}: {mix!r}"
+            )
+
+
+def _is_list(value: Any, of: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, of) and not isinstance(one, bool) for one in value)
+
+
 def _cell(path: Path, place: str, given: dict[str, Any], heads: Mapping[str, str]) -> Cell:
     """The cell with these fields; those that `Cell` lacks are put into its drafter."""
     names = {one.name for one in fields(Cell)}
@@ -165,6 +209,16 @@ def _cell(path: Path, place: str, given: dict[str, Any], heads: Mapping[str, str
         raise ValueError(f"{path}: the cell ({place}) needs measure; add it to its row, its column or to `cell`")
     spec = _PLACE.sub(lambda found: found[0] if found[1] in kept else str(given[found[1]]), spec)
     cell = Cell(**{**{name: value for name, value in given.items() if name in names}, "drafter": spec})
+    for one in fields(Cell):
+        if not isinstance(value := getattr(cell, one.name), int if one.name in ("offset", "top") else str | NoneType):
+            raise ValueError(f"{path}: {one.name} of the cell ({place}) is no {value!r}; see {__name__}")
+    if cell.offset < 0 or not 1 <= cell.top <= TOP:
+        raise ValueError(f"{path}: offset is from 0 and top from 1 to {TOP}; got {cell.offset}, {cell.top} ({place})")
+    if cell.of_report and cell.measure.partition(".")[0] not in FIGURES:
+        raise ValueError(
+            f"{path}: measure is accuracy, head.… or a figure of a report, {', '.join(FIGURES)}; got {cell.measure!r} "
+            f"({place})"
+        )
     needs_head = not cell.of_report or "{head}" in spec
     if needs_head and cell.head not in heads:
         raise ValueError(f"{path}: the cell ({place}) needs a head of {', '.join(heads) or 'heads'}, got {cell.head!r}")
@@ -176,7 +230,21 @@ def _cell(path: Path, place: str, given: dict[str, Any], heads: Mapping[str, str
 
 
 def _check(path: Path, study: Study) -> None:
-    """ValueError for runs that are not named, and published numbers that fit no row or column."""
+    """ValueError for runs that are not named, options that are the study's own, drafters that would have one name in a
+    report, and published numbers that fit no row or column."""
+    for options in (study.settings, *study.benchmark_settings.values(), *study.runs.values()):
+        if own := sorted(options.keys() & set(OWN_OPTIONS)):
+            raise ValueError(f"{path}: settings are of decoding, and {own[0]} is given otherwise; take it out")
+    benchmarks = {cell.benchmark for cell in study.cells.values()}
+    if unused := sorted(study.benchmark_settings.keys() - benchmarks):
+        raise ValueError(f"{path}: benchmark_settings has {unused[0]}, which no cell names; take it out")
+    names = dict[tuple[str, ...], str]()
+    for cell in (one for one in study.cells.values() if one.of_report):
+        place = cell.run, cell.benchmark, cell.drafter_name
+        if (other := names.setdefault(place, cell.drafter)) != cell.drafter:
+            raise ValueError(
+                f"{path}: {other!r} and {cell.drafter!r} have one name in a report, {cell.drafter_name}; change one"
+            )
     for (run,) in study.needed("run"):
         if run not in study.runs:
             raise ValueError(f"{path}: runs has no {run!r}; name it there")
@@ -184,6 +252,8 @@ def _check(path: Path, study: Study) -> None:
         for row, values in by_row.items():
             if row not in study.rows:
                 raise ValueError(f"{path}: published numbers of {source} are of rows; {row!r} is none")
+            if not _is_list(values, int | float | NoneType):
+                raise ValueError(f"{path}: {source}, {row} is a list of numbers or null, one a column; got {values!r}")
             if len(values) != len(study.columns):
                 raise ValueError(
                     f"{path}: {source}, {row} has {len(values)} numbers for {len(study.columns)} columns; use null"
@@ -191,19 +261,41 @@ def _check(path: Path, study: Study) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The table
+# What is asked, and the table
+
+
+def mixed_questions(mix: Mapping[str, Any], parts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """FastChat rows of a mix: `each` questions of each part, in turns of `consecutive`, or shuffled where that is 0."""
+    each, run_length = mix.get("each", 20), mix.get("consecutive", 0)
+    loaded = {name: load_benchmark(name, source, each) for name, source in parts.items()}
+    rows = {
+        name: [
+            {"question_id": f"{name} {one.question_id}", "category": name, "turns": one.turns}
+            | ({} if one.system is None else {"system": one.system})
+            for one in found
+        ]
+        for name, found in loaded.items()
+    }
+    if not run_length:
+        every = [row for found in rows.values() for row in found]
+        random.Random(0).shuffle(every)
+        return every
+    starts = range(0, max(map(len, rows.values())), run_length)
+    return [row for start in starts for found in rows.values() for row in found[start : start + run_length]]
 
 
 def figure(results: Sequence[Mapping[str, Any]], cell: Cell) -> float | None:
-    """The figure of a cell in the rows of its report; None where the report has none."""
+    """The figure of a cell in the rows of its report; None where the report has none, ValueError for no number."""
     for row in results:
         if (row["benchmark"], row["category"], row["drafter"]) == (cell.benchmark, cell.category, cell.drafter_name):
             value: Any = row
             for word in cell.measure.split("."):
                 if isinstance(value, list):
-                    value = value[int(word)] if int(word) < len(value) else None
+                    value = value[int(word)] if word.isdecimal() and int(word) < len(value) else None
                 else:
-                    value = None if value is None else value[word]
+                    value = value.get(word, "nothing") if isinstance(value, dict) else value
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ValueError(f"a measure is the path of a number in a report; {cell.measure} is {value!r}")
             return value
     return None
 
@@ -221,5 +313,7 @@ def study_table(study: Study, measured: Mapping[tuple[str, str], float | None], 
         for source, by_row in study.published.items():
             if row in by_row:
                 cells = [study.cells[row, column] for column in study.columns]
-                lines.append([row, f"published: {source}", *(map(Cell.text, cells, by_row[row]))])
+                lines.append(
+                    [row, f"published: {source}", *(cell.text(value, True) for cell, value in zip(cells, by_row[row]))]
+                )
     return markdown_table(["", "measured on", *study.columns], lines, 2)

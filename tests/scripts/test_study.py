@@ -1,11 +1,21 @@
 """Studies: their files, what is trained for them, and what their tables say."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from draft_heads.inference.evaluation.studies import Cell, figure, known_studies, read_study, study_table
+from draft_heads.inference.evaluation.made_from import must_be_made
+from draft_heads.inference.evaluation.studies import (
+    Cell,
+    figure,
+    known_studies,
+    mixed_questions,
+    read_study,
+    study_table,
+)
 from draft_heads.scripts import study as script
+from draft_heads.scripts import tiny_study
 from draft_heads.scripts import training_arms as arms
 
 STUDY = """
@@ -80,7 +90,7 @@ def test_the_studies_of_the_papers_are_there():
         "ouroboros": ["table2", "table3", "table4", "table10", "table13", "table17", "figure6"],
     }
     assert {f"{paper}_{one}" for paper, found in tables.items() for one in found} <= set(known_studies())
-    script.arms_of([read_study(name) for name in known_studies()])  # one name means one head in all
+    arms.arms_of([read_study(name) for name in known_studies()])  # one name means one head in all
 
 
 def test_numbers_of_the_papers_are_those_they_print():
@@ -105,6 +115,22 @@ def test_numbers_of_the_papers_are_those_they_print():
         (("[2.13, null]", "[2.13]"), "Vicuna-7B, Medusa has 1 numbers for 2 columns; use null"),
         (("Vicuna-7B: {Medusa", "Vicuna-7B: {Hydra"), "'Hydra' is none"),
         (("rows:", "rows: ["), "is not YAML"),
+        (("{drafter: vanilla}", "vanilla"), "rows maps names to mappings, received 'Vanilla': 'vanilla'"),
+        (
+            ("{measure: beta}", "{measure: betta}"),
+            "measure is accuracy, head.… or a figure of a report, beta, .*'betta'",
+        ),
+        (("{measure: beta}", "{measure: 3}"), "measure of the cell .* is no 3"),
+        (("{measure: beta}", "{measure: accuracy, head: medusa, top: 6}"), "top from 1 to 5; got 0, 6"),
+        (("[2.13, null]", "[2.13, fast]"), "a list of numbers or null, one a column; got"),
+        (("[2.13, null]", "2.13"), "a list of numbers or null, one a column; got 2.13"),
+        (("title: A table", "title: A table\nnotes: one"), "notes a list of texts"),
+        (("title: A table", "title: A table\nmixes: {both: {of: gsm8k}}"), "a mix is {of: .*received both"),
+        (("title: A table", "title: A table\nruns: {half: 0.5}"), "runs maps names to mappings, received 'half': 0.5"),
+        (("title: A table", "title: A table\nsettings: {target: T}"), "target is given otherwise; take it out"),
+        (("title: A table", "title: A table\nbenchmark_settings: {gsm8k: {}}"), "has gsm8k, which no cell names"),
+        (("{medusa: medusa}", "{medusa: [medusa]}"), "heads has a name, .* received 'medusa': \\['medusa'\\]"),
+        (("{drafter: vanilla}", '{drafter: "ngram,k:3"}'), "'ngram,k:3' and 'ngram,k=3' have one name in a report"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_what_is_wrong(tmp_path, change, message):
@@ -131,6 +157,13 @@ def test_an_arm_has_a_kind_and_options_with_lists_in_spaces():
 def test_other_words_are_refused(text):
     with pytest.raises(ValueError, match=r"KIND\[,option=value…\], KIND one of chimera, ctc, .*; got"):
         arms.Arm("x", text)
+
+
+def test_a_training_that_fails_is_told_with_its_last_line(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text('import sys\nprint("loading")\nsys.exit("error: no such folder")\n')
+    with pytest.raises(ValueError, match=r"fails\.py failed: error: no such folder \(all of its output is in .*log\)"):
+        arms.cpu_seconds([str(script)], tmp_path / "log")
 
 
 @pytest.fixture
@@ -164,8 +197,39 @@ def test_a_second_run_trains_what_is_missing_and_refuses_another_schedule(comman
     (tmp_path / "ctc" / "head" / "config.json").write_text("{}")
     arms.ArmTrainer(tmp_path, "T", ["D"], steps=7).train(BOTH)
     assert commands == [("train/medusa.py", 7)]
-    with pytest.raises(ValueError, match=r"medusa is of another training, medusa \(7 steps\), and not medusa \(9 st"):
+    with pytest.raises(ValueError, match=r"another training: it is medusa \(7 steps\), and not medusa \(9 st"):
         arms.ArmTrainer(tmp_path, "T", ["D"], steps=9).train(BOTH)
+
+
+def test_a_head_of_another_target_or_other_labels_is_not_taken_over(commands, tmp_path, monkeypatch):
+    monkeypatch.setattr(arms, "load_distilled", lambda folder: SimpleNamespace(content=f"content of {folder}"))
+    (tmp_path / "ctc" / "head").mkdir(parents=True)
+    (tmp_path / "ctc" / "head" / "config.json").write_text("{}")
+    (tmp_path / "ctc" / "run.json").write_text(json.dumps({"target": "T", "data": ["content of D"]}))
+    arms.ArmTrainer(tmp_path, "T", ["D"], steps=7).train(BOTH[1:])
+    with pytest.raises(ValueError, match="its target is T, and not U; take another --output, or remove it"):
+        arms.ArmTrainer(tmp_path, "U", ["D"], steps=7).train(BOTH[1:])
+    with pytest.raises(ValueError, match="its labels are not those of E;"):
+        arms.ArmTrainer(tmp_path, "T", ["E"], steps=7).train(BOTH[1:])
+    assert commands == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kind": "medusa"}, "bigram names a head with kind=chimera; .* has medusa"),
+        ({"kind": "chimera", "order": 3, "residual": False}, "with order=2; .* has 3; give another"),
+        ({"kind": "chimera", "order": 2, "residual": True}, "with residual=false; .* has True"),
+        ({"kind": "chimera", "order": 2, "residual": False, "target_layers": [1, 2]}, "target_layers=1 3; .* has"),
+    ],
+)
+def test_a_given_head_that_is_not_what_its_name_means_is_refused(tmp_path, config, message):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = {"bigram": arms.Arm("bigram", "chimera,order=2,residual=false,target_layers=1 3")}
+    with pytest.raises(ValueError, match=message):
+        arms.given_heads([f"bigram={tmp_path}"], found)
+    (tmp_path / "config.json").write_text(json.dumps({"kind": "chimera", "order": 2, "target_layers": [1, 3]}))
+    assert arms.given_heads([f"bigram={tmp_path}"], found) == {"bigram": tmp_path}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -177,28 +241,74 @@ def test_mixes_take_turns_of_consecutive_questions_or_are_shuffled(tmp_path):
     for name in ("a", "b"):
         files[name] = str(tmp_path / name)
         (tmp_path / name).write_text("".join(json.dumps({"turns": [f"{name}{i}"]}) + "\n" for i in range(5)))
-    rows = script.mixed_questions({"each": 4, "consecutive": 2}, files)
+    rows = mixed_questions({"each": 4, "consecutive": 2}, files)
     assert [row["turns"][0] for row in rows] == ["a0", "a1", "b0", "b1", "a2", "a3", "b2", "b3"]
-    shuffled = script.mixed_questions({"each": 4}, files)
+    shuffled = mixed_questions({"each": 4}, files)
     assert sorted(row["turns"][0] for row in shuffled) == sorted(row["turns"][0] for row in rows)
-    assert shuffled != rows and shuffled == script.mixed_questions({"each": 4}, files)
+    assert shuffled != rows and shuffled == mixed_questions({"each": 4}, files)
+
+
+def test_results_of_something_else_are_not_taken_over(tmp_path):
+    assert must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
+    assert must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
+    with pytest.raises(ValueError, match=r"\(heads was {'ctc': 'a'}, now {'ctc': 'b'}; limit was 3, now None\);"):
+        must_be_made(tmp_path, "report.json", {"heads": {"ctc": "b"}}, overwrite=False)  # interrupted, then changed
+    (tmp_path / "report.json").write_text("{}")
+    assert not must_be_made(tmp_path, "report.json", {"limit": 3, "heads": {"ctc": "a"}}, overwrite=False)
+    assert must_be_made(tmp_path, "report.json", {"limit": 4}, overwrite=True)
+    (tmp_path / "made_from.json").unlink()
+    with pytest.raises(ValueError, match="add --overwrite"):
+        must_be_made(tmp_path, "report.json", {"limit": 4}, overwrite=False)
+
+
+def test_options_and_drafters_are_checked_before_anything_runs(tmp_path):
+    def check(*change):
+        script.check_decoding(read_study(write(tmp_path / "mine.yaml", STUDY, change)))
+
+    with pytest.raises(
+        ValueError, match=r"mine: max_tokens is no option of scripts/evaluate\.py; it has .*max_new_tokens"
+    ):
+        check("title: A table", "title: A table\nsettings: {max_tokens: 3}")
+    with pytest.raises(ValueError, match=r"mine: .*temperature"):
+        check("title: A table", "title: A table\nsettings: {temperature: -1}")
+    with pytest.raises(ValueError, match=r"mine: .*tree"):
+        check("{head: medusa}", '{head: medusa, drafter: "{kind}:{head},tree=plain"}')
+
+
+def test_options_of_a_benchmark_are_over_those_of_the_study_and_below_those_of_a_run():
+    study = read_study("ouroboros_table3")
+    lengths = {name: script.options_of(study, "one", name, {})["max_new_tokens"] for name in study.benchmarks}
+    assert lengths == {"gsm8k": 256, "cnn_dm": 128, "wmt16": 64}  # section 4.1
+    assert script.options_of(study, "one", "gsm8k", {"max_new_tokens": 8})["max_new_tokens"] == 8
+
+
+def test_published_numbers_keep_their_digits():
+    assert Cell("gamma").text(2.7455, unrounded=True) == "2.7455×"
+    assert [Cell("time_share.draft").text(value, unrounded=True) for value in (0.0371, 0.65)] == ["3.71%", "65.0%"]
+    assert Cell("tokens_per_second").text(28.5, unrounded=True) == "28.50"
 
 
 def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
     (tmp_path / "mt.jsonl").write_text(json.dumps({"question_id": 1, "turns": ["Hello."]}) + "\n")
     text = STUDY.replace("columns: {", "columns: {GSM8K β: {measure: beta, benchmark: gsm8k}, ")
     text = text.replace("columns:", '  Drafted: {drafter: "draft_model:{draft_model}"}\ncolumns:')
+    text = text.replace("columns:", "  Maths: {drafter: vanilla, category: math}\ncolumns:")
     text = text.replace("  Medusa: {head: medusa}\n", "").replace("{Medusa: [2.13, null]}", "{Vanilla: [null, 1, 1]}")
-    options = ["--target", str(script.TINY_TARGET), "--benchmarks", f"mt_bench={tmp_path / 'mt.jsonl'}"]
+    options = ["--target", str(tiny_study.TARGET), "--benchmarks", f"mt_bench={tmp_path / 'mt.jsonl'}"]
     options += ["--output", str(tmp_path / "out"), "--max_new_tokens", "4", "--device", "cpu"]
     own = write(tmp_path / "mine.yaml", text.replace("heads: {medusa: medusa}\n", ""))
     for _ in range(2):  # the second run has nothing left to decode
         assert script.main([own, *options]) == 0
     shown = capsys.readouterr().out
+    assert script.main([own, *options, "--limit", "1"]) == 2
+    refused = capsys.readouterr().err
+    assert "plain_mt_bench was made from something else (limit was None, now 1); repeat what it was made" in refused
     assert shown.count("2 drafters on") == 0 and shown.count("1 drafters on mt_bench") == 1
     made = (tmp_path / "out" / "mine" / "study.md").read_text()
     assert "Not measured here, for want of a draft model (--draft_model DIR): Drafted." in made
-    assert "for want of the benchmark gsm8k (--benchmarks gsm8k=FILE): Vanilla, N-grams." in made
+    assert "for want of the benchmark gsm8k (--benchmarks gsm8k=FILE): Vanilla, N-grams" in made
+    assert "for want of questions of mt_bench of the category math: Maths." in made
+    assert "Decoded by scripts/evaluate.py with its defaults but for all: --device cpu --max_new_tokens 4." in made
     content = json.loads((tmp_path / "out" / "mine" / "study.json").read_text())
     assert content["rows"][0]["values"] == {"GSM8K β": None, "γ": 1.0, "β": 1.0}
     assert content["published"] == {"Vicuna-7B": {"Vanilla": {"GSM8K β": None, "γ": 1, "β": 1}}}
@@ -211,8 +321,14 @@ def test_what_was_not_given_is_named_and_its_cells_stay_empty(tmp_path, capsys):
         (["anpd_grid"], "give --target, or --tiny, which has its own; got neither"),
         (["anpd_grid", "--tiny", "--target", "T"], "got both"),
         (["ctc_drafter_table2", "--target", "T", "--benchmarks", "mt_bench=F"], "the heads medusa, ctc_paper must be"),
-        (["anpd_grid", "--target", "T", "--heads", "x=y"], "NAME one of none; got 'x=y'"),
+        (["anpd_grid", "--target", "T", "--heads", "x=y"], "NAME one of none, each once; got 'x=y'"),
         (["heads", "--target", "T", "--minutes", "0"], "--minutes must be above 0; got 0"),
+        (["heads", "--target", "T", "--minutes", "1", "--steps", "2"], "both say how long a head trains"),
+        (["heads", "--tiny", "--dataset", "D"], "--tiny has its own --dataset; leave one of them out"),
+        (["anpd_grid", "--target", "T", "--benchmarks", "gsm8k"], "of the studies, cnn_dm, humaneval; got 'gsm8k'"),
+        (["anpd_grid", "--target", "T", "--benchmarks", "humaneval=F.jsonl"], "F.jsonl does not exist"),
+        (["anpd_grid", "anpd_grid", "--target", "T"], "studies must have different names"),
+        (["chimera_table2", "--target", "T", "--benchmarks", "mt_bench=F", "--dataset", "D"], "D has no manifest.json"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options, message, tmp_path, capsys):
