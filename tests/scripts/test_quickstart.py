@@ -15,7 +15,7 @@ from draft_heads.scripts import quickstart
 
 @pytest.mark.slow
 def test_a_head_that_reads_several_layers_goes_the_whole_way(tmp_path, monkeypatch, capfd):
-    """The other heads: test_study.py, the tiny form of every study."""
+    """The other heads: test_study.py, the tiny form of studies."""
     small = "--conversations 90 --steps 3 --questions 1 --problems 1"
     words = ["quickstart.py", "--output", str(tmp_path / "out"), "--heads", "eagle3", *small.split()]
     monkeypatch.setattr(sys, "argv", words)

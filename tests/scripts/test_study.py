@@ -336,10 +336,14 @@ def test_options_that_contradict_each_other_are_refused(options, message, tmp_pa
     assert message in capsys.readouterr().err
 
 
+ONE_OF_EACH_FORM = ("anpd_table1", "chimera_figure6", "chimera_table2", "ctc_drafter_table2", "ouroboros_table17")
+
+
 @pytest.mark.slow
-def test_the_tiny_form_of_every_study_runs(tmp_path):
-    assert script.main(["--all", "--tiny", "--jobs", "2", "--output", str(tmp_path)]) == 0
-    for name in known_studies():
+@pytest.mark.timeout(2400)
+def test_the_tiny_form_of_studies_of_each_form_runs(tmp_path):
+    assert script.main([*ONE_OF_EACH_FORM, "--tiny", "--jobs", "2", "--output", str(tmp_path)]) == 0
+    for name in ONE_OF_EACH_FORM:
         content = json.loads((tmp_path / name / "study.json").read_text())
         assert content["not_measured"] == {}
         values = [value for row in content["rows"] for value in row["values"].values()]
