@@ -136,16 +136,17 @@ def check_decoding(study: Study) -> None:
     needed = ["--target", "T", "--drafters", "vanilla", "--benchmarks", "gsm8k", "--output", "O"]
     known = vars(parse_options(None, needed, scored=True))
     heads = {name: Path("runs/head") for name in study.heads}
-    for cell in (one for one in study.cells.values() if one.of_report):
-        options = options_of(study, cell.run, cell.benchmark, {})
-        try:
+    cells = [cell for cell in study.cells.values() if cell.of_report]
+    try:
+        for run, benchmark in dict.fromkeys((cell.run, cell.benchmark) for cell in cells):
+            options = options_of(study, run, benchmark, {})
             if unknown := sorted(options.keys() - known):
                 raise ValueError(f"{unknown[0]} is no option of scripts/evaluate.py; it has {', '.join(known)}")
             parse_options(None, [*needed, *flags(options)], scored=True)
-            if cell.drafter != "vanilla":
-                drafter_specs(evaluate.split_rows([drafter_argument(cell, study, heads, "runs/draft_model")])[1])
-        except ValueError as error:
-            raise ValueError(f"{study.name}: {error}") from None
+        for cell in {(cell.drafter, cell.head): cell for cell in cells if cell.drafter != "vanilla"}.values():
+            drafter_specs(evaluate.split_rows([drafter_argument(cell, study, heads, "runs/draft_model")])[1])
+    except ValueError as error:
+        raise ValueError(f"{study.name}: {error}") from None
 
 
 def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str], float | None]:
@@ -157,6 +158,7 @@ def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str],
     }
     ranked = dict.fromkeys(cell.head for cell in able.values() if cell.measure == "accuracy")
     ranks = accuracies({name: inputs.heads[name] for name in ranked}, inputs, output / "accuracy")
+    facts = {name: head_facts(inputs.heads[name]) for name in dict.fromkeys(c.head for c in able.values() if c.of_head)}
     found = dict[tuple[str, str], float | None]()
     for place, cell in able.items():
         if cell.of_report:
@@ -168,21 +170,20 @@ def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str],
             top = by_offset[cell.offset]["top"] if cell.offset < len(by_offset) else None
             found[place] = top and top[cell.top - 1]
         else:
-            found[place] = head_fact(inputs.heads[cell.head], cell.measure.removeprefix("head."))
+            found[place] = facts[cell.head][cell.measure.removeprefix("head.")]
     return found
 
 
-def head_fact(folder: Path, name: str) -> float | None:
-    """What a trained head's files say of it."""
+def head_facts(folder: Path) -> dict[str, float | None]:
+    """What a trained head's files say of it; see `HEAD_FACTS`."""
     head = load_head(folder)
     known = head.provenance
-    facts = {
+    return {
         "steps": known.get("steps"),
         "simulated_beta": known.get("metrics", {}).get("eval_simulated_beta"),
         "parameters": sum(p.numel() for p in head.parameters()),
         "bytes_read": head.weights_read() * head.dtype.itemsize,
     }
-    return facts[name]
 
 
 def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output: Path) -> list[dict[str, Any]]:

@@ -74,7 +74,12 @@ class Cell:
     @property
     def of_report(self) -> bool:
         """Whether it is a figure of a report, and not one of the head alone."""
-        return self.measure != "accuracy" and not self.measure.startswith("head.")
+        return self.measure != "accuracy" and not self.of_head
+
+    @property
+    def of_head(self) -> bool:
+        """Whether a head's files say it."""
+        return self.measure.startswith("head.")
 
     @property
     def drafter_name(self) -> str:
@@ -222,7 +227,7 @@ def _cell(path: Path, place: str, given: dict[str, Any], heads: Mapping[str, str
     needs_head = not cell.of_report or "{head}" in spec
     if needs_head and cell.head not in heads:
         raise ValueError(f"{path}: the cell ({place}) needs a head of {', '.join(heads) or 'heads'}, got {cell.head!r}")
-    if cell.measure.startswith("head.") and cell.measure.removeprefix("head.") not in HEAD_FACTS:
+    if cell.of_head and cell.measure.removeprefix("head.") not in HEAD_FACTS:
         raise ValueError(f"{path}: of a head one of {', '.join(HEAD_FACTS)} is known; got {cell.measure!r} ({place})")
     if cell.of_report and not (cell.benchmark and spec):
         raise ValueError(f"{path}: the cell ({place}) needs {'drafter' if cell.benchmark else 'benchmark'}; add it")

@@ -22,16 +22,8 @@ from draft_heads.inference.evaluation.evaluate import (
     judge_decoded,
 )
 from draft_heads.inference.evaluation.hf_generate import HFGenerate
-from draft_heads.inference.evaluation.metrics import (
-    accept_length_histogram,
-    acceptance_by_position,
-    beta_by_context_length,
-    beta_by_output_position,
-    beta_by_turn,
-    result_rows,
-    verify_cost,
-)
-from draft_heads.inference.generation import ContextError, Generation, GenerationSettings
+from draft_heads.inference.evaluation.metrics import result_rows
+from draft_heads.inference.generation import ContextError, GenerationSettings
 from tests.inference.stub_engine import (
     QUESTIONS,
     DecodedInMemory,
@@ -359,48 +351,6 @@ def test_findings_leave_out_what_was_counted_before_and_add_the_drafters_of_a_ba
         drafter.steps += 10
     found = subtract_counts(findings_of(drafters), before)
     assert found == {"h": {"steps": 20, "ratio": 0.5, "parts": {"ngram": {"needed": 40}}}}
-
-
-def test_histogram_leaves_the_prefill_out():
-    answer = Generation([5] * 7, [1, 3, 1, 2])
-    assert accept_length_histogram([answer]) == [1, 1, 1]
-    answer.sources = [-1, 0, 0, -1, -1, 0, 0]  # it ends with a draft
-    assert accept_length_histogram([answer]) == [1, 0, 2]
-    assert accept_length_histogram([]) == []
-
-
-def test_acceptance_by_position_of_all_steps_and_of_those_that_got_so_far():
-    found = acceptance_by_position([1, 2, 0, 1])  # four steps kept 0, 1, 1 and 3 drafts
-    assert found == {"unconditional": [0.75, 0.25, 0.25], "conditional": [0.75, pytest.approx(1 / 3), 1.0]}
-    assert acceptance_by_position([5]) == acceptance_by_position([]) == {"unconditional": [], "conditional": []}
-
-
-def test_beta_by_position_in_the_answer_by_context_and_by_turn():
-    def answered(turn, prompt, lengths):
-        return SimpleNamespace(turn=turn, prompt_tokens=prompt, accept_lengths=lengths)
-
-    records = [answered(0, 100, [1, 3, *[4] * 32]), answered(1, 250, [1, 2, 5]), answered(0, 40, [1, 1])]
-    first, later = [1, 3, *[4] * 31, 1, 2, 5, 1, 1], [4]  # the last of 32 steps begins at token 128
-    assert beta_by_output_position(records) == [sum(first) / len(first), 4.0]
-    assert beta_by_turn(records) == [(1 + 3 + 128 + 1 + 1) / 36, 8 / 3]
-    by_context = {row["from"]: row["beta"] for row in beta_by_context_length(records)}
-    below = [3, *[4] * 6]  # from 101; 104, 108, … 124
-    middle = [*[4] * 26, 2, 5]  # from 128 to 228; 251 and 253
-    assert later and by_context == {
-        **{32: 1.0, 64: sum(below) / len(below), 128: sum(middle) / len(middle)},
-    }
-
-
-def test_verify_cost_is_the_median_of_the_steps_with_so_many_nodes():
-    def answered(nodes, seconds):
-        return SimpleNamespace(generation=Generation(step_nodes=nodes, step_seconds=seconds))
-
-    vanilla = [answered([0, 0, 0], [2.0, 9.0, 1.0])]
-    drafted = [answered([8, 4], [3.0, 2.5]), answered([8, 8], [5.0, 4.0])]
-    four = {"nodes": 4, "steps": 1, "seconds": 2.5, "over_plain_step": 1.25}
-    assert verify_cost(drafted, vanilla) == [four, {"nodes": 8, "steps": 3, "seconds": 4.0, "over_plain_step": 2.0}]
-    assert verify_cost(drafted, [])[0] == {**four, "over_plain_step": None}
-    assert verify_cost([answered([], [])], vanilla) is None
 
 
 def test_settings_reach_the_engine():
