@@ -14,8 +14,8 @@ from draft_heads.inference.evaluation.studies import (
     read_study,
     study_table,
 )
+from draft_heads.scripts import measure_study, tiny_study
 from draft_heads.scripts import study as script
-from draft_heads.scripts import tiny_study
 from draft_heads.scripts import training_arms as arms
 
 STUDY = """
@@ -277,9 +277,9 @@ def test_options_and_drafters_are_checked_before_anything_runs(tmp_path):
 
 def test_options_of_a_benchmark_are_over_those_of_the_study_and_below_those_of_a_run():
     study = read_study("ouroboros_table3")
-    lengths = {name: script.options_of(study, "one", name, {})["max_new_tokens"] for name in study.benchmarks}
+    lengths = {name: measure_study.options_of(study, "one", name, {})["max_new_tokens"] for name in study.benchmarks}
     assert lengths == {"gsm8k": 256, "cnn_dm": 128, "wmt16": 64}  # section 4.1
-    assert script.options_of(study, "one", "gsm8k", {"max_new_tokens": 8})["max_new_tokens"] == 8
+    assert measure_study.options_of(study, "one", "gsm8k", {"max_new_tokens": 8})["max_new_tokens"] == 8
 
 
 def test_published_numbers_keep_their_digits():
