@@ -104,6 +104,8 @@ def parse_options(description: str | None, arguments: Sequence[str] | None, scor
     add("--benchmarks", nargs="+", metavar="NAME[=FILE|ID]", help=known)
     if scored:
         add("--run_code", action="store_true", help="run the code of answers (HumanEval) on this machine, under limits")
+        shown = "benchmarks whose first answers the report shows token by token (default: all)"
+        add("--samples_of", nargs="+", metavar="NAME", help=shown)
     add("--output", type=Path, help="folder for the results")
     add("--overwrite", action="store_true", help="replace a finished run in --output")
     add("--max_new_tokens", type=int, default=128, help="longest answer, in tokens (default 128)")

@@ -85,6 +85,14 @@ def with_scores(benchmarks: Sequence[Benchmark], run_code: bool, console: Consol
     return found
 
 
+def sampled_benchmarks(names: Sequence[str] | None, benchmarks: Sequence[Benchmark]) -> list[Benchmark]:
+    """Those of --samples_of, by default all; ValueError for a name that --benchmarks lacks."""
+    known = [benchmark.name for benchmark in benchmarks]
+    if unknown := sorted(set(names or ()).difference(known)):
+        raise ValueError(f"--samples_of names benchmarks of --benchmarks, {', '.join(known)}; got {unknown[0]!r}")
+    return [benchmark for benchmark in benchmarks if names is None or benchmark.name in names]
+
+
 def check_questions(target: Target, benchmarks: Sequence[Benchmark]) -> None:
     """ValueError for a question that holds a control token of the target, or what its chat template does not read."""
     for benchmark in benchmarks:
@@ -183,6 +191,7 @@ def split_rows(words: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[st
 def run(options: argparse.Namespace) -> None:
     console = plain_console()
     benchmarks = with_scores(load_benchmarks(options), options.run_code, console)
+    sampled = sampled_benchmarks(options.samples_of, benchmarks)
     hf_rows, drafters = split_rows(options.drafters)
     if hf_rows and options.batch_size > 1:
         raise ValueError(
@@ -203,7 +212,7 @@ def run(options: argparse.Namespace) -> None:
         return
     write_answers(options.output, evaluation, options.batch_size)
     facts = {"seed": options.seed, "command": shlex.join(["python", *sys.argv])}
-    samples = sample_answers(evaluation, engines, target, generation_settings(options))
+    samples = sample_answers(replace(evaluation, benchmarks=sampled), engines, target, generation_settings(options))
     report = build_report(evaluation, **describe_run(options, target), **facts, samples=samples)
     show_report(console, options.output, report)
     parts.clear()

@@ -27,8 +27,9 @@ from draft_heads.scripts.decoding_options import script_parser
 WIDTHS = (360, 390, 1280)
 THEMES = {"light": 1, "dark": 0}  # values of Blink's preferredColorScheme
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr"),
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"),
+    "--enable-logging=stderr",
 )
 ERRORS = """<script>
 window.failures = [];

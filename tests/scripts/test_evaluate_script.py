@@ -313,6 +313,16 @@ def test_what_a_batch_cannot_have_is_refused(command, tmp_path, capsys):
     assert "--batch_size must be at least 1" in capsys.readouterr().err
 
 
+def test_samples_are_of_the_benchmarks_that_are_named(command, tmp_path, capsys):
+    drafting = [*command, "--drafters", "ngram", "--limit", "1"]
+    assert evaluate.main([*drafting, "--samples_of", "sums"]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [one["benchmark"] for one in report["samples"]] == ["sums"]
+    assert {row["benchmark"] for row in report["results"]} == {"mt_bench", "sums"}
+    assert evaluate.main([*drafting, "--samples_of", "gsm8k"]) == 2
+    assert "--samples_of names benchmarks of --benchmarks, mt_bench, sums; got 'gsm8k'" in capsys.readouterr().err
+
+
 def rows_without_times(folder):
     speeds = {"wall_seconds", "gamma", "gamma_ci95", "tokens_per_second", "over_transformers"}
     timed = speeds | {"time_share", "verify_cost"}

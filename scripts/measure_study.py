@@ -1,0 +1,265 @@
+"""Measure the cells of one study, and write its table: the other half of scripts/study.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draft_heads.data.common.files import write_text
+from draft_heads.heads.checkpoint import load_head
+from draft_heads.heads.config import WEIGHTS
+from draft_heads.inference.evaluation.made_from import content_of, must_be_made
+from draft_heads.inference.evaluation.studies import (
+    PLAIN_RUN,
+    Cell,
+    Study,
+    figure,
+    mixed_questions,
+    study_table,
+)
+from draft_heads.scripts import accuracy, evaluate
+from draft_heads.scripts.decoding_options import drafter_specs, parse_options
+from draft_heads.scripts.training_arms import Arm
+
+INTERRUPTED = 130
+PASSED_ON = ("target_adapter", "chat_template", "dtype", "device", "attention", "threads")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What studies are measured with.
+
+    heads         name → folder of a trained head
+    benchmarks    name → its file, as for scripts/evaluate.py
+    draft_model   folder of a draft model, None for none
+    decoding      options of scripts/evaluate.py, over those of the study
+    dataset       folders of labels, for the accuracy of heads
+    rows          held-out rows of these, None for the default of scripts/accuracy.py
+    overwrite     measure again what is there
+    """
+
+    target: str
+    heads: Mapping[str, Path]
+    benchmarks: Mapping[str, str]
+    draft_model: str | None
+    decoding: Mapping[str, Any]
+    dataset: Sequence[str] = ()
+    rows: int | None = None
+    overwrite: bool = False
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """{"max_new_tokens": 64, "stop_at_loops": True} → the words of a command line; None and False are left out."""
+    words = list[str]()
+    for name, value in options.items():
+        if value is not None and value is not False:
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return words
+
+
+def succeed(status: int, what: str) -> None:
+    """End with the status of a step that failed or was interrupted, whose message is above."""
+    if status == INTERRUPTED:
+        sys.exit(status)
+    if status:
+        print(f"study: {what} failed; its message is above", file=sys.stderr)
+        sys.exit(status)
+
+
+def lacking(study: Study, cell: Cell, inputs: Inputs) -> str | None:
+    """What a cell needs and was not given; None if it can be measured."""
+    if "{draft_model}" in cell.drafter and inputs.draft_model is None:
+        return "a draft model (--draft_model DIR)"
+    if cell.of_report and not mix_parts(study, cell.benchmark, inputs):
+        return f"the benchmark {cell.benchmark} (--benchmarks {cell.benchmark}=FILE)"
+    if cell.measure == "accuracy" and not inputs.dataset:
+        return "held-out labels (--dataset DIR)"
+    return None
+
+
+def mix_parts(study: Study, benchmark: str, inputs: Inputs) -> list[str]:
+    """The benchmarks that were given, of those that a mix is made of; of any other benchmark it alone."""
+    return [part for part in study.parts_of(benchmark) if part in inputs.benchmarks]
+
+
+def drafter_argument(cell: Cell, study: Study, heads: Mapping[str, Path], draft_model: str | None) -> str:
+    """NAME=SPEC of a cell's drafter, as scripts/evaluate.py takes it."""
+    words = cell.drafter.replace("{draft_model}", str(draft_model))
+    if cell.head:
+        kind = Arm(cell.head, study.heads[cell.head]).kind
+        words = words.replace("{kind}", kind).replace("{head}", str(heads[cell.head]))
+    return f"{cell.drafter_name}={words}"
+
+
+def options_of(study: Study, run: str, benchmark: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of scripts/evaluate.py with which a benchmark is decoded."""
+    return {**study.settings, **study.benchmark_settings.get(benchmark, {}), **study.runs[run], **given}
+
+
+def check_decoding(study: Study) -> None:
+    """ValueError for options and drafters that scripts/evaluate.py would refuse, before anything runs."""
+    needed = ["--target", "T", "--drafters", "vanilla", "--benchmarks", "gsm8k", "--output", "O"]
+    known = vars(parse_options(None, needed, scored=True))
+    heads = {name: Path("runs/head") for name in study.heads}
+    cells = [cell for cell in study.cells.values() if cell.of_report]
+    try:
+        for run, benchmark in dict.fromkeys((cell.run, cell.benchmark) for cell in cells):
+            options = options_of(study, run, benchmark, {})
+            if unknown := sorted(options.keys() - known):
+                raise ValueError(f"{unknown[0]} is no option of scripts/evaluate.py; it has {', '.join(known)}")
+            parse_options(None, [*needed, *flags(options)], scored=True)
+        for cell in {(cell.drafter, cell.head): cell for cell in cells if cell.drafter != "vanilla"}.values():
+            drafter_specs(evaluate.split_rows([drafter_argument(cell, study, heads, "runs/draft_model")])[1])
+    except ValueError as error:
+        raise ValueError(f"{study.name}: {error}") from None
+
+
+def measure(study: Study, inputs: Inputs, output: Path) -> dict[tuple[str, str], float | None]:
+    """(row, column) → value of every cell that can be measured, and whose category the benchmark has."""
+    able = {place: cell for place, cell in study.cells.items() if lacking(study, cell, inputs) is None}
+    reports = {
+        run: decode(study, run, [cell for cell in able.values() if cell.of_report and cell.run == run], inputs, output)
+        for run in study.runs
+    }
+    ranked = dict.fromkeys(cell.head for cell in able.values() if cell.measure == "accuracy")
+    ranks = accuracies({name: inputs.heads[name] for name in ranked}, inputs, output / "accuracy")
+    facts = {name: head_facts(inputs.heads[name]) for name in dict.fromkeys(c.head for c in able.values() if c.of_head)}
+    found = dict[tuple[str, str], float | None]()
+    for place, cell in able.items():
+        if cell.of_report:
+            rows = reports[cell.run]
+            if any((row["benchmark"], row["category"]) == (cell.benchmark, cell.category) for row in rows):
+                found[place] = figure(rows, cell)
+        elif cell.measure == "accuracy":
+            by_offset = ranks[cell.head]
+            top = by_offset[cell.offset]["top"] if cell.offset < len(by_offset) else None
+            found[place] = top and top[cell.top - 1]
+        else:
+            found[place] = facts[cell.head][cell.measure.removeprefix("head.")]
+    return found
+
+
+def head_facts(folder: Path) -> dict[str, float | None]:
+    """What a trained head's files say of it; see `HEAD_FACTS`."""
+    head = load_head(folder)
+    known = head.provenance
+    return {
+        "steps": known.get("steps"),
+        "simulated_beta": known.get("metrics", {}).get("eval_simulated_beta"),
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "bytes_read": head.weights_read() * head.dtype.itemsize,
+    }
+
+
+def decode(study: Study, run: str, cells: Sequence[Cell], inputs: Inputs, output: Path) -> list[dict[str, Any]]:
+    """The rows of the reports of one run, made unless they are there.
+
+    Benchmarks with the same drafters and options are decoded together.
+    """
+    drafters = dict[str, dict[str, Cell]]()  # benchmark → name → a cell that has it
+    for cell in cells:
+        own = drafters.setdefault(cell.benchmark, {})
+        if cell.drafter != "vanilla":
+            own[cell.drafter_name] = cell
+    together = dict[tuple[Any, ...], list[str]]()
+    for name, own in drafters.items():
+        options = options_of(study, run, name, inputs.decoding)
+        specs = [(one, cell.drafter) for one, cell in own.items()]
+        together.setdefault((*specs, *map(str, options.items())), []).append(name)
+    results = list[dict[str, Any]]()
+    for benchmarks in together.values():
+        folder, own = output / "_".join([run, *benchmarks]), drafters[benchmarks[0]]
+        options = options_of(study, run, benchmarks[0], inputs.decoding)
+        if must_be_made(folder, "report.json", decoded_from(study, benchmarks, own, options, inputs), inputs.overwrite):
+            files = {name: question_file(study, name, inputs, folder) for name in benchmarks}
+            print(f"{study.name}, {run}: {len(own)} drafters on {', '.join(files)}", flush=True)
+            named = [drafter_argument(cell, study, inputs.heads, inputs.draft_model) for cell in own.values()]
+            words = ["--target", inputs.target, "--drafters", *(named or ["vanilla"])]
+            words += ["--benchmarks", *(f"{name}={file}" for name, file in files.items()), "--output", str(folder)]
+            words += flags({**options, "overwrite": inputs.overwrite})
+            succeed(evaluate.main(words), "decoding")
+        results += json.loads((folder / "report.json").read_text(encoding="utf-8"))["results"]
+    return results
+
+
+def decoded_from(
+    study: Study, benchmarks: Sequence[str], drafters: Mapping[str, Cell], options: Mapping[str, Any], inputs: Inputs
+) -> dict[str, Any]:
+    """All that decides what a report says; files by their content."""
+    specs = {name: cell.drafter for name, cell in drafters.items()}
+    heads = {cell.head: content_of(inputs.heads[cell.head] / WEIGHTS) for cell in drafters.values() if cell.head}
+    parts = dict.fromkeys(part for name in benchmarks for part in mix_parts(study, name, inputs))
+    return {
+        **options,
+        **{"target": inputs.target, "drafters": specs, "heads": heads},
+        "draft_model": inputs.draft_model if any("{draft_model}" in spec for spec in specs.values()) else None,
+        "benchmarks": {part: content_of(inputs.benchmarks[part]) for part in parts},
+        "mixes": {name: study.mixes[name] for name in benchmarks if name in study.mixes},
+    }
+
+
+def question_file(study: Study, benchmark: str, inputs: Inputs, folder: Path) -> str:
+    """A benchmark's file; that of a mix is written to `folder`."""
+    if benchmark not in study.mixes:
+        return inputs.benchmarks[benchmark]
+    parts = {part: inputs.benchmarks[part] for part in mix_parts(study, benchmark, inputs)}
+    rows = mixed_questions(study.mixes[benchmark], parts)
+    write_text(folder / f"{benchmark}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / f"{benchmark}.jsonl")
+
+
+def accuracies(heads: Mapping[str, Path], inputs: Inputs, output: Path) -> dict[str, list[Any]]:
+    """Name of a head → its accuracies by offset, measured unless they are there."""
+    if not heads:
+        return {}
+    options = {name: inputs.decoding[name] for name in PASSED_ON if name in inputs.decoding} | {"rows": inputs.rows}
+    made_from: dict[str, Any] = {"target": inputs.target, **options}
+    made_from["heads"] = {name: content_of(folder / WEIGHTS) for name, folder in heads.items()}
+    made_from["dataset"] = [content_of(Path(folder) / "manifest.json") for folder in inputs.dataset]
+    if must_be_made(output, "accuracy.json", made_from, inputs.overwrite):
+        words = ["--target", inputs.target, "--heads", *(f"{name}={folder}" for name, folder in heads.items())]
+        words += ["--dataset", *inputs.dataset, "--output", str(output)]
+        succeed(accuracy.main([*words, *flags({**options, "overwrite": inputs.overwrite})]), "measuring accuracy")
+    found: dict[str, list[Any]] = json.loads((output / "accuracy.json").read_text(encoding="utf-8"))
+    return found
+
+
+def write_study(
+    study: Study, measured: Mapping[tuple[str, str], float | None], inputs: Inputs, output: Path, tiny: bool
+) -> None:
+    """Write study.md and study.json and print the former."""
+    target = Path(inputs.target).name
+    needs = dict[str, list[str]]()
+    for (row, column), cell in study.cells.items():
+        what = lacking(study, cell, inputs)
+        if what is None and (row, column) not in measured:
+            what = f"questions of {cell.benchmark} of the category {cell.category}"
+        if what and row not in (rows := needs.setdefault(what, [])):
+            rows.append(row)
+    notes = [f"Not measured here, for want of {what}: {', '.join(rows)}." for what, rows in needs.items()]
+    for name in study.mixes:
+        notes.append(f"{name} has questions of {', '.join(mix_parts(study, name, inputs)) or 'nothing'}.")
+    decoded = {name: options_of(study, PLAIN_RUN, name, inputs.decoding) for name in study.benchmark_settings}
+    decoded = {"all": {**study.settings, **inputs.decoding}, **decoded, **study.runs}
+    words = [f"{name}: {' '.join(flags(options))}" for name, options in decoded.items() if flags(options)]
+    if any(cell.of_report for cell in study.cells.values()):
+        notes.append(f"Decoded by scripts/evaluate.py with its defaults but for {'; '.join(words) or 'nothing'}.")
+    if tiny:
+        notes.insert(0, "This is the tiny form: its figures mean nothing.")
+    parts: list[str] = [f"# {study.title}", study_table(study, measured, target), *notes, *study.notes]
+    write_text(output / "study.md", "\n\n".join([*parts, ""]))
+    values = {row: {column: measured.get((row, column)) for column in study.columns} for row in study.rows}
+    published = {
+        source: {row: dict(zip(study.columns, values)) for row, values in by_row.items()}
+        for source, by_row in study.published.items()
+    }
+    content = {"study": study.name, "title": study.title, "target": inputs.target, "tiny": tiny}
+    content["rows"] = [{"row": row, "values": found} for row, found in values.items()]
+    content |= {"published": published, "not_measured": needs, "decoded_with": decoded}
+    write_text(output / "study.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    print("\n\n".join(parts), flush=True)
+    print(f"\nwritten: {output / 'study.md'}", flush=True)
