@@ -3,8 +3,9 @@
 // Shapes: R rows, K inputs, N outputs in B blocks of 32, the last of which may be filled up with zeros.
 //
 // A general matrix product is tuned for many rows or for one: with the eight rows of a tree it takes two to three times
-// as long as with one. Here up to AT_ONCE rows share every reading of the weights. A row's result does not depend on how
-// many rows there are. Compiled for this processor's vector instructions (`library.py` passes the flag).
+// as long as with one. Here up to AT_ONCE rows, a group, share every reading of the weights, and while the groups use one
+// segment of them, the next is fetched from memory. A result does not depend on how many rows there are. Compiled for
+// this processor's vector instructions (`library.py` passes the flag).
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -18,7 +19,10 @@ namespace {
 
 constexpr int64_t OUTPUTS = 32;   // of a block
 constexpr int64_t SEGMENT = 256;  // inputs at a time: sums lose less, and their weights stay in the cache for all rows
-constexpr int64_t AHEAD = 4096;   // bytes of weights that are prefetched
+constexpr int64_t STRETCH = 8;    // inputs between two fetches of coming weights
+constexpr int64_t LINE = 64;      // bytes of a cache line
+constexpr int64_t LINES = STRETCH * OUTPUTS * sizeof(float) / LINE;  // of the weights of a stretch
+constexpr int64_t AHEAD = 4096;   // bytes from the weights in use to those that are fetched, if there is one group only
 
 #if defined(__AVX512F__)
 constexpr int64_t WIDTH = 16, AT_ONCE = 12;  // floats of a register, rows whose sums fit into registers
@@ -30,26 +34,29 @@ constexpr int64_t WIDTH = 4, AT_ONCE = 2;
 constexpr int64_t PARTS = OUTPUTS / WIDTH;
 using Register = float __attribute__((vector_size(WIDTH * sizeof(float))));
 
-// sums [AT_ONCE, 32] = rows [count, inputs], which begin `stride` apart, times a block [inputs, 32]; count ≤ ROWS.
+// sums [AT_ONCE, 32] = rows [count, inputs], which begin `stride` apart, times a block [inputs, 32]; count ≤ ROWS. With
+// every stretch of inputs, so many lines from `next` on are fetched.
 template <int64_t ROWS>
-void multiply(int64_t count, const float* rows, int64_t stride, const float* block, int64_t inputs, float* sums) {
+void multiply(int64_t count, const float* rows, int64_t stride, const float* block, int64_t inputs, float* sums,
+              const char* next, int64_t lines) {
     if constexpr (ROWS > 1) {
-        if (count < ROWS) return multiply<ROWS - 1>(count, rows, stride, block, inputs, sums);
+        if (count < ROWS) return multiply<ROWS - 1>(count, rows, stride, block, inputs, sums, next, lines);
     }
     Register sum[ROWS][PARTS] = {};  // stays in registers only if the loops over it are unrolled
-    for (int64_t k = 0; k < inputs; ++k) {
-        Register weights[PARTS];
+    for (int64_t stretch = 0; stretch < inputs; stretch += STRETCH) {
+        for (int64_t line = 0; line < lines; ++line, next += LINE) __builtin_prefetch(next);
+        for (int64_t k = stretch; k < std::min(stretch + STRETCH, inputs); ++k) {
+            Register weights[PARTS];
 #pragma GCC unroll 16
-        for (int64_t part = 0; part < PARTS; ++part) {
-            const float* from = block + k * OUTPUTS + part * WIDTH;
-            __builtin_prefetch(reinterpret_cast<const char*>(from) + AHEAD);
-            std::memcpy(&weights[part], from, sizeof(Register));
-        }
+            for (int64_t part = 0; part < PARTS; ++part) {
+                std::memcpy(&weights[part], block + k * OUTPUTS + part * WIDTH, sizeof(Register));
+            }
 #pragma GCC unroll 16
-        for (int64_t row = 0; row < ROWS; ++row) {
-            const float input = rows[row * stride + k];
+            for (int64_t row = 0; row < ROWS; ++row) {
+                const float input = rows[row * stride + k];
 #pragma GCC unroll 16
-            for (int64_t part = 0; part < PARTS; ++part) sum[row][part] += input * weights[part];
+                for (int64_t part = 0; part < PARTS; ++part) sum[row][part] += input * weights[part];
+            }
         }
     }
 #pragma GCC unroll 16
@@ -75,6 +82,7 @@ Tensor skinny_matmul(Tensor given, Tensor weights, int64_t outputs) {
                         weights.size(2) == OUTPUTS,
                     "weights must be the column blocks of a matrix with rows of this length and so many outputs");
     Tensor result = torch::stable::new_empty(rows, {count, outputs});
+    if (count == 0) return result;
     const auto* from = static_cast<const float*>(rows.const_data_ptr());
     const auto* blocks = static_cast<const float*>(weights.const_data_ptr());
     auto* results = static_cast<float*>(result.mutable_data_ptr());
@@ -86,9 +94,14 @@ Tensor skinny_matmul(Tensor given, Tensor weights, int64_t outputs) {
             for (int64_t k = 0; k < inputs; k += SEGMENT) {
                 const float* part = blocks + (block * inputs + k) * OUTPUTS;
                 const int64_t length = std::min(SEGMENT, inputs - k);
-                for (int64_t row = 0; row < count; row += AT_ONCE) {
-                    const int64_t some = std::min(AT_ONCE, count - row);
-                    multiply<AT_ONCE>(some, from + row * inputs + k, inputs, part, length, sums);
+                int64_t groups = (count + AT_ONCE - 1) / AT_ONCE;
+                const int64_t lines = (LINES + groups - 1) / groups;
+                const char* next = reinterpret_cast<const char*>(groups == 1 ? part : part + length * OUTPUTS);
+                if (groups == 1) next += AHEAD;
+                for (int64_t row = 0, some; row < count; row += some, --groups) {
+                    some = (count - row + groups - 1) / groups;  // groups of nearly equal size
+                    multiply<AT_ONCE>(some, from + row * inputs + k, inputs, part, length, sums, next, lines);
+                    next += (length + STRETCH - 1) / STRETCH * lines * LINE;
                     for (int64_t r = 0; r < some; ++r) {
                         float* to = results + (row + r) * outputs + first;
                         const float* sum = sums + r * OUTPUTS;
