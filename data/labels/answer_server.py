@@ -102,6 +102,11 @@ class AnswerServer:
                 f"base_url {self.url} ended an answer ({reason}) with tokens {tokens[-3:]}, none of the end-of-turn "
                 f"tokens {self._end_token_ids}; serve the model that is the target, with its own tokenizer"
             )
+        if len(tokens) < limit:
+            raise ValueError(
+                f"base_url {self.url} ended an answer after {len(tokens)} tokens as too long; {limit} were asked for; "
+                "raise the server's own limit, or lower max_new_tokens or max_length"
+            )
         return Answer(tokens, "limit")
 
     def _call(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:

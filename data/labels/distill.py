@@ -1,8 +1,8 @@
 """Conversations → the frozen target's greedy tokens in the assistant's turns, in resumable Arrow shards.
 
-A row: `id`; `conversation`, a digest of what is asked; `input_ids` [L]; `assistant_mask` [L], true on the tokens heads
-are trained on; `greedy_ids` [L], the target's own token at each of those given the text before it (-100 elsewhere);
-when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k `target_layers`.
+A row: `id`; `conversation`, a digest of what is asked first; `input_ids` [L]; `assistant_mask` [L], true on the tokens
+heads are trained on; `greedy_ids` [L], the target's own token at each of those given the text before it (-100
+elsewhere); when cached, `hidden` [L, H] and `aux_hidden` [L, k·H], the outputs of k `target_layers`.
 
 `labels="argmax"` keeps the recorded conversations. `labels="generate"` lets the target answer every user turn
 itself, greedily; the ids it generates are kept as they are, and the next turn's prompt is those ids followed by
@@ -14,7 +14,8 @@ and trained on.
 The manifest: format_version, target {path, fingerprint}, labels, settings, data {source, split, rows, repeated,
 fingerprint, bad_rows [{place, reason, detail, kept_turns}]}, end_token_ids, shards [{file, rows, first_row,
 source_rows, skipped [{row, place, id, reason}], trimmed [the same with kept_turns], cut, …}], counts {rows, tokens,
-trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops}, complete.
+trained_tokens, agreeing_tokens, agreement, skipped, cut, unfinished, loops, without_end (recorded answers whose last
+token ends none)}, complete.
 """
 
 from __future__ import annotations
@@ -130,12 +131,20 @@ def distill(
 
 
 def _report_left_out(manifest: dict[str, Any], max_length: int) -> None:
-    """Log each reason for which conversations were dropped or trimmed; ValueError where none is left."""
+    """Log each reason for which conversations were dropped or trimmed, and answers without an end; ValueError where no
+    row is left."""
     dropped = [row for shard in manifest["shards"] for row in shard["skipped"]]
     trimmed = [row for shard in manifest["shards"] for row in shard.get("trimmed", ())]
     bad_rows = [BadRow.of(row["place"], row["reason"], row.get("kept_turns", 0)) for row in [*dropped, *trimmed]]
     for line in count_by_reason(bad_rows):
         logger.warning("%s: %s", manifest["data"]["source"], line)
+    if without := manifest["counts"].get("without_end"):
+        logger.warning(
+            "%d recorded answers have no end token, and a head does not learn where they end: the chat template closes "
+            "them with no token of %s; pass a chat_template that does",
+            without,
+            manifest["end_token_ids"],
+        )
     if dropped and not manifest["counts"]["rows"]:
         raise ValueError(
             f"no row is left: all {len(dropped)} are left out, the first, {dropped[0]['place']}, because "
@@ -179,6 +188,7 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
             counts["cut"] += row.cut
             counts["unfinished"] += row.finish == "limit" and not row.cut
             counts["loops"] += row.finish == "loop"
+            counts["without_end"] += row.without_end
             if row.trimmed is not None:
                 trimmed[row.number] = place | {"reason": row.trimmed, "kept_turns": len(row.messages)}
             if row.cut:
@@ -197,7 +207,17 @@ def _write_shard(folder: ShardFolder, distiller: Distiller, conversations: datas
     folder.write(records(), entry, counts, STATE_COLUMNS[:states])
 
 
-_COUNTED = ("rows", "tokens", "trained_tokens", "agreeing_tokens", "skipped", "cut", "unfinished", "loops")
+_COUNTED = (
+    "rows",
+    "tokens",
+    "trained_tokens",
+    "agreeing_tokens",
+    "skipped",
+    "cut",
+    "unfinished",
+    "loops",
+    "without_end",
+)
 
 
 def _header(distiller: Distiller, loaded: Conversations) -> dict[str, Any]:

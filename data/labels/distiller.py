@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from draft_heads.data.labels.distill_options import DistillOptions
 from draft_heads.data.labels.hidden_cache import STATE_COLUMNS, cast_for_storage, hidden_bytes
 from draft_heads.data.labels.labeller import Labelled, Labeller, checked_ids
 from draft_heads.data.text.chat_text import ControlTokenError
-from draft_heads.data.text.conversations import Conversation, conversation_of
+from draft_heads.data.text.conversations import conversation_of
 from draft_heads.data.text.rendering import ChatRenderer, ConversationError, Messages
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -29,7 +32,7 @@ class Row:
     number: int
     place: str
     id: str
-    conversation: str  # `Conversation.key`
+    conversation: str  # `Conversation.opening`
     messages: Messages
     extra: dict[str, Any]
     ids: list[int] = field(default_factory=list)
@@ -41,6 +44,8 @@ class Row:
     trimmed: str | None = None  # why turns at its end were left out
     cut: bool = False
     finish: str = "end"
+    without_end: int = 0  # recorded answers whose last token ends none
+    begun: bool = False  # whether its earlier turns are a row already
     trained: bool = True  # whether the answer that is being written is to be trained on
     labelled: Labelled | None = None  # of `ids`, where what wrote the answer has them
 
@@ -64,6 +69,11 @@ class Distiller:
         self.target = target
         self.options = options
         self.renderer = ChatRenderer(target.tokenizer, target.end_token_ids)
+        if "strftime_now" in str(target.tokenizer.chat_template):
+            logger.warning(
+                "the chat template writes the date into prompts: rows written on another day have another one, and "
+                "answers that an interrupted run kept are then written again"
+            )
         self.hidden_dtype: torch.dtype | None = None
         if options.hidden_states is not None:
             self.hidden_dtype = target.dtype if options.hidden_states == "target" else DTYPES[options.hidden_states]
@@ -171,11 +181,12 @@ class Distiller:
     def _new_row(self, number: int, record: dict[str, Any]) -> Row:
         conversation = conversation_of(record)
         messages, extra = conversation
-        row = Row(number, record["place"], record["id"], conversation.key, messages, extra)
+        row = Row(number, record["place"], record["id"], conversation.opening, messages, extra)
         try:
             messages = self._sound_turns(row)
             if self.options.labels == "argmax":
                 row.ids, row.mask = self.renderer.conversation(messages, extra)
+                row.without_end = self._without_end(row)
                 row.cut = len(row.ids) > self.max_length
                 row.ids, row.mask = row.ids[: self.max_length], row.mask[: self.max_length]
                 checked_ids(self.target, row.ids, "the conversation")
@@ -185,6 +196,11 @@ class Distiller:
         except ConversationError as error:
             self._reject(row, error)
         return row
+
+    def _without_end(self, row: Row) -> int:
+        """How many trained answers of a recorded conversation end with another token than an end token."""
+        last = [token for token, own, more in zip(row.ids, row.mask, [*row.mask[1:], False]) if own and not more]
+        return sum(token not in self.target.end_token_ids for token in last)
 
     def _sound_turns(self, row: Row) -> Messages:
         """The row's messages; with `skip_bad_rows` those before one that holds a control token, if they are enough.
@@ -199,7 +215,6 @@ class Distiller:
             if not self.options.skip_bad_rows or all(turn["role"] != needed for turn in sound):
                 raise
             row.messages, row.trimmed = sound, str(error)
-            row.conversation = Conversation(sound, row.extra).key
         return row.messages
 
     def _reject(self, row: Row, error: ConversationError) -> None:
@@ -212,7 +227,7 @@ class Distiller:
     def _ended(self, row: Row, asked: list[tuple[Row, list[int]]]) -> Iterator[Row]:
         """Ask a conversation's next question, which goes to `asked`; the row that ends before it, if one does."""
         if not row.pending:
-            yield self._checked(row)
+            yield from self._finished(row)
             return
         turn = row.pending.pop(0)
         row.trained = all(recorded.get("trained", True) for recorded in row.messages[turn + 1 : turn + 2])
@@ -230,17 +245,22 @@ class Distiller:
             return
         if len(prompt) >= self.max_length:
             row.pending, row.cut = [], bool(row.ids)
-            yield self._checked(row)
+            yield from self._finished(row)
             return
         if row.ids and kept is None:  # the template rewrote the turns before
             if any(row.mask):
                 yield replace(row, pending=[])
+                row.begun = True
             row.ids, row.mask = [], []
         row.text, row.labelled = text, None
         asked.append((row, prompt))
 
+    def _finished(self, row: Row) -> Iterator[Row]:
+        """The row, skipped where nothing of it can be trained on; none where nothing can but in earlier turns."""
+        if any(row.mask) or not row.begun:
+            yield self._checked(row)
+
     def _checked(self, row: Row) -> Row:
-        """The row, skipped where nothing of it can be trained on."""
         if row.skipped is None and not any(row.mask):
             all_trained = all(turn.get("trained", True) for turn in row.messages)
             answer = "first answer" if all_trained else "first answer to train on"

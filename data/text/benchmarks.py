@@ -10,6 +10,7 @@ every prompt of the question; a key that is unknown, or that nothing reads, is a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -119,9 +120,10 @@ def _reader_of(record: dict[str, Any], described: Description | None) -> Callabl
         return _fastchat
     forms = {name: known for name, known in known_benchmarks().items() if known.prompt is not None}
     for known in forms.values():
-        if known.has_form_of(record):
+        if known.has_form_of(record, named=False):
             return partial(_described, known)
-    listed = ", ".join(f"{' and '.join(map(repr, known.keys))} ({name})" for name, known in forms.items())
+    keys = {name: " and ".join(map(repr, (*known.keys, *known.recognised_by))) for name, known in forms.items()}
+    listed = ", ".join(f"{each} ({name})" for name, each in keys.items())
     raise BenchmarkError(
         f"a file of questions has rows with 'turns' (FastChat), 'conversations' or 'messages' (their user turns are "
         f"asked), {listed}; received the keys: "
@@ -133,7 +135,7 @@ def _fastchat(record: dict[str, Any], row: int) -> Question:
     turns = record.get("turns", record.get("prompt"))
     question_id = record.get("question_id", record.get("prompt_id", row))
     reference = record.get("reference")
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise BenchmarkError(f"'turns' is a non-empty list of texts, received {_describe(turns)}")
     if isinstance(reference, list):
         reference = "\n\n".join(map(str, reference)) or None
@@ -153,7 +155,7 @@ def _described(known: Description, record: dict[str, Any], row: int) -> Question
     if known.reference is not None:
         needed = known.score in ("accuracy", "rouge2")
         reference = _text(record, known.reference) if needed else record.get(known.reference)
-    if score == "accuracy" and gsm8k_answer(str(reference)) is None:
+    if score == "accuracy" and not _ends_with_number(str(reference)):
         raise BenchmarkError(
             "the answer of a GSM8K problem ends with its number, as in '#### 42', by which answers are scored; this "
             f'one ends with {str(reference)[-40:]!r}; add the number, or write {{"turns": ["…"]}}, which is not scored'
@@ -166,6 +168,12 @@ def _described(known: Description, record: dict[str, Any], row: int) -> Question
     rest = _system_and_extra(record, [asked], known.used)
     question_id = record.get(known.id or "question_id", row)
     return Question(question_id, record.get("category"), [asked], reference, score, code=code, **rest)
+
+
+def _ends_with_number(answer: str) -> bool:
+    """Whether an answer has a number after `####` or as its last word; `Yes, 17 is prime.` is no word problem's."""
+    ends = "####" in answer or re.search(r"\d\W*$", answer) is not None
+    return ends and gsm8k_answer(answer) is not None
 
 
 def _conversation(record: dict[str, Any], row: int) -> Question:
@@ -210,7 +218,7 @@ def _system_and_extra(record: dict[str, Any], turns: Sequence[Any], used: Collec
 
 def _text(record: dict[str, Any], key: str) -> str:
     value = record.get(key)
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value.strip():
         raise BenchmarkError(f"{key!r} is a non-empty text, received {_describe(value)}")
     return value
 

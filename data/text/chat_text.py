@@ -185,6 +185,9 @@ class ChatText:
                 other = [*messages[:number], {**message, "content": "SAMPLERESULT"}, *messages[number + 1 :]]
                 if rendered(messages, extra) == rendered(other, extra):
                     return "the text of a tool turn"
+                other = [*messages[:number], {**message, "role": "assistant"}, *messages[number + 1 :]]
+                if rendered(messages, extra) == rendered(other, extra):
+                    return "the role of a tool turn, which it takes for an answer"
         return None
 
     @cached_property

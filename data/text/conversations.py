@@ -42,8 +42,16 @@ class Conversation(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Names a conversation by what is asked in it; rows of one key are held out together."""
-        questions = [turn for turn in self.messages if turn["role"] in ("system", "user")]
+        """Names conversations by all that is asked in them: the target answers those of one key alike."""
+        return self._hash([turn for turn in self.messages if turn["role"] in ("system", "user")])
+
+    @property
+    def opening(self) -> str:
+        """Names conversations by what is asked first: they have a first answer in common and are held out together."""
+        asked = [number for number, turn in enumerate(self.messages) if turn["role"] == "user"]
+        return self._hash(self.messages[: asked[0] + 1] if asked else self.messages)
+
+    def _hash(self, questions: Messages) -> str:
         return hashlib.sha256(json.dumps([questions, self.extra], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -273,6 +281,8 @@ def _fault(message: dict[str, Any], before: Messages, generate: bool) -> str | N
         return "a tool turn that follows no assistant turn"
     if role == "tool" and generate:
         return "a tool turn: the target, which answers anew, may call no tool or another"
+    if role == "user" and not message["content"].strip():
+        return "an empty question"
     if role == last in ("user", "assistant"):
         return f"two {role} turns in a row"
     if role == "assistant" and not (generate or message["content"].strip() or TOOL_CALLS in message):

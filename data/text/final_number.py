@@ -8,16 +8,25 @@ from decimal import Decimal, DivisionByZero, InvalidOperation
 # A number in running text: optional sign (not the minus of 5-3), currency, thousands separators, decimals. A full stop
 # after it is not part of it.
 _NUMBER = re.compile(
-    r"(?:(?<![\w)%.])[-−](?![$€£][-−]))?[$€£]?(?:(?<=[$€£])[-−])?"
+    r"(?:(?<![\w)%.])[-−–](?![$€£][-−–]))?[$€£]?(?:(?<=[$€£])[-−–])?"
     r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
 )
-_LEAD = re.compile(r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?)?(?:[\s*_`$\\]|boxed\{)*", re.IGNORECASE)
+_LEAD = re.compile(
+    r"#*[ \t*_]*(?:(?:the )?(?:final )?answer(?: is)?:?|(?:[^\W\d_]+[ \t]*){0,4}[:=])?(?:[\s*_`$\\]|boxed\{)*",
+    re.IGNORECASE,
+)
+_THOUSANDS = re.compile(
+    r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"
+)  # LaTeX's, and narrow spaces
+_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d.,]\d|\d)")  # 1 250 000
+_MIXED = re.compile(r"(?<![\d./])(\d+) (\d+)/(\d*[1-9]\d*)(?![\d./]\d|\d)")  # 2 1/2
 _HEADING = re.compile(r"[.):][ \t]*[^\W\d]")  # after the number of `#### 2. Total`
 _OPERATORS = {"+": "+", "plus": "+", "-": "-", "−": "-", "–": "-", "minus": "-", "/": "/", "÷": "/", r"\div": "/"}
-_OPERATORS |= dict.fromkeys(("*", "×", "·", "x", "X", "times", r"\times", r"\cdot"), "*") | {"of": "of"}
+_OPERATORS |= dict.fromkeys(("*", "×", "·", "x", "X", "times", r"\times", r"\cdot"), "*")
+_OPERATORS |= {"of": "of", "^": "^", "**": "^"}
 _TOKEN = re.compile(
     rf"(?P<number>(?>{_NUMBER.pattern}))|(?P<equals>=>|->|→|[=≈]|(?:equals|is|gives|makes)\b)"
-    r"|(?P<operator>\\times|\\div|\\cdot|[+*×·/÷−–-]|[xX](?=[\s$€£\d])|(?:plus|minus|times|of)\b)|(?P<bracket>[()])"
+    r"|(?P<operator>\\times|\\div|\\cdot|\*\*|[+*×·/÷−–^-]|[xX](?=[\s$€£\d])|(?:plus|minus|times|of)\b)|(?P<bracket>[()])"
 )
 _DECORATION = r"(?:[\s*_`$\\{}%€£]|boxed\{|\\text\{)*"
 _BEFORE_A_NUMBER = re.compile(rf"{_DECORATION}(?:(?:about|exactly|approximately) )?")
@@ -31,7 +40,8 @@ def gsm8k_answer(text: str) -> Decimal | None:
     Of a marked equation it is the last side that is a number, of a sum without a result its value. Examples:
     "5 + 3 = 8\\n#### 1,234.50" → 1234.50; "#### 3 + 4 = 7" → 7; "#### 3 + 4" → 7; "She pays $-3." → -3.
     """
-    text = text.replace("{,}", ",")  # LaTeX's thousands
+    text = _SPACED.sub(lambda found: found[0].replace(" ", ""), _THOUSANDS.sub(",", text))
+    text = _MIXED.sub(lambda found: str(int(found[1]) + Decimal(found[2]) / Decimal(found[3])), text)
     marked = [number for part in text.split("####")[1:] if (number := _number_after_mark(part)) is not None]
     if marked:
         return marked[-1]
@@ -40,12 +50,14 @@ def gsm8k_answer(text: str) -> Decimal | None:
 
 
 def _number_after_mark(text: str) -> Decimal | None:
-    """The number that the text after a `####` begins with; None for words, and for a heading such as `2. Total`."""
+    """The number that the text after a `####` begins with; None for words, and for a heading such as `2. Total`, after
+    which more numbers come."""
     lead = _LEAD.match(text)
-    line, *_ = text[lead.end() if lead else 0 :].split("\n", 1)
+    line, *below = text[lead.end() if lead else 0 :].split("\n", 1)
     sides = _sides(line)
     numbers = [side[0] for side in sides if len(side) == 1]
-    if len(sides) == 1 and numbers and (only := _NUMBER.match(line)) and _HEADING.match(line, only.end()):
+    more = below and _NUMBER.search(below[0])
+    if more and len(sides) == 1 and numbers and (only := _NUMBER.match(line)) and _HEADING.match(line, only.end()):
         return None
     if numbers:
         return _decimal(numbers[-1])
@@ -71,7 +83,7 @@ def _sides(line: str) -> list[list[str]]:
             brackets = True
         elif kind == "number":
             if not wants_number:
-                if found[0] not in "-−":  # two numbers in a row; `8 -3` is a difference
+                if found[0] not in "-−–":  # two numbers in a row; `8 -3` is a difference
                     break
                 side.append("-")
                 found = found[1:]
@@ -93,7 +105,8 @@ def _sides(line: str) -> list[list[str]]:
 
 
 def _value(side: list[str]) -> Decimal | None:
-    """The value of number, operator, number, …, products before sums; the first number if an operator is no such."""
+    """The value of number, operator, number, …, products before sums; the first number if an operator is no such, None
+    for a power."""
     terms = [_decimal(side[0])]
     try:
         for operator, number in zip(side[1::2], map(_decimal, side[2::2])):
@@ -104,11 +117,11 @@ def _value(side: list[str]) -> Decimal | None:
             elif operator in "+-":
                 terms.append(number if operator == "+" else -number)
             else:
-                return terms[0]
+                return None if operator == "^" else terms[0]
     except (DivisionByZero, InvalidOperation):
         return None
     return sum(terms, Decimal(0))
 
 
 def _decimal(number: str) -> Decimal:
-    return Decimal(re.sub(r"[^\d.-]", "", number.replace("−", "-")))
+    return Decimal(re.sub(r"[^\d.-]", "", re.sub("[−–]", "-", number)))

@@ -1,7 +1,7 @@
 """Rows of JSON arrays, JSONL files (both also as .gz, files also by URL) and datasets, with places for error messages.
 
 Rows of datasets are without the keys that are None. Rows count from 1. A row's place is `line 3` in a JSONL file,
-`row 3` in an array and `row 3 of split train` in a dataset.
+`row 3` in an array and `row 3 of split train` in a dataset. Of a folder one split is read, whole or not at all.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import re
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
 
 READ = "JSON arrays and JSONL are read: .json, .jsonl, .json.gz, .jsonl.gz"
 _OTHER_FORMATS = {
@@ -24,10 +28,36 @@ _OTHER_FORMATS = {
     *(".db", ".sqlite", ".zip", ".tar", ".tgz", ".7z", ".gz", ".bz2", ".xz", ".zst", ".safetensors"),
 }
 _BYTE_ORDER_MARK, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
+_FOLDER_FORMATS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "JSON")
+_FOLDER_FORMATS |= {f".{name}": name for name in ("csv", "tsv", "parquet", "arrow", "zip", "tar")}
+_NO_ROWS = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "dummy_data.zip"}
+"""The files of a dataset folder that may hold rows, by ending, and names that `datasets` knows to hold none."""
 
 
 class MalformedJson(ValueError):
     """A file or a line that is not JSON."""
+
+
+class RepeatedKey(MalformedJson):
+    """JSON in which an object has a key twice: all values but the last would be lost."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values; RepeatedKey for a key that comes twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise RepeatedKey(f"an object has a key twice: {repeated!r}; keep one of them")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)  # one for all: `json.loads` with a hook makes one a call
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text; ValueError for malformed JSON, RepeatedKey among them."""
+    return _DECODER.decode(text)
 
 
 def check_source(source: str) -> None:
@@ -47,8 +77,9 @@ def check_source(source: str) -> None:
 def read_rows(source: str, split: str | None = None, config: str | None = None) -> Iterator[tuple[str, Any]]:
     """(place, record) of every row of a file, URL, dataset folder or hub id, read as far as the caller iterates.
 
-    For a malformed JSONL line the record is a MalformedJson. Nothing after a malformed row of an array can be read, so
-    there MalformedJson is raised, as it is for an empty file. `split` None takes `test`, else the first.
+    For a malformed JSONL line, and a row in which an object has a key twice, the record is a MalformedJson. Nothing
+    after a malformed row of an array can be read, so there MalformedJson is raised, as it is for an empty file.
+    `split` None takes `test`, else the first.
     """
     check_source(source)
     if _is_url(source):
@@ -57,7 +88,10 @@ def read_rows(source: str, split: str | None = None, config: str | None = None) 
     if not Path(source).is_file():
         yield from _dataset_rows(source, split, config)
         return
-    path = Path(source)
+    yield from _local_rows(Path(source))
+
+
+def _local_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield from _file_rows(path, file)  # type: ignore[arg-type]
@@ -98,7 +132,9 @@ def _file_rows(path: Path | str, file: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 def _parsed_line(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        return parse_json(line.decode("utf-8-sig"))
+    except RepeatedKey as error:
+        return error
     except UnicodeDecodeError as error:
         return MalformedJson(f"not UTF-8 text: {error.reason} at byte {error.start + 1}")
     except json.JSONDecodeError as error:
@@ -109,12 +145,11 @@ def _parsed_line(line: bytes) -> Any:
 
 
 def _array_rows(path: Path | str, text: str) -> Iterator[tuple[str, Any]]:
-    decoder, row = json.JSONDecoder(), 0
-    position = _skip_space(text, text.index("[") + 1)
+    row, position = 0, _skip_space(text, text.index("[") + 1)
     try:
         while not text.startswith("]", position):
             row += 1
-            record, position = decoder.raw_decode(text, position)
+            record, position = _decode_at(text, position)
             yield f"row {row}", record
             position = _skip_space(text, position)
             if text.startswith(",", position):
@@ -132,6 +167,14 @@ def _array_rows(path: Path | str, text: str) -> Iterator[tuple[str, Any]]:
         raise MalformedJson(f"{path}, row {row}: JSON that cannot be read: {error}; repair the row") from None
 
 
+def _decode_at(text: str, position: int) -> tuple[Any, int]:
+    """(the value that begins there, where it ends); the value is a RepeatedKey if an object in it has a key twice."""
+    try:
+        return _DECODER.raw_decode(text, position)
+    except RepeatedKey as error:
+        return error, json.JSONDecoder().raw_decode(text, position)[1]
+
+
 def _skip_space(text: str, position: int) -> int:
     while position < len(text) and text[position].isspace():
         position += 1
@@ -145,8 +188,10 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
         loaded = datasets.load_from_disk(source)
     else:
         try:
-            if Path(source).is_dir() and config not in datasets.get_dataset_config_names(source):
-                config = None  # a hub dataset's; this folder has other parts, or none
+            if Path(source).is_dir():
+                _check_folder(source)
+                if config not in datasets.get_dataset_config_names(source):
+                    config = None  # a hub dataset's; this folder has other parts, or none
             loaded = datasets.load_dataset(source, name=config)
         except ConnectionError as error:
             raise ValueError(
@@ -154,19 +199,96 @@ def _dataset_rows(source: str, split: str | None, config: str | None) -> Iterato
             ) from error
         except (datasets.exceptions.DatasetsError, FileNotFoundError) as error:
             found = "folder" if Path(source).is_dir() else "hub id"
+            reason = str(error.__cause__ or error).splitlines()[0]
             raise ValueError(
-                f"{source} is no {found} with rows of one form ({str(error).splitlines()[0]}); give a .json or .jsonl "
+                f"{source} is no {found} with rows of one form ({reason}); give a .json or .jsonl "
                 "file, a saved dataset, or the id of one on the hub"
             ) from error
     if isinstance(loaded, datasets.DatasetDict):
         split = split or ("test" if "test" in loaded else next(iter(loaded)))
         if split not in loaded:
             raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(loaded)}")
+        others = [name for name in loaded if name != split]
+        if others and Path(source).is_dir():
+            logger.warning("%s: its split %s is read, not %s", source, split, ", ".join(others))
         loaded = loaded[split]
     elif split not in (None, "train"):  # train: what distillation asks for by default
         raise ValueError(f"{source} is a saved dataset without splits; got split {split}; leave it out")
     for row, record in enumerate(loaded, start=1):
         yield f"row {row}" + (f" of split {split}" if split else ""), _without_fillers(record)
+
+
+def _check_folder(source: str) -> None:
+    """ValueError for a folder of which `datasets` would not read all rows of a split, without a word.
+
+    It reads the files of the most frequent format, and where files are named for a split, only those. README.md may
+    name the files (`configs:`): then others are left out on purpose.
+    """
+    import datasets
+
+    base = Path(source).resolve()
+    if _names_its_files(base):
+        return
+    seen = [path for path in sorted(base.rglob("*")) if not _is_hidden(path.relative_to(base))]
+    by_format: dict[str, list[Path]] = defaultdict(list)
+    for path in seen:
+        a_file = path.is_file() or path.is_symlink()  # a link may lead nowhere
+        if a_file and path.name not in _NO_ROWS and (found := _format_of(path)):
+            by_format[found].append(path)
+    if len(by_format) > 1:
+        received = "; ".join(f"{name}: {_listed(paths, base)}" for name, paths in by_format.items())
+        raise ValueError(
+            f"the rows of a folder are in one format, {source} has several ({received}); convert the files or move "
+            "those of other formats out"
+        )
+    read = {Path(file) for files in datasets.load_dataset_builder(source).config.data_files.values() for file in files}
+    reached = read | {folder for path in read for folder in path.parents}
+    linked = [path for path in seen if path.is_symlink() and path.is_dir()]  # `datasets` does not follow these
+    if unread := [path for path in chain(*by_format.values(), linked) if path not in reached]:
+        raise ValueError(
+            f"each file of rows in a folder belongs to a split; in {source}, {_listed(unread, base)} would not be read "
+            f"beside {_listed(sorted(read), base)}: name them alike (train-2.jsonl), move them out, or list the files "
+            "under configs: in README.md"
+        )
+    for path in by_format["JSON"]:
+        _check_keys(path)
+
+
+def _check_keys(path: Path) -> None:
+    """ValueError for a repeated key in a JSON array or in a first line; in further lines `datasets` refuses it."""
+    try:
+        for place, row in _local_rows(path):
+            if isinstance(row, RepeatedKey):
+                raise ValueError(f"{path}, {place}: {row}")
+            if place.startswith("line"):
+                return
+    except MalformedJson:  # an empty file, which is fine beside others; else `datasets` says what is wrong
+        return
+
+
+def _names_its_files(folder: Path) -> bool:
+    """Whether a folder says which files are those of its splits."""
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    header = re.match(r"\s*---\n(.*?)\n---", text, re.DOTALL)
+    named = header is not None and re.search(r"^configs:", header[1], re.MULTILINE) is not None
+    return named or (folder / ".huggingface.yaml").is_file()
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether `datasets` passes a path over: `.cache`, `__pycache__`."""
+    return any(part.startswith(".") for part in path.parts) or any(part.startswith("__") for part in path.parent.parts)
+
+
+def _format_of(path: Path) -> str | None:
+    ends = [suffix.lower() for suffix in reversed(path.suffixes)]
+    return next((_FOLDER_FORMATS[end] for end in ends if end in _FOLDER_FORMATS), None)
+
+
+def _listed(paths: Sequence[Path], base: Path) -> str:
+    """The first three paths and how many more there are."""
+    names = [str(path.relative_to(base)) for path in paths[:3]]
+    return ", ".join([*names, *([f"{len(paths) - 3} more"] if len(paths) > 3 else [])])
 
 
 def _without_fillers(value: Any) -> Any:

@@ -5,6 +5,8 @@
     split: test                     the split that is read (default: test, else the first)
     keys: [document, summary]       a file whose first row has these keys has this benchmark's rows; `a.b` is the key b
                                     of the object under the key a
+    recognised_by: [id]             further keys that it has where the benchmark is not named: `keys` alone are those of
+                                    other files too
     prompt: "…\\n\\n{document}"       the user's message: {KEY} is the row's text under that key
     optional: [input]               keys without which, or with an empty text, their paragraph of the prompt is left out
     reference: summary              the key of the correct answer
@@ -30,7 +32,7 @@ import yaml
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "benchmarks"
 SCORES = ("accuracy", "rouge2", "pass_at_1")
 _TEXTS = ("source", "config", "split", "prompt", "reference", "id", "score")
-_LISTS = ("keys", "optional", "unread")
+_LISTS = ("keys", "recognised_by", "optional", "unread")
 _PLACEHOLDER = re.compile(r"\{([\w.]+)\}")
 
 
@@ -43,6 +45,7 @@ class Description:
     config: str | None = None
     split: str | None = None
     keys: tuple[str, ...] = ()
+    recognised_by: tuple[str, ...] = ()
     prompt: str | None = None
     optional: tuple[str, ...] = ()
     reference: str | None = None
@@ -55,11 +58,12 @@ class Description:
     def used(self) -> set[str]:
         """The keys of a row that the benchmark knows."""
         named = {key for key in (self.reference, self.id) if key is not None}
-        return {*self.keys, *self.optional, *self.unread, *named}
+        return {*self.keys, *self.recognised_by, *self.optional, *self.unread, *named}
 
-    def has_form_of(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row is one that `prompt` is for."""
-        return self.prompt is not None and set(self.keys) <= self.flattened(row).keys()
+    def has_form_of(self, row: Mapping[str, Any], named: bool = True) -> bool:
+        """Whether a row is one that `prompt` is for; `named`: its file is said to be of this benchmark."""
+        wanted = {*self.keys, *(() if named else self.recognised_by)}
+        return self.prompt is not None and wanted <= self.flattened(row).keys()
 
     def flattened(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row with an entry `a.b` for each key of an object `a` of which the benchmark knows a key."""
@@ -74,7 +78,7 @@ class Description:
         Example: `{a}\\n\\n{b}`, b optional, of {"a": "Add.", "b": ""} is `Add.`.
         """
         assert self.prompt is not None
-        empty = {key for key in self.optional if not row.get(key)}
+        empty = {key for key in self.optional if row.get(key) in (None, "", [])}
         paragraphs = [part for part in self.prompt.split("\n\n") if not empty & set(_PLACEHOLDER.findall(part))]
         return _PLACEHOLDER.sub(lambda found: _written(row[found[1]]), "\n\n".join(paragraphs))
 

@@ -170,7 +170,15 @@ class ChatRenderer(ChatText):
         text = self.text(messages)
         ids, offsets = self._encode(text)
         end = _end_of_placeholder(text, PLACEHOLDER)
-        return next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._marks), None)
+        found = next((i for i, (start, _) in zip(ids, offsets) if start >= end and i in self._marks), None)
+        if found is None and (closing := text[end:].strip()):
+            logger.warning(
+                "the chat template closes an answer with %r, in which the tokenizer %s has no special token: answers "
+                "end at its EOS only; take the tokenizer that the template was made for",
+                closing[:40],
+                self.tokenizer.name_or_path,
+            )
+        return found
 
     # ---- turns ---------------------------------------------------------------------------------------------
 

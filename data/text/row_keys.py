@@ -7,11 +7,11 @@ those of a key that is absent: Arrow fills the columns that a row lacks with Non
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from draft_heads.data.text.json_rows import RepeatedKey, parse_json
 from draft_heads.data.text.rendering import ConversationError
 
 ROLES = {
@@ -47,6 +47,16 @@ COPIES = {"prompt", "instruction", "input", "question", "query", "text", "contex
 COPIES |= {"output", "response", "answer", "completion"}
 """Texts of a row that are fine where its turns hold them too, and refused otherwise."""
 
+RENDERINGS = ("prompt", "text")
+"""Those of them that may hold all turns at once, with the marks of a chat template between them."""
+
+_MARK = re.compile(
+    r"[\s#*:|=-]|<{1,2}(?![^<>]*(?:image|audio|video))[^<>\s]{1,40}>{1,2}|\[/?(?:INST|gMASK|BOS|EOS)\]"
+    rf"|(?:{'|'.join(ROLES)}|model|bot|ai|instruction|input|question|prompt|response|answer|output)",
+    re.IGNORECASE,
+)
+"""What chat templates write between texts: a role's name, a special token, a character of a heading."""
+
 _MEDIA = {"image", "images", "video", "videos", "audio", "audios", "image_url", "files"}
 NOT_READ = _MEDIA | {"chosen", "rejected", "instructions", "history", "response_format"}
 NOT_READ |= {
@@ -73,7 +83,7 @@ METADATA = {
     *("timestamp", "date", "time", "created", "create_time", "created_at", "updated_at"),
     *("lang", "language", "languages", "locale", "country", "state", "hashed_ip", "markdown"),
     *("category", "categories", "subcategory", "topic", "topics", "domain", "subject", "task", "subtask", "level"),
-    *("difficulty", "intent", "knowledge", "label", "custom_instruction"),
+    *("difficulty", "intent", "label"),
     *("score", "scores", "rating", "ratings", "reward", "rank", "quality", "input_quality", "quality_explanation"),
     *("reward_model", "instruct_reward", "min_neighbor_distance", "min_similar_uuid", "llama_guard_2"),
     *("turn", "turns", "turn_identifier", "length", "tokens", "used_in_training", "skip_prompt_formatting"),
@@ -108,7 +118,8 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
     extra: dict[str, Any] = {}
     systems: dict[str, str] = {}
     unknown = []
-    for key, value in without_none(row).items():
+    row = without_none(row)
+    for key, value in row.items():
         if key in used or value in ("", [], {}):
             continue
         if key in SYSTEM:
@@ -121,13 +132,15 @@ def further_of_row(row: Mapping[str, Any], turns: Sequence[Any], used: Collectio
             if value not in (True, 1):
                 raise ConversationError(f"a row's {key!r} is 1 or true, received {value!r}: weights are those of turns")
         elif key in COPIES:
-            if not _repeats(value, [_text_or_none(turn) for turn in turns]):
-                raise ConversationError(f"the key {key!r} holds text that no turn has: write it into the turns")
+            if not _repeats(key, value, [_text_or_none(turn) for turn in turns], _systems_of(row)):
+                raise ConversationError(
+                    f"the key {key!r} holds text that no turn has: write it into the turns, or take the key out"
+                )
         elif key in _ASK_NOTHING_IF_FALSE and value is False:
             continue
         elif key in NOT_READ or (key == "turns" and isinstance(value, list)):
             raise ConversationError(f"the key {key!r} changes the text or the mask, and nothing reads it")
-        elif not carries_no_meaning(key):
+        elif not carries_no_meaning(key) and not _is_label(key, value, row):
             unknown.append(f"the key {key!r} is unknown")
     systems.pop("", None)
     if len(systems) > 1:
@@ -176,7 +189,7 @@ def message_of(turn: Any, names: tuple[str, str] = ("role", "content")) -> tuple
                 message[key] = calls
         elif key in NOT_READ or key in SYSTEM or key in ARGUMENTS:
             raise ConversationError(f"the key {key!r} of a turn changes the text or the mask, and nothing reads it")
-        elif key in COPIES and not _repeats(value, [message["content"]]):
+        elif key in COPIES and not _repeats(key, value, [message["content"]]):
             raise ConversationError(f"the key {key!r} holds text that the turn has not: write it into the turn")
         elif not carries_no_meaning(key) and key not in COPIES:
             unknown.append(f"the key {key!r} is unknown")
@@ -219,12 +232,54 @@ def carries_no_meaning(key: str) -> bool:
     return key in METADATA or _METADATA_FORM.fullmatch(key) is not None
 
 
-def _repeats(value: Any, texts: Sequence[str | None]) -> bool:
-    """Whether a text is one of `texts`, those of turns, or a rendering of all of them."""
+def _is_label(key: str, value: Any, row: Mapping[str, Any]) -> bool:
+    """Whether a key that can hold an instruction or a passage is the label that a published dataset has under it."""
+    if key == "custom_instruction":  # OpenHermes' flag
+        return isinstance(value, bool)
+    return key == "knowledge" and {"intent", "difficulty"} <= row.keys()  # Magpie tags a question with all three
+
+
+def _repeats(key: str, value: Any, texts: Sequence[str | None], systems: Sequence[str] = ()) -> bool:
+    """Whether a text is one of `texts`, those of turns, or all of them in their order; white space does not count.
+
+    The rendering of a template may begin with one of the system texts. Example, of the turns `Hi` and `Salut`:
+    `<|user|>Hi<|assistant|>Salut</s>` repeats them as `text`, `Rhyme. Hi Salut` does not.
+    """
     if not isinstance(value, str):
         return False
-    known = [text.strip() for text in texts if text is not None]
-    return value.strip() in known or (bool(known) and all(text in value for text in known))
+    value, known = _one_line(value), [_one_line(text) for text in texts if text is not None]
+    if value in (*known, " ".join(known)):
+        return True
+    openings = [[], *([_one_line(system)] for system in systems)]
+    return key in RENDERINGS and bool(known) and any(_is_rendering(value, [*first, *known]) for first in openings)
+
+
+def _is_rendering(value: str, texts: Sequence[str]) -> bool:
+    """Whether a value is these texts in their order, with nothing but marks before, between and after them."""
+    ends = _after_marks(value, {0})
+    for text in texts:
+        ends = _after_marks(value, {end + len(text) for end in ends if value.startswith(text, end)})
+    return len(value) in ends
+
+
+def _after_marks(value: str, starts: set[int]) -> set[int]:
+    """The positions that are reached from `starts` over any number of marks."""
+    found = set[int]()
+    for position in starts:
+        while position not in found:
+            found.add(position)
+            mark = _MARK.match(value, position)
+            position = mark.end() if mark else position
+    return found
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _systems_of(row: Mapping[str, Any]) -> list[str]:
+    """The system texts beside the turns."""
+    return [text_of(row[key]) for key in SYSTEM if row.get(key)]
 
 
 def _text_or_none(turn: Any) -> str | None:
@@ -285,6 +340,8 @@ def _parse_json(key: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
+    except RepeatedKey as error:
+        raise ConversationError(f"{key!r} is JSON in which {error}") from None
     except (ValueError, RecursionError):
         raise ConversationError(f"{key!r} is text that is no JSON: {value[:40]!r}") from None

@@ -121,6 +121,7 @@ def test_loop_in_a_served_answer_is_cut():
         ({"token_ids": [5, 400], "finish_reason": "length"}, "tokens that the target has not"),
         ({}, "returns text but no token ids"),
         ({"token_ids": [5, 6], "finish_reason": "stop"}, r"none of the end-of-turn tokens \[2\]"),
+        ({"token_ids": [5, 6], "finish_reason": "length"}, "after 2 tokens as too long; 8 were asked for"),
     ],
 )
 def test_server_that_would_change_the_tokens_is_refused(choice, reason):

@@ -69,7 +69,7 @@ def test_a_system_text_and_further_arguments_belong_to_every_prompt_of_a_questio
     forms = [
         {"question_id": 1, "turns": ["a", "b"]},
         {"question": "a", "answer": "#### 4"},
-        {"task_id": "HumanEval/0", "prompt": "a"},
+        {"task_id": "HumanEval/0", "prompt": "a", "entry_point": "f", "test": "def check(f): …"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "system": None},
     ]
     for number, form in enumerate(forms):
@@ -123,7 +123,7 @@ def test_a_folder_of_parquet_files_is_read_whatever_the_benchmark_is_called(tmp_
 
 
 FASTCHAT, PROBLEM = {"question_id": 0, "turns": ["a"]}, {"question": "a", "answer": "#### 1"}
-HUMANEVAL = {"task_id": "t", "prompt": "p"}
+HUMANEVAL = {"task_id": "t", "prompt": "p", "entry_point": "f", "test": "def check(f): …"}
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,7 @@ HUMANEVAL = {"task_id": "t", "prompt": "p"}
         (FASTCHAT, '{"question_id": 1,', "malformed JSON"),
         (FASTCHAT, {"question_id": 1, "turns": []}, "'turns' is a non-empty list of texts, received list"),
         (FASTCHAT, {"question_id": 1, "turns": ["a", 2]}, "'turns' is a non-empty list"),
+        (FASTCHAT, {"question_id": 1, "turns": ["a", " "]}, "'turns' is a non-empty list"),
         (FASTCHAT, {"question_id": 0, "turns": ["a"]}, "it has the id 0 of line 1; ids must be unique"),
         (PROBLEM, {"question": "a"}, "'answer' is a non-empty text, received nothing"),
         (
@@ -139,6 +140,12 @@ HUMANEVAL = {"task_id": "t", "prompt": "p"}
             {"question": "a", "answer": "four"},
             "the answer of a GSM8K problem .* ends with 'four'",
         ),
+        (
+            PROBLEM,
+            {"question": "Is 17 prime?", "answer": "Yes, 17 is prime."},
+            "the answer of a GSM8K problem .* ends with 'Yes, 17 is prime",
+        ),
+        (PROBLEM, {"question": " ", "answer": "#### 1"}, "'question' is a non-empty text, received str ' '"),
         (HUMANEVAL, {"task_id": "x"}, "'prompt' is a non-empty text"),
         (HUMANEVAL, "[3]", "a row is an object, received list"),
         ({"messages": [{"role": "user", "content": "a"}]}, {"messages": []}, "the user's turns are non-empty texts"),
@@ -149,6 +156,20 @@ def test_bad_question_is_named_by_file_and_line(tmp_path, good, bad, reason):
     file = write(tmp_path / "q.jsonl", good, bad)
     with pytest.raises(BenchmarkError, match=rf"q\.jsonl, line 2: {reason}"):
         load_benchmark("any name", file)
+
+
+@pytest.mark.parametrize(
+    "answer", ["42", "That is 6 × 7 = **42**.", "42 boxes\n#### 42", "#### 42 boxes", "It is $42."]
+)
+def test_an_answer_that_ends_with_its_number_is_scored_by_it(tmp_path, answer):
+    (question,) = load_benchmark("own", write(tmp_path / "q.jsonl", {"question": "6 × 7?", "answer": answer}))
+    assert (question.score, gsm8k_answer(question.reference)) == ("accuracy", Decimal(42))
+
+
+def test_a_key_that_a_row_has_twice_is_named_by_file_and_line(tmp_path):
+    file = write(tmp_path / "q.jsonl", FASTCHAT, '{"question_id": 1, "turns": ["First"], "turns": ["Second"]}')
+    with pytest.raises(BenchmarkError, match=r"q\.jsonl, line 2: an object has a key twice: 'turns'; keep one of them"):
+        load_benchmark("own", file)
 
 
 def test_empty_file_is_an_error_and_ids_count_from_0(tmp_path):

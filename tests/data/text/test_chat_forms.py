@@ -131,7 +131,7 @@ def test_templates_that_may_leave_out_thoughts_are_known(form):
     assert ChatRenderer(tokenizer_of(form)).probe.may_rewrite == (form in ("channels", "thoughts"))
 
 
-def generated_rows(form, answers):
+def generated_rows(form, answers, chat=CHAT):
     """The rows of one conversation with these answers as the target's own, and their renderer."""
     tokenizer = tokenizer_of(form)
     model = random_llama(len(tokenizer))
@@ -140,7 +140,7 @@ def generated_rows(form, answers):
     said = iter(tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers)
     answerer = lambda prompts, limits: enumerate(Answer(next(said), "end") for _ in prompts)  # noqa: E731
     distiller = Distiller(target, DistillOptions(labels="generate"), answerer)
-    recorded = [{"id": "a", "place": "row 1", "messages": [*SYSTEM, *CHAT]}]
+    recorded = [{"id": "a", "place": "row 1", "messages": [*SYSTEM, *chat]}]
     return list(distiller.rows(datasets.Dataset.from_list(recorded))), tokenizer
 
 
@@ -174,6 +174,13 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_for_each_prompt(form
     assert prompts == [render_prompt(tokenizer, own[:2]), render_prompt(tokenizer, own)]
     assert [trained_runs(tokenizer, row.ids, row.mask) for row in rows] == [[answer] for answer in answers]
     assert {(row.number, row.id) for row in rows} == {(0, "a")}
+
+
+def test_a_last_answer_that_is_not_trained_on_leaves_the_row_before_it_alone():
+    chat = [{**message, "trained": number != 3} for number, message in enumerate(CHAT[:4])]
+    answers = ["<think>\n</think>\n\nOne.<|im_end|>", "<think>\n</think>\n\nTwo.<|im_end|>"]
+    (row,), tokenizer = generated_rows("thoughts", answers, chat)
+    assert row.skipped is None and trained_runs(tokenizer, row.ids, row.mask) == answers[:1]
 
 
 def test_a_token_that_ends_an_answer_and_begins_the_next_turn_is_there_once():

@@ -5,7 +5,13 @@ import json
 
 import pytest
 
-from draft_heads.data.text.conversations import BadRow, ConversationError, load_conversations, read_conversations
+from draft_heads.data.text.conversations import (
+    BadRow,
+    Conversation,
+    ConversationError,
+    load_conversations,
+    read_conversations,
+)
 
 GOOD = {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]}
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -61,7 +67,8 @@ BAD = [
     (turns("human", "human", "gpt"), r"two user turns in a row \(turn 2\)"),
     (turns("human", "system", "gpt"), r"a system turn that is not the first turn \(turn 2\)"),
     (turns("human"), "the conversation has no assistant turn"),
-    (turns("human", "gpt", text=" "), r"an empty answer \(turn 2\)"),
+    ({"messages": [MESSAGES[0], {"role": "assistant", "content": " "}]}, r"an empty answer \(turn 2\)"),
+    (turns("human", "gpt", text=" "), r"an empty question \(turn 1\)"),
     (turns(), "the conversation is empty"),
     (turns("human", "gpt", text="q\ud83d"), r"half a surrogate pair, which is no character \(turn 1\)"),
 ]
@@ -121,6 +128,15 @@ def test_sound_turns_of_a_bad_row_are_kept_and_what_is_trimmed_is_counted_by_rea
         assert line == f"{file}: 1 row trimmed: {bad.reason} (row 2)"
     with pytest.raises(ConversationError, match=r"rows\.json, row 2: "):
         load_conversations(str(file))
+
+
+def test_conversations_that_begin_with_the_same_question_are_held_out_together():
+    asked = [{"role": "user", "content": "More?"}, {"role": "assistant", "content": "No."}]
+    system = {"role": "system", "content": "Be brief."}
+    one, longer, other = Conversation(MESSAGES, {}), Conversation([*MESSAGES, *asked], {}), Conversation(asked, {})
+    told, tools = Conversation([system, *MESSAGES], {}), Conversation(MESSAGES, {"tools": [{"name": "add"}]})
+    assert one.opening == longer.opening and one.key != longer.key
+    assert len({found.opening for found in (one, other, told, tools)}) == 4
 
 
 def test_limit_reads_no_further_than_it_needs(tmp_path):

@@ -70,6 +70,30 @@ def test_an_input_is_a_paragraph_of_its_own_and_braces_of_a_row_stay(tmp_path):
     assert question.turns == ["Add {input}.\n\n{1, 2}"] and question.score is None
 
 
+@pytest.mark.parametrize(("value", "asked"), [(0, "Add.\n\n0"), (False, "Add.\n\nFalse"), ("", "Add."), ([], "Add.")])
+def test_only_what_holds_no_text_is_left_out_of_a_prompt(tmp_path, value, asked):
+    row = {"instruction": "Add.", "input": value, "output": "0"}
+    (question,) = load_benchmark("alpaca", write(tmp_path / "q.jsonl", row))
+    assert question.turns == [asked]
+
+
+GENERIC = {
+    "humaneval": {"task_id": "q1", "prompt": "What is the capital of France?"},
+    "mbpp": {"text": "What does this function do?", "code": "def f(x): return x*2"},
+    "xsum": {"document": "The tenant pays monthly.", "summary": "Rent is due monthly."},
+}
+"""Rows with keys of a benchmark that other files have too."""
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_keys_that_other_files_have_too_make_no_benchmark_of_a_file_that_is_not_named_so(tmp_path, name):
+    file, keys = write(tmp_path / "q.jsonl", GENERIC[name]), ", ".join(GENERIC[name])
+    with pytest.raises(BenchmarkError, match=rf"received the keys: {keys}; write .* or describe the file"):
+        load_benchmark("mine", file)
+    (question,) = load_benchmark(name, file)  # who names it means it
+    assert {"humaneval": "Complete this Python", "mbpp": "What does", "xsum": "Summarise"}[name] in question.turns[0]
+
+
 def test_the_tasks_of_spec_bench_are_its_columns(tmp_path):
     tasks = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
     tasks += ["translation", "summarization", "qa", "math_reasoning", "rag", "another"]

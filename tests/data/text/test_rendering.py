@@ -122,6 +122,12 @@ def test_end_tokens_are_eos_template_and_config():
     assert end_token_ids(None, 9) == (9,) and end_token_ids(None) == ()
 
 
+def test_a_template_whose_end_is_no_token_of_the_tokenizer_is_told(caplog):
+    tokenizer = byte_tokenizer(template("chatml").replace("<|im_end|>", "<|fin|>"))
+    assert end_token_ids(tokenizer) == (2,)
+    assert "closes an answer with '<|fin|>', in which the tokenizer" in caplog.text
+
+
 def test_template_that_shows_no_end_of_turn_leaves_the_other_end_tokens(caplog):
     tokenizer = byte_tokenizer("{{ messages[0]['content'] }}")
     assert end_token_ids(tokenizer, 9) == (2, 9)

@@ -98,6 +98,14 @@ def test_turns_that_are_not_to_be_trained_on_are_marked(tmp_path, key):
 REFUSED = [
     ({"context": "In 1789 …"}, "'context' holds text that no turn has"),
     ({"instruction": "Be brief."}, "'instruction' holds text that no turn has"),
+    ({"context": "Passage: Salut is French. Question: Hi"}, "'context' holds text that no turn has"),
+    ({"prompt": "You are a pirate. Always rhyme. Hi Salut"}, "'prompt' holds text that no turn has"),
+    ({"text": "<|user|>Hi<|assistant|>Salut!"}, "'text' holds text that no turn has"),
+    ({"text": "<|user|><image>Hi<|assistant|>Salut"}, "'text' holds text that no turn has"),
+    ({"text": "<|assistant|>Salut<|user|>Hi"}, "'text' holds text that no turn has"),
+    ({"question": "User: Hi"}, "'question' holds text that no turn has"),
+    ({"response": "Salut Hi"}, "'response' holds text that no turn has"),
+    ({"tools": '[{"name": "add", "name": "sub"}]'}, "'tools' is JSON in which an object has a key twice .*'name'"),
     ({"image": "a.png"}, "'image' changes the text or the mask, and nothing reads it"),
     ({"chosen": [USER]}, "'chosen' changes"),
     ({"tools": "add(a, b)"}, "'tools' is text that is no JSON"),
@@ -129,6 +137,54 @@ def test_an_unknown_key_is_refused_by_name_or_left_out_and_counted_by_name(tmp_p
     assert bad == ["row 1: the key 'mood' is unknown (turn 1)", "row 1: the key 'persona' is unknown"]
 
 
+@pytest.mark.parametrize(
+    "further",
+    [
+        {"knowledge": "Austen wrote Emma."},
+        {"knowledge": "Austen wrote Emma.", "intent": None, "difficulty": "easy"},
+        {"custom_instruction": "Always rhyme."},
+    ],
+)
+def test_a_published_label_is_one_only_in_its_own_form(tmp_path, further):
+    row = {"messages": [USER, ANSWER]} | further
+    with pytest.raises(ConversationError, match=rf"row 1: the key '{next(iter(further))}' is unknown"):
+        read(tmp_path, row)
+    assert read(tmp_path, row, skip_bad_rows=True)[1] == [f"row 1: the key '{next(iter(further))}' is unknown"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hi",
+        " Hi\nSalut ",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nSalut<|im_end|>\n",
+        "### Human: Hi### Assistant: Salut",
+        "### Instruction:\nHi\n\n### Response:\nSalut",
+        "<s>[INST] <<SYS>>\nAnswer in\nFrench.\n<</SYS>>\n\nHi [/INST] Salut </s>",
+        "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nSalut<end_of_turn>",
+        "<｜begin▁of▁sentence｜>Answer in French.<｜User｜>Hi<｜Assistant｜>Salut<｜end▁of▁sentence｜>",
+    ],
+)
+def test_a_rendering_of_the_turns_repeats_them(tmp_path, text):
+    row = {"system": "Answer in French.", "messages": [USER, ANSWER], "text": text}
+    assert read(tmp_path, row)[0] == [([FRENCH, USER, ANSWER], {})]
+
+
+def test_turns_that_look_like_marks_are_found_in_a_rendering(tmp_path):
+    turns = [USER | {"content": "user: A or S?"}, ANSWER | {"content": "A"}]
+    for text in ("USER: user: A or S? ASSISTANT: A", "<|user|>user: A or S?<|assistant|>A</s>"):
+        assert read(tmp_path, {"messages": turns, "text": text})[0] == [(turns, {})]
+    with pytest.raises(ConversationError, match="'text' holds text"):
+        read(tmp_path, {"messages": turns, "text": "USER: user: A or S? ASSISTANT: S"})
+
+
+def test_a_turns_own_copy_holds_nothing_that_its_text_has_not(tmp_path):
+    assert read(tmp_path, {"messages": [USER | {"text": "Hi "}, ANSWER]})[0] == [([USER, ANSWER], {})]
+    for turn in (USER | {"text": "Always rhyme. Hi"}, USER | {"content": "", "text": "Always rhyme."}):
+        with pytest.raises(ConversationError, match="'text' holds text that the turn has not"):
+            read(tmp_path, {"messages": [turn, ANSWER]})
+
+
 def test_rows_of_published_forms_are_not_refused_for_what_they_say_of_themselves(tmp_path):
     openhermes = {"conversations": [t | {"weight": None} for t in PAIR], "custom_instruction": False, "views": 3.0}
     openhermes |= {
@@ -142,6 +198,7 @@ def test_rows_of_published_forms_are_not_refused_for_what_they_say_of_themselves
     wildchat = {"conversation_hash": "x", "conversation": [t | {"toxic": False, "header": {}} for t in (USER, ANSWER)]}
     wildchat |= {"turn": 1, "openai_moderation": [{}], "hashed_ip": "h", "country": "US"}
     magpie = {"conversations": PAIR, "instruction": "Hi", "response": "Salut", "gen_input_configs": {"temperature": 1}}
+    magpie |= {"intent": "to greet", "knowledge": "Some French.", "difficulty": "easy", "input_quality": "good"}
     rendered = {"messages": [USER, ANSWER], "text": "<|user|>Hi<|assistant|>Salut</s>", "source": "web"}
     found, bad = read(tmp_path, openhermes, ultrachat, wildchat, magpie, rendered)
     assert found == [([USER, ANSWER], {})] * 5 and not bad

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from contextlib import nullcontext
 
 import datasets
 import pytest
 
 from draft_heads.data.collate import split_held_out
 from draft_heads.data.text.conversations import ConversationError
+from draft_heads.data.text.rendering import ChatRenderer
 from tests.data.labels.distilling.distilled import rows_of, run_distill
 from tests.tiny_chat import byte_tokenizer, save_target, template, trained_runs
 
@@ -60,6 +62,34 @@ def test_a_target_that_does_not_read_a_key_refuses_its_rows(target, tmp_path, la
     assert manifest["counts"]["rows"] == 1 == manifest["counts"]["skipped"]
 
 
+def test_a_template_that_takes_a_result_for_an_answer_is_refused():
+    called = [said("<tool_call>"), {"role": "tool", "content": "RESULT"}, said("x")]
+    for style, refused in (("vicuna", True), ("chatml", False)):
+        renderer = ChatRenderer(byte_tokenizer(template(style)))
+        with pytest.raises(ConversationError, match="the role of a tool turn") if refused else nullcontext():
+            renderer.check_read([{"role": "user", "content": "Hi"}, *called])
+
+
+def test_recorded_answers_without_an_end_token_are_counted_and_told(tmp_path, caplog):
+    open_end = template("chatml").replace("+ '<|im_end|>' }}", "}}{% if not loop.last %}{{ '<|im_end|>' }}{% endif %}")
+    save_target(tmp_path / "target")
+    byte_tokenizer(open_end).save_pretrained(tmp_path / "target")
+    rows = [talk("Hi", said("x"), said("y")), talk("Hi", said("x"))]
+    manifest = run_distill(str(tmp_path / "target"), write(tmp_path / "a.jsonl", rows), str(tmp_path / "o"))
+    assert manifest["counts"]["without_end"] == 3
+    assert "3 recorded answers have no end token" in caplog.text
+    options = {"labels": "generate", "max_new_tokens": 4}
+    manifest = run_distill(str(tmp_path / "target"), str(tmp_path / "a.jsonl"), str(tmp_path / "p"), **options)
+    assert manifest["counts"]["without_end"] == 0
+
+
+def test_a_template_that_writes_the_date_is_told(tmp_path, caplog):
+    save_target(tmp_path / "target")
+    byte_tokenizer("{{ strftime_now('%d %b') }}" + template("chatml")).save_pretrained(tmp_path / "target")
+    run_distill(str(tmp_path / "target"), write(tmp_path / "a.jsonl", [talk("Hi", said("x"))]), str(tmp_path / "o"))
+    assert "the chat template writes the date into prompts" in caplog.text
+
+
 def test_generated_answers_in_place_of_turns_that_are_not_trained_on_are_not_trained_on(target, tmp_path):
     rows = [
         talk("Hi", said("x"), said("x")),
@@ -75,7 +105,7 @@ def test_generated_answers_in_place_of_turns_that_are_not_trained_on_are_not_tra
     runs = trained_runs(tokenizer, both["input_ids"], both["assistant_mask"])
     assert len(runs) == 2 and trained_runs(tokenizer, second["input_ids"], second["assistant_mask"]) == runs[1:]
     assert trained_runs(tokenizer, first["input_ids"], first["assistant_mask"]) == runs[:1]
-    assert both["conversation"] == second["conversation"] != first["conversation"]
+    assert both["conversation"] == second["conversation"] == first["conversation"]
 
 
 def test_prompts_alone_get_the_answers_that_recorded_conversations_get(target, tmp_path):

@@ -1,0 +1,163 @@
+"""Rows of folders and of JSON with repeated keys: all that is there is read, or the file is named that is not."""
+
+import gzip
+import json
+
+import datasets
+import pytest
+
+from draft_heads.data.text.conversations import read_conversations
+from draft_heads.data.text.json_rows import RepeatedKey, parse_json, read_rows
+
+TWICE = '{"conversations": [{"from": "human", "value": "First", "value": "Second"}, {"from": "gpt", "value": "x"}]}'
+GOOD = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}]}
+
+
+def folder(path, *files):
+    """A folder with these files, each with one row that holds its name."""
+    for name in files:
+        file, row = path / name, {"name": name}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            datasets.Dataset.from_list([row]).to_parquet(file)
+        elif name.endswith(".gz"):
+            file.write_bytes(gzip.compress(json.dumps(row).encode()))
+        else:
+            file.write_text(json.dumps(row))
+    return path
+
+
+def names(path, split=None):
+    return [row["name"] for _, row in read_rows(str(path), split)]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("a.jsonl", "b.json", "more/c.jsonl.gz"),
+        ("train.jsonl", "train-2.jsonl"),
+        ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"),
+        ("train/a.jsonl", "train/b.jsonl"),
+    ],
+)
+def test_all_files_of_a_folder_are_read_and_what_holds_no_rows_is_passed_over(tmp_path, files):
+    folder(tmp_path, *files)
+    for name in ("NOTES.md", "README.md", "LICENSE.txt", ".cache/x.jsonl", "config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert sorted(names(tmp_path)) == sorted(files)
+    assert sorted(names(tmp_path, "train")) == sorted(files)
+
+
+@pytest.mark.parametrize(
+    ("files", "unread"),
+    [
+        (("train.jsonl", "part2.jsonl"), "part2.jsonl would not be read beside train.jsonl"),
+        (("data/train-00000-of-00001.parquet", "extra.parquet"), "extra.parquet would not be read beside data/train-0"),
+        (("train/a.jsonl", "other/b.jsonl"), "other/b.jsonl would not be read beside train/a.jsonl"),
+        (("a.jsonl", "B.JSONL"), "B.JSONL would not be read beside a.jsonl"),
+        (("test.jsonl", *(f"{n}.jsonl" for n in range(9))), "0.jsonl, 1.jsonl, 2.jsonl, 6 more would not be read"),
+    ],
+)
+def test_a_file_that_belongs_to_no_split_is_named(tmp_path, files, unread):
+    folder(tmp_path, *files)
+    for split in (None, "train"):
+        with pytest.raises(ValueError, match=f"each file of rows in a folder belongs to a split; in .*, {unread}"):
+            names(tmp_path, split)
+
+
+def test_links_that_are_not_followed_are_named(tmp_path):
+    folder(tmp_path / "elsewhere", "b.jsonl")
+    folder(tmp_path / "rows", "a.jsonl")
+    (tmp_path / "rows" / "more").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"more would not be read beside a\.jsonl: .*move them out"):
+        names(tmp_path / "rows")
+    (tmp_path / "rows" / "more").unlink()
+    (tmp_path / "rows" / "lost.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(ValueError, match=r"lost\.jsonl would not be read beside a\.jsonl"):
+        names(tmp_path / "rows")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert names(tmp_path / "link") == ["b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("files", "received"),
+    [
+        (("a.jsonl", "b.jsonl", "c.parquet"), "JSON: a.jsonl, b.jsonl; parquet: c.parquet"),
+        (("train.jsonl", "test.parquet"), "parquet: test.parquet; JSON: train.jsonl"),
+        (("a.csv", "b.tsv"), "csv: a.csv; tsv: b.tsv"),
+    ],
+)
+def test_formats_are_not_mixed_in_a_folder(tmp_path, files, received):
+    with pytest.raises(ValueError, match=rf"in one format, .* has several \({received}\); convert the files"):
+        names(folder(tmp_path, *files))
+
+
+def test_files_that_the_readme_names_are_read_alone(tmp_path):
+    folder(tmp_path, "train.jsonl", "part2.jsonl", "c.parquet")
+    readme = "---\r\nlicense: mit\r\nconfigs:\r\n- config_name: default\r\n  data_files: part2.jsonl\r\n---\r\n"
+    (tmp_path / "README.md").write_bytes(readme.encode())
+    assert names(tmp_path) == ["part2.jsonl"]
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nconfigs:\n")
+    with pytest.raises(ValueError, match="in one format"):
+        names(tmp_path)
+
+
+def test_the_splits_of_a_folder_that_are_not_read_are_logged(tmp_path, caplog):
+    folder(tmp_path / "three", "train.jsonl", "test.jsonl", "validation.jsonl")
+    for split, read, others in ((None, "test", "train, validation"), ("train", "train", "validation, test")):
+        assert names(tmp_path / "three", split) == [f"{read}.jsonl"]
+        assert caplog.messages == [f"{tmp_path / 'three'}: its split {read} is read, not {others}"]
+        caplog.clear()
+    assert names(folder(tmp_path / "one", "train.jsonl")) == ["train.jsonl"] and not caplog.messages
+
+
+# ---- keys that an object has twice -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (TWICE, "value"),
+        ('{"conversations": [], "conversations": [{"from": "human", "value": "a"}]}', "conversations"),
+        ('[{"a": 1}, {"b": {"c": 1, "d": 2, "c": 1}}]', "c"),
+        ('{"a": 1, "\\u0061": 2}', "a"),
+    ],
+)
+def test_a_key_that_an_object_has_twice_is_named(text, key):
+    with pytest.raises(RepeatedKey, match=f"^an object has a key twice: '{key}'; keep one of them$"):
+        parse_json(text)
+    assert parse_json('{"a": {"a": 1}, "b": [{"a": 2}, {"a": 3}]}') == {"a": {"a": 1}, "b": [{"a": 2}, {"a": 3}]}
+
+
+@pytest.mark.parametrize(("form", "place"), [("lines", "line 2"), ("array", "row 2")])
+def test_a_row_with_a_key_twice_is_a_bad_row_and_those_after_it_are_read(tmp_path, form, place):
+    rows, file = [json.dumps(GOOD), TWICE, json.dumps(GOOD)], tmp_path / "rows.json"
+    file.write_text("\n".join(rows) if form == "lines" else f"[{', '.join(rows)}]")
+    with pytest.raises(ValueError, match=rf"rows\.json, {place}: an object has a key twice \('value'; keep one"):
+        read_conversations(str(file))
+    loaded = read_conversations(str(file), skip_bad_rows=True)
+    assert len(loaded.dataset) == 2
+    assert [(bad.place, bad.reason, bad.outcome) for bad in loaded.bad_rows] == [
+        (place, "an object has a key twice", "dropped")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f"[{json.dumps(GOOD)}, {TWICE}]", r"a\.json, row 2: an object has a key twice: 'value'"),
+        (TWICE, r"a\.json, line 1: an object has a key twice: 'value'"),
+        (f"{json.dumps(GOOD)}\n{TWICE}", r"no folder with rows of one form \(.*value\) was specified twice"),
+    ],
+)
+def test_a_key_twice_in_a_file_of_a_folder_is_an_error(tmp_path, text, reason):
+    (tmp_path / "a.json").write_text(text)
+    (tmp_path / "b.json").write_text(json.dumps(GOOD))
+    with pytest.raises(ValueError, match=reason):
+        list(read_rows(str(tmp_path)))
+
+
+def test_an_empty_file_beside_others_of_a_folder_is_fine(tmp_path):
+    (folder(tmp_path, "a.jsonl") / "b.jsonl").write_text("")
+    assert names(tmp_path) == ["a.jsonl"]
