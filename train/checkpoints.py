@@ -30,6 +30,7 @@ class MarkComplete(TrainerCallback):
 
     def __init__(self, progress: Callable[[], dict[str, float]], limit: int | None = None) -> None:
         self.progress, self.limit = progress, limit
+        self.step: int | None = None  # of the newest checkpoint that this run saved
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called when this process has written its files of the checkpoint."""
@@ -41,11 +42,17 @@ class MarkComplete(TrainerCallback):
             mark_complete(folder, step=state.global_step, **progress)
             best = state.best_model_checkpoint
             delete_old_checkpoints(folder, self.limit, Path(best).name if best else None)
+        self.step = state.global_step
 
 
 def is_checkpoint(name: str) -> bool:
     """Whether a folder of this name is a checkpoint; copies with names of their own are the user's."""
     return re.fullmatch(r"checkpoint-\d+", name) is not None
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def incomplete_checkpoints(run: Path) -> list[Path]:
@@ -56,7 +63,7 @@ def incomplete_checkpoints(run: Path) -> list[Path]:
 def complete_checkpoints(run: Path) -> list[Path]:
     """Checkpoints whose writing finished, in the order of their steps (time stamps may be wrong)."""
     found = [path for path in run.glob("checkpoint-*") if is_checkpoint(path.name) and (path / MARKER).is_file()]
-    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+    return sorted(found, key=step_of)
 
 
 def newest_complete_checkpoint(run: Path) -> Path | None:

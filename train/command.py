@@ -18,7 +18,7 @@ TRANSFORMERS_FLAGS = {
     "max_steps": "optimizer steps; overrides --num_train_epochs",
     "num_train_epochs": "passes over the rows",
     "learning_rate": "peak rate",
-    "per_device_train_batch_size": "rows of a batch, on each process",
+    "per_device_train_batch_size": "rows of a batch on each process; conversations, with --packing",
     "save_steps": "steps from one checkpoint to the next",
     "deepspeed": "ZeRO configuration, e.g. configs/deepspeed/zero2.json",
 }

@@ -38,7 +38,7 @@ def shared_batches(trainer: Trainer, dataset: Any, size: int) -> Iterator[tuple[
 
 @torch.no_grad()
 def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, float]:
-    """Loss a window, windows, accuracy at every offset, and the share of labels that cannot be drafted: they are
+    """Loss per window, windows, accuracy at every offset, and the share of labels that cannot be drafted: they are
     outside the draft vocabulary or, for CTC, come after such a label in their window."""
     offsets = head.config.offsets
     total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
@@ -54,7 +54,7 @@ def loss_metrics(trainer: Trainer, head: DraftHead, dataset: Any) -> dict[str, f
     summed, windows = trainer.accelerator.reduce(total).tolist()
     every = trainer.accelerator.reduce(hits).tolist()
     labels, scored = (sum(row[column] for row in every) for column in (TOP, TOP + 1))
-    # labels outside the draft vocabulary have no loss: each counts as the mean of those that have one
+    # a label that cannot be drafted has no loss: it counts as the mean of those that have one
     metrics = {"loss": summed / windows * labels / scored if scored else math.nan, "windows": windows}
     if head.config.draft_vocab_size and labels:
         metrics["outside_vocabulary"] = 1 - scored / labels

@@ -5,8 +5,11 @@ A field that a later version of transformers adds is not offered until it is add
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
+
+from draft_heads.train.length import saves_what_it_evaluates
 
 _READ_BY = {
     "the run's folder": "output_dir",
@@ -79,6 +82,17 @@ def _plain(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow what is evaluated."""
+
+
+def settled_optimizer(options: Any) -> str:
+    """--head_optimizer, with `auto` decided: Muon, unless DeepSpeed or another optimizer was asked for."""
+    if options.head_optimizer != "auto":
+        return str(options.head_optimizer)
+    return "adamw" if options.deepspeed or options.optim != OPTIMIZERS[0] else "muon"
+
+
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 Entry = tuple[tuple[str, ...], str, Callable[[Any], bool], str]
 
@@ -123,9 +137,37 @@ NO_EFFECT: tuple[Entry, ...] = (
     ),
     (
         ("save_strategy",),
+        "eval_strategy",
+        lambda v: _plain(v.save_strategy) == "best" and _plain(v.eval_strategy) == "no",
+        "nothing is evaluated, so nothing would be saved; leave it out, or pass --eval_strategy steps",
+    ),
+    (
+        ("load_best_model_at_end",),
+        "eval_strategy",
+        lambda v: v.load_best_model_at_end and _plain(v.eval_strategy) == "no",
+        "no checkpoint is evaluated, so none is the best; leave it out, or pass --eval_strategy steps",
+    ),
+    (
+        ("load_best_model_at_end",),
+        "patience",
+        lambda v: v.patience > 0 and not v.load_best_model_at_end,
+        "it exports the best checkpoint; drop one of the two",
+    ),
+    (
+        ("save_strategy",),
         "patience",
         lambda v: v.patience > 0,
         "it saves at every evaluation; leave it out, or set --eval_strategy",
+    ),
+    (
+        ("save_steps",),
+        "load_best_model_at_end",
+        lambda v: (
+            not v.patience  # which says itself that it does not read --save_steps
+            and saves_what_it_evaluates(v)
+            and v.save_steps != (v.eval_steps or v.logging_steps)
+        ),
+        "it saves at every evaluation, of which one is the best; leave it out, or set --eval_steps",
     ),
     *(_by_steps(what) for what in ("eval", "save", "logging")),
     (
@@ -134,7 +176,7 @@ NO_EFFECT: tuple[Entry, ...] = (
         lambda v: (
             v.warmup_steps > 0
             and not v.max_minutes  # whose schedule warms up to whatever follows
-            and _plain(v.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau", "greedy")
+            and _plain(v.lr_scheduler_type) in ("constant", *BY_METRIC)
         ),
         "it has no warm-up; leave it out, or take constant_with_warmup or another",
     ),
@@ -151,17 +193,27 @@ NO_EFFECT: tuple[Entry, ...] = (
             not (
                 v.load_best_model_at_end
                 or _plain(v.save_strategy) == "best"
-                or _plain(v.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy")
+                or _plain(v.lr_scheduler_type) in BY_METRIC
             )
         ),
         "the last checkpoint is exported, whatever is best; add --patience N or --load_best_model_at_end true",
     ),
     (
-        ("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+        (
+            *("dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_multiprocessing_context"),
+            "dataloader_in_order",
+        ),
         "dataloader_num_workers",
         lambda v: v.dataloader_num_workers == 0,
         "there are no workers; leave it out, or pass --dataloader_num_workers 2",
     ),
+    (
+        ("packing",),
+        "per_device_train_batch_size",
+        lambda v: v.packing and not v.tokens_per_batch and v.per_device_train_batch_size == 1,
+        "a row takes in conversations of one batch; leave it out, or raise the batch",
+    ),
+    (("clip",), "max_grad_norm", lambda v: v.max_grad_norm == 0, "0 turns clipping off; leave it out, or raise it"),
     (
         ("simulate_nodes",),
         "simulate_rows",
@@ -187,17 +239,32 @@ def refused(name: str, value: Any = None) -> str | None:
     return f"--{name} {reason}{got}; leave it out"
 
 
-def check_effects(values: Any, given: set[str], written: set[str]) -> None:
+def check_effects(values: Any, given: Mapping[str, Any], written: Mapping[str, Any]) -> None:
     """ValueError for the first flag that was asked for and that another option makes ineffective.
 
-    values: all options of a run; given: names on the command line; written: those in the user's own --config. What the
+    values: all options of a run; given: those of the command line; written: those in the user's own --config. What the
     command line sets may take the effect of a line of the file away.
     """
+    for name, other, why, asked in _ineffective(values, given, written):
+        if asked:
+            raise ValueError(
+                f"--{name} {_plain({**written, **given}[name])} has no effect with --{other} "
+                f"{_plain(getattr(values, other))}: {why}"
+            )
+
+
+def without_effect(values: Any, given: Mapping[str, Any], written: Mapping[str, Any]) -> set[str]:
+    """The options without effect that nobody asked for: a recipe has them, or a file beside the command line."""
+    return {name for name, _, _, asked in _ineffective(values, given, written) if not asked}
+
+
+def _ineffective(
+    values: Any, given: Mapping[str, Any], written: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str, bool]]:
+    """(option without effect, the option that takes it away, why and what to do, whether it was asked for)."""
+    asked = {**written, **given}
     for names, other, takes_effect_away, why in NO_EFFECT:
         for name in names:
-            asked = name in given or (name in written and other in written and other not in given)
-            if asked and takes_effect_away(values):
-                raise ValueError(
-                    f"--{name} {_plain(getattr(values, name))} has no effect with --{other} "
-                    f"{_plain(getattr(values, other))}: {why}"
-                )
+            as_asked = {name: asked[name]} if name in asked else {}  # the trainer may have set another value since
+            if takes_effect_away(SimpleNamespace(**{**vars(values), **as_asked})):
+                yield name, other, why, name in given or (name in written and other in written and other not in given)

@@ -50,6 +50,11 @@ def _check_one_end(options: Mapping[str, Any], source: str) -> None:
         )
 
 
+def saves_what_it_evaluates(options: Any) -> bool:
+    """Whether --eval_steps says when to save too: the best checkpoint can be exported only if it was saved."""
+    return bool(options.load_best_model_at_end and options.eval_strategy == options.save_strategy == "steps")
+
+
 @dataclass(frozen=True)
 class RunLength:
     """How long a run is: `steps`, or where `minutes` are given those."""
@@ -64,14 +69,19 @@ class RunLength:
         epochs = self.steps / self.steps_per_epoch
         return f"{self.steps:,} steps ({epochs:.3g} epochs of {self.steps_per_epoch:,})"
 
-    def fit_intervals(self, args: Any) -> None:
-        """Let a recipe's intervals, its warm-up too, be a fifth at most of a run by steps; not `args.own_intervals`."""
-        if self.minutes:
-            return
-        for name in INTERVALS:
-            value = getattr(args, name) or 0
-            if name not in args.own_intervals and value > 1:
+    def fit_intervals(self, args: Any) -> dict[str, Any]:
+        """Let a recipe's intervals, its warm-up too, be a fifth at most of a run by steps; not `args.own_intervals`.
+
+        Returns those that changed.
+        """
+        before = {name: getattr(args, name) for name in INTERVALS}
+        for name, value in before.items():
+            read = name == "warmup_steps" or getattr(args, name.replace("steps", "strategy")) == "steps"
+            if read and not self.minutes and name not in args.own_intervals and value > 1:
                 setattr(args, name, min(value, max(1, self.steps // OFTEN)))
+        if saves_what_it_evaluates(args):
+            args.save_steps = args.eval_steps
+        return {name: getattr(args, name) for name, value in before.items() if getattr(args, name) != value}
 
     def warnings(self, args: Any) -> list[str]:
         """Lines about a run that is too short for a head, or for the intervals of its TrainingArguments."""

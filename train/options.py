@@ -12,8 +12,8 @@ import torch
 
 from draft_heads.configs.options import THREADS_HELP, check_whole, dtype_from_name, option
 from draft_heads.data.text.chat_template import CHAT_TEMPLATE_HELP
-from draft_heads.train.inherited import OPTIMIZERS, refused
-from draft_heads.train.length import ENDLESS_EPOCHS
+from draft_heads.train.inherited import BY_METRIC, OPTIMIZERS, refused, settled_optimizer
+from draft_heads.train.length import ENDLESS_EPOCHS, saves_what_it_evaluates
 from draft_heads.train.zero_config import check_launcher, zero_config
 
 
@@ -31,7 +31,7 @@ class RunOptions:
         False, "split the target among the processes (ZeRO-3), whatever --deepspeed says of the head"
     )
     max_length: int = option(0, "tokens of a row; longer ones are cut; 0: the dataset's longest")
-    packing: bool = option(False, "put several conversations into one row")
+    packing: bool = option(False, "put the conversations of a batch, which its size counts, into fewer rows")
     held_out: int = option(64, "rows kept for evaluation, never trained on")
     simulate_rows: int = option(32, "held-out rows that simulated beta walks along; 0 turns it off")
     simulate_nodes: int = option(32, "node budget of simulated beta")
@@ -84,6 +84,9 @@ class TrainingOptions:
         super().__post_init__()  # type: ignore[misc]
         self.deepspeed = given
         check_reporting(self.report_to)
+        own = self.lr_scheduler_kwargs or {}
+        if self.lr_scheduler_type in BY_METRIC and self.greater_is_better and isinstance(own, dict):
+            self.lr_scheduler_kwargs = {"mode": "max", **own}  # their default is "min"
         if self.tokens_per_batch:
             self.accelerator_config.even_batches = False  # their numbers of rows differ
         if self.n_gpu > 1:
@@ -91,12 +94,13 @@ class TrainingOptions:
 
     def _settle(self: Any) -> None:
         """Set what follows from other options, and what is the same for every head."""
-        if self.head_optimizer == "auto":
-            self.head_optimizer = "adamw" if self.deepspeed or self.optim != OPTIMIZERS[0] else "muon"
+        self.head_optimizer = settled_optimizer(self)
         if self.patience:
             self.load_best_model_at_end = True
             self.metric_for_best_model = self.metric_for_best_model or "eval_loss"
-            self.save_strategy, self.save_steps = self.eval_strategy, self.eval_steps or self.logging_steps
+            self.save_strategy = self.eval_strategy
+        if saves_what_it_evaluates(self):
+            self.save_steps = self.eval_steps or self.logging_steps
         if self.max_minutes:
             self.num_train_epochs = ENDLESS_EPOCHS
         self.remove_unused_columns = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -71,6 +72,15 @@ class Recipe:
             f"every GPU{length})"
         )
         return fill(text, 120, initial_indent="# ", subsequent_indent="# ")
+
+
+def with_fitted(text: str, fitted: Mapping[str, Any], why: str) -> str:
+    """The YAML of a recipe with intervals that were fitted to a run in place of its own, and a comment why."""
+    for name, value in fitted.items():
+        line = f"{name}: {value}  # {why}"
+        text, found = re.subn(rf"^{name}: .*$", line, text, flags=re.MULTILINE)
+        text += "" if found else f"\n{line}\n"
+    return text
 
 
 def _plain(value: Any) -> Any:

@@ -30,10 +30,11 @@ from draft_heads.heads.config import HeadConfig, target_sizes
 from draft_heads.heads.draft_vocab import frequent_tokens
 from draft_heads.inference.target.target import Target
 from draft_heads.train.checkpoints import how_to_resume
-from draft_heads.train.length import RunLength, too_few_in
+from draft_heads.train.length import INTERVALS, RunLength, too_few_in
 from draft_heads.train.loss_plot import save_loss_plot
 from draft_heads.train.optimizer import is_for_muon
 from draft_heads.train.options import RunOptions, TrainingOptions
+from draft_heads.train.recipe import with_fitted
 from draft_heads.train.run_folder import begin, check_folder, run_settings
 from draft_heads.train.trainer import DraftHeadTrainer
 from draft_heads.train.training_arguments import HeadTrainingArguments
@@ -48,7 +49,9 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     every_setting, folder = run_settings(run, settings, args), Path(args.output_dir or "")
     every_setting["data"] = [load_distilled(source).content for source in run.dataset]
     defaults = {x.name: x.default for options in (RunOptions, TrainingOptions, config_type) for x in fields(options)}
-    check_folder(args, every_setting, {name: value for name, value in defaults.items() if value is not MISSING})
+    defaults = {name: value for name, value in defaults.items() if value is not MISSING} | {"deepspeed_config": None}
+    unknown = set(INTERVALS) - args.own_intervals  # until the run's length is known
+    check_folder(args, {name: value for name, value in every_setting.items() if name not in unknown}, defaults)
     target = load_target(run, args)
     settings = settings_for_target(settings, config_type, target)
     training, held_out, data, collator = load_data(run, target, settings["target_layers"])
@@ -63,7 +66,6 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
     head = head_type(config)
     if config.draft_vocab_size:
         print_once(args, choose_draft_vocab(head, training, collator.max_length))
-    resume, lock = begin(args, every_setting)
     with explain_errors(lambda: how_to_resume(folder), folder):
         trainer = DraftHeadTrainer(
             head,
@@ -75,13 +77,17 @@ def train_head(kind: str, run: RunOptions, settings: dict[str, Any], args: HeadT
             simulate_dataset=held_out.select(range(min(run.simulate_rows, len(held_out)))),
             simulate_nodes=run.simulate_nodes,
         )
+    length = run_length(trainer)
+    args.recipe = with_fitted(args.recipe, length.fit_intervals(args), f"fitted to {length}")
+    fitted = {name: getattr(args, name) for name in INTERVALS if name in every_setting}
+    resume, lock = begin(args, every_setting | fitted)
 
     def outlook() -> str:
         trainer.close_progress()
         return how_to_resume(folder)
 
     with lock or nullcontext(), on_interrupt(outlook), explain_errors(outlook, folder):
-        fit(trainer, resume)
+        fit(trainer, length, resume)
         if trainer.sigterm.stopped:
             print_once(args, f"stopped by SIGTERM after step {trainer.state.global_step}; {outlook()}")
             return
@@ -112,13 +118,16 @@ def load_target(run: RunOptions, args: HeadTrainingArguments) -> Target:
             "start one, or split it among them with --shard_target"
         )
     cached = all(load_distilled(folder).hidden_dtype for folder in run.dataset)
+    spread = "--shard_target" if run.shard_target else "--target_device auto" if run.target_device else ""
+    if cached and spread:
+        raise ValueError(f"{spread} has no effect with cached hidden states, for which no target runs; leave it out")
     return Target.from_pretrained(
         run.target,
         dtype=run.target_dtype,
         device=run.target_device or args.device,
         adapter=run.target_adapter,
         chat_template=run.chat_template,
-        split=run.shard_target and not cached,
+        split=run.shard_target,
         lend_to=args.device if cached else None,
     )
 
@@ -152,11 +161,9 @@ def choose_draft_vocab(head: DraftHead, training: Any, max_length: int) -> str:
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-def fit(trainer: DraftHeadTrainer, resume: Path | None) -> None:
+def fit(trainer: DraftHeadTrainer, length: RunLength, resume: Path | None) -> None:
     """Print the plan and train, from the checkpoint `resume` or from the head's start values."""
     trainer.start_head()
-    length = run_length(trainer)
-    length.fit_intervals(trainer.args)
     print_once(trainer.args, training_plan(trainer, length))
     if resume is not None:
         trainer.resume(resume)

@@ -20,6 +20,7 @@ from draft_heads.train.checkpoints import (
     newest_complete_checkpoint,
     set_damaged_aside,
 )
+from draft_heads.train.inherited import BY_METRIC
 from draft_heads.train.options import RunOptions
 from draft_heads.train.training_arguments import HeadTrainingArguments
 from draft_heads.train.zero_config import read_zero_config
@@ -27,11 +28,11 @@ from draft_heads.train.zero_config import read_zero_config
 SETTINGS, RECIPE = "run.json", "recipe.yaml"
 _OWN = {"runs", LOCK, f".{SETTINGS}.partial"}  # TensorBoard's folder; a first file that a kill cut short
 _WRITTEN = _OWN | {SETTINGS, RECIPE, f".{RECIPE}.partial", "head", "loss.png"}  # and folders of checkpoints
-# May change when a run is resumed: where things lie and how often they happen, not what is learned. Datasets are
-# compared by their content.
+# May change when a run is resumed: where things lie and how often they happen, not what is learned. Datasets and
+# DeepSpeed's configuration are compared by their content.
 _FREE = {"overwrite", "threads", "local_rank", "logging_dir", "save_steps", "eval_steps", "logging_steps"}
 _FREE |= {"save_total_limit", "output_dir", "dataset", "per_device_eval_batch_size", "eval_batch_size"}
-_FREE |= {"dataloader_num_workers", "disable_tqdm", "run_name"}
+_FREE |= {"dataloader_num_workers", "disable_tqdm", "run_name", "deepspeed"}
 
 
 def check_folder(
@@ -83,7 +84,7 @@ def _check_same_settings(folder: Path, settings: dict[str, Any], defaults: Mappi
     if not (folder / SETTINGS).is_file() or not newest_complete_checkpoint(folder):
         return
     before = {**defaults, **json.loads((folder / SETTINGS).read_text(encoding="utf-8"))}
-    keys = (settings.keys() & before.keys()) - _FREE  # older runs wrote some of these
+    keys = settings.keys() & before.keys()  # older runs wrote others too
     changed = sorted(key for key in keys if settings[key] != before[key])
     if "target" in changed and Path(settings["target"]).resolve() == Path(before["target"]).resolve():
         changed.remove("target")
@@ -99,7 +100,8 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path |
     """Write the settings of a checked run; returns the checkpoint to resume from, None for a fresh start, and the
     folder's lock, which the first process holds.
 
-    The first process chooses for all. ValueError on every process if they do not share the folder.
+    The first process chooses for all. ValueError on every process if they do not share the folder, or if the run to
+    resume was begun with other settings, of which those that depend on the run's length are known now.
     """
     folder, resume, lock, processes = Path(args.output_dir or ""), None, None, _processes(args)
     with processes.first_alone() as first:
@@ -107,6 +109,8 @@ def begin(args: HeadTrainingArguments, settings: dict[str, Any]) -> tuple[Path |
             lock = lock_folder(folder, "--output_dir")
             if args.overwrite:
                 _delete_run(folder)
+            else:
+                _check_same_settings(folder, settings, {})
             delete_incomplete(folder)
             set_damaged_aside(folder)
             write_text(folder / SETTINGS, json.dumps(settings, indent=2, sort_keys=True) + "\n")
@@ -143,6 +147,7 @@ def run_settings(run: RunOptions, head: dict[str, Any], args: HeadTrainingArgume
     plain = (int, float, str, bool, type(None))
     training = {key: value for key, value in args.to_sanitized_dict().items() if isinstance(value, plain)}
     settings = {**vars(run), **head, **training, "processes": args.world_size}
-    if args.deepspeed:
-        settings["deepspeed_config"] = read_zero_config(args.deepspeed)  # by content, whatever its name
-    return {key: value for key, value in settings.items() if key not in _FREE}
+    settings["deepspeed_config"] = read_zero_config(args.deepspeed) if args.deepspeed else None
+    by_evaluations = settings.get("patience") or settings.get("lr_scheduler_type") in BY_METRIC
+    free = _FREE - {"eval_steps"} if by_evaluations else _FREE
+    return {key: value for key, value in settings.items() if key not in free}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ def wall_time_scheduler(name: Any, optimizer: Any, warmup: float, clock: WallClo
 
     warmup: below 1 a share of the time, else a number of steps. The schedule's shape begins when the warm-up ends, so
     the rate reaches its peak. Example: 10 minutes, warmup 0.2, linear: at 1, 2, 6 and 10 minutes 0.5, 1, 0.5 and 0.
+    ValueError for a schedule, or an option of one, that counts steps.
     """
+    if counted := [name for name in options or () if name == "timescale" or re.fullmatch(r"num_\w+_steps", name)]:
+        raise ValueError(
+            f"{', '.join(counted)} must be a number of steps, which a run of --max_minutes does not know; leave it "
+            "out, or give --max_steps"
+        )
     shape = get_scheduler(
         name, optimizer, num_warmup_steps=0, num_training_steps=_RESOLUTION, scheduler_specific_kwargs=options
     )

@@ -92,9 +92,16 @@ class StopOnSigterm(TrainerCallback):
         if self.stopped:
             control.should_training_stop = control.should_save = True
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called where an epoch is left too: it is no end of one, which strategies by epoch would evaluate."""
+        if self.stopped and state.epoch % 1:
+            control.should_evaluate = control.should_save = False
+
 
 class Patience(EarlyStoppingCallback):
     """Ends training after evaluations without a better metric; a resumed run goes on counting."""
+
+    _began = 0  # step, whose evaluation (--eval_on_start) says nothing of what was trained since
 
     @property
     def exhausted(self) -> bool:
@@ -105,3 +112,8 @@ class Patience(EarlyStoppingCallback):
         super().on_train_begin(args, state, control, **kwargs)
         saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {})
         self.early_stopping_patience_counter = saved.get("early_stopping_patience_counter", 0)
+        self._began = state.global_step
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        if state.global_step != self._began:
+            super().on_evaluate(args, state, control, metrics, **kwargs)

@@ -31,7 +31,7 @@ from draft_heads.heads.base import DraftHead, HeadLoss
 from draft_heads.inference.target import sharded
 from draft_heads.inference.target.target import Target
 from draft_heads.train.batches import EpochSampler, RowBatches, TokenBatches, leave_signals_to_trainer
-from draft_heads.train.checkpoints import MarkComplete, read_marker
+from draft_heads.train.checkpoints import MarkComplete, read_marker, step_of
 from draft_heads.train.held_out import loss_metrics, simulation_metrics
 from draft_heads.train.log import LogLastStep, LogMetrics, check_losses, progress_callback
 from draft_heads.train.optimizer import MuonWithAdamW
@@ -75,13 +75,14 @@ class DraftHeadTrainer(Trainer):
         self._loss_sum = torch.zeros((), dtype=torch.float64)  # of this process's steps
         self._loss_before = 0.0  # sum of the losses of the steps before a resume
         limit, args.save_total_limit = args.save_total_limit, None  # transformers would go by the folders' time stamps
+        self._saved = MarkComplete(self._progress, limit)
         super().__init__(
             model=head,
             args=args,
             data_collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            callbacks=[self.sigterm, self.clock, LogLastStep(), MarkComplete(self._progress, limit)],
+            callbacks=[self.sigterm, self.clock, LogLastStep(), self._saved],
         )
         if is_deepspeed_zero3_enabled():
             sharded.gather_until_step(head)
@@ -240,7 +241,11 @@ class DraftHeadTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
             check_losses(self, list(self._metrics.batches))
+        save = self.control.should_save
         super()._maybe_log_save_evaluate(*args, **options)
+        if save and self._saved.step != self.state.global_step:  # --save_strategy best found no new best
+            self.control.should_save = True
+            super()._maybe_log_save_evaluate(*args, **options)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the loss's parts, speed and memory since the last log, and the minutes used."""
@@ -315,8 +320,9 @@ class DraftHeadTrainer(Trainer):
 
     @property
     def steps(self) -> int:
-        """Steps of the head as it is after training: of the best checkpoint, where that was asked for."""
-        return (self.args.load_best_model_at_end and self.state.best_global_step) or self.state.global_step
+        """Steps of the head as it is after training: of the best checkpoint, where transformers has loaded that."""
+        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+        return step_of(Path(best)) if best else int(self.state.global_step)
 
     def final_evaluation(self) -> dict[str, float]:
         """`evaluate` after training, unless this step's head was evaluated while it trained."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from types import SimpleNamespace
 from typing import Any, get_type_hints
@@ -14,7 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from draft_heads.configs.options import add_flags, option_names
 from draft_heads.heads.config import HeadConfig
-from draft_heads.train.inherited import READ, check_effects, refused
+from draft_heads.train.inherited import READ, check_effects, refused, settled_optimizer, without_effect
 from draft_heads.train.length import INTERVALS, settle_end
 from draft_heads.train.options import RunOptions, TrainingOptions, check_training, needs_gloo
 from draft_heads.train.recipe import Recipe, add_recipe_flags, choose_recipe
@@ -68,7 +69,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         parser.refuse(unknown)
         given = {name: value for name, value in vars(known).items() if value is not None}
         recipe = choose_recipe(head_config.kind, given, parser)
-        defaults = defaults_beside(given, recipe)
+        defaults = defaults_beside(given, recipe, parser)
         if known.print_recipe:
             print(f"{recipe.memory(defaults, given)}\n{recipe.text(defaults, given)}", end="")
             parser.exit()
@@ -82,7 +83,7 @@ def parse_options(head_config: type[HeadConfig], arguments: list[str] | None = N
         start_processes(offered)
         training = HeadTrainingArguments(**vars(offered))
         head = {name: getattr(rest, name) for name in option_names(head_config)}
-        check_together(run, head_config(**head), training, set(given), set() if recipe.bundled else set(defaults))
+        check_together(run, head_config(**head), training, given, {} if recipe.bundled else defaults)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     training.recipe = recipe.text(defaults, given)
@@ -109,11 +110,12 @@ def start_processes(options: Any) -> None:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]
 
 
-def defaults_beside(given: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+def defaults_beside(given: dict[str, Any], recipe: Recipe, parser: TrainerParser) -> dict[str, Any]:
     """The recipe's settings that stand beside the flags `given`.
 
     What ends a run on the command line (minutes, steps or epochs) replaces what ends the recipe's; so do batches of
-    rows its batches of tokens, and another optimizer its Muon.
+    rows its batches of tokens, and another optimizer its Muon. Settings that have no effect then are left out, so that
+    the recipe that a run writes is one that may be written.
     """
     defaults = dict(recipe.settings)
     settle_end(given, defaults, "" if recipe.bundled else f"--config {given['config']}: ")
@@ -121,14 +123,26 @@ def defaults_beside(given: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
         defaults.pop("tokens_per_batch", None)
     if "optim" in given and "head_optimizer" not in given:
         defaults.pop("head_optimizer", None)
-    return defaults
+    usual = {action.dest: action.default for action in reversed(parser._actions)}  # of two of a name the first counts
+    values = SimpleNamespace(**{**usual, **defaults, **given})
+    values.head_optimizer = settled_optimizer(values)
+    idle = without_effect(values, given, {} if recipe.bundled else defaults)
+    return {name: value for name, value in defaults.items() if name not in idle}
 
 
 def check_together(
-    run: RunOptions, head: HeadConfig, training: HeadTrainingArguments, given: set[str], written: set[str]
+    run: RunOptions,
+    head: HeadConfig,
+    training: HeadTrainingArguments,
+    given: Mapping[str, Any],
+    written: Mapping[str, Any],
 ) -> None:
     """ValueError for options that do not go together; given, written: as `check_effects` has them."""
     check_effects(SimpleNamespace(**{**vars(head), **vars(run), **vars(training)}), given, written)
+    if training.world_size == 1 and (alone := [name for name in given if name.startswith("ddp_")]):
+        raise ValueError(
+            f"--{alone[0]} {given[alone[0]]} has no effect in one process; leave it out, or start several with torchrun"
+        )
     check_schedule(training)
     if run.packing and training.tokens_per_batch:
         raise ValueError(

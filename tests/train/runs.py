@@ -35,6 +35,12 @@ def command(dataset, output, *extra, batch=4, kind="ctc"):
     ]  # fmt: skip
 
 
+def without(words, *flags):
+    """A command without flags that have one value."""
+    places = {words.index(flag) + i for flag in flags for i in (0, 1)}
+    return [word for place, word in enumerate(words) if place not in places]
+
+
 def run(*arguments, **options):
     return run_script(*command(*arguments, **options))
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 from transformers import TrainingArguments
 
 from draft_heads.heads.checkpoint import HEADS, head_classes
@@ -101,7 +102,26 @@ def test_a_flag_that_is_said_to_be_read_is_read(dataset, tmp_path, monkeypatch):
         ("--eval_steps 5 --eval_strategy epoch", "--eval_strategy epoch: it counts no steps"),
         ("--save_steps 5 --save_strategy epoch", "--save_strategy epoch: it counts no steps"),
         ("--logging_steps 5 --logging_strategy no", "--logging_strategy no: it counts no steps"),
-        ("--save_strategy epoch --patience 2 --eval_strategy steps", "--patience 2: it saves at every evaluation"),
+        (
+            "--save_strategy epoch --patience 2 --eval_strategy steps",
+            "--save_strategy epoch has no effect with --patience 2: it saves at every evaluation",
+        ),
+        (
+            "--load_best_model_at_end false --patience 2 --eval_strategy steps",
+            "--load_best_model_at_end False has no effect with --patience 2: it exports the best",
+        ),
+        (
+            "--load_best_model_at_end true --eval_strategy no --save_strategy no",
+            "--eval_strategy no: no checkpoint is evaluated, so none is the best",
+        ),
+        ("--save_strategy best --eval_strategy no", "--eval_strategy no: nothing is evaluated, so nothing would be"),
+        (
+            "--save_steps 8 --load_best_model_at_end true --eval_strategy steps --eval_steps 4",
+            "--save_steps 8.0 has no effect with --load_best_model_at_end True: it saves at every evaluation",
+        ),
+        ("--clip value --max_grad_norm 0", "--max_grad_norm 0.0: 0 turns clipping off"),
+        ("--packing true --per_device_train_batch_size 1", "--per_device_train_batch_size 1: a row takes in"),
+        ("--dataloader_in_order false --dataloader_num_workers 0", "--dataloader_num_workers 0: there are no workers"),
         (
             "--warmup_steps 5 --lr_scheduler_type constant --max_steps 9",
             "--lr_scheduler_type constant: it has no warm-up",
@@ -126,6 +146,53 @@ def test_a_flag_without_effect_in_a_combination_is_refused(capsys, tmp_path, arg
         assert cause in refusal(capsys, "--config", str(tmp_path / "r.yaml"))
         (tmp_path / "r.yaml").write_text(f"{pairs[0][0]}: {pairs[0][1] or 'true'}\n")
         parse_options(CTCConfig, [*GIVEN, "--config", str(tmp_path / "r.yaml"), f"--{pairs[1][0]}", pairs[1][1]])
+
+
+def test_packing_is_refused_beside_a_recipes_batches_of_one(capsys):
+    told = refusal(capsys, "--config", "paper", "--bf16", "false", "--packing", "true")
+    assert "--packing True has no effect with --per_device_train_batch_size 1" in told
+    two = ["--config", "paper", "--bf16", "false", "--packing", "true", "--per_device_train_batch_size", "2"]
+    assert parse_options(CTCConfig, [*GIVEN, *two])[0].packing
+
+
+def test_flags_of_several_processes_are_refused_in_one(capsys, tmp_path):
+    assert "--ddp_timeout 60 has no effect in one process; leave it out, or" in refusal(capsys, "--ddp_timeout", "60")
+    (tmp_path / "r.yaml").write_text("ddp_timeout: 60\n")  # a file may be for both
+    parse_options(CTCConfig, [*GIVEN, "--config", str(tmp_path / "r.yaml")])
+
+
+@pytest.mark.parametrize("flags", ["--shard_target", "--target_device auto"])
+def test_a_target_that_does_not_run_is_not_split(cached, tmp_path, flags):
+    status, told = run(cached, tmp_path / "run", *flags.split())
+    assert status != 0 and f"{flags} has no effect with cached hidden states, for which no target runs" in told
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, flags",
+    [
+        ("ctc", "--lr_scheduler_type constant --max_steps 9"),
+        ("ctc", "--eval_strategy epoch --max_steps 9"),
+        ("ctc", "--eval_strategy no --logging_strategy epoch --save_strategy epoch"),
+        ("ctc", "--patience 2 --eval_steps 40"),
+        ("ctc", "--load_best_model_at_end true --eval_steps 40 --max_steps 900"),
+        ("ctc", "--load_best_model_at_end true --save_strategy best"),
+        ("ctc", "--config paper --bf16 false --max_grad_norm 0"),
+        ("ctc", "--config vicuna-7b --bf16 false --tokens_per_batch 4096"),
+        ("ctc", "--config 8b --bf16 false --optim sgd"),
+        ("ctc", "--labels 1"),
+        ("medusa", "--heads 1"),
+        ("chimera", "--encoder target_layer0_frozen"),
+        ("eagle3", "--passes 1"),
+    ],
+)
+def test_the_recipe_that_a_run_writes_is_one_that_it_may_be_given(tmp_path, kind, flags):
+    config = head_classes(kind)[1]
+    run, head, training = parse_options(config, [*GIVEN, *flags.split()])
+    (tmp_path / "recipe.yaml").write_text(training.recipe)
+    again, same_head, same = parse_options(config, ["--config", str(tmp_path / "recipe.yaml")])
+    assert (again, same_head, same.to_dict()) == (run, head, training.to_dict())
+    assert yaml.safe_load(same.recipe) == yaml.safe_load(training.recipe)
 
 
 def test_an_encoder_of_single_tokens_has_no_k_grams(capsys):

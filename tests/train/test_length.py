@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainingArguments
 
-from draft_heads.train.length import RunLength, settle_end, too_few_in
+from draft_heads.train.length import INTERVALS, RunLength, settle_end, too_few_in
 from tests.train.runs import losses, run
 
 
@@ -75,7 +75,9 @@ def test_a_recipes_intervals_come_five_times_in_a_short_run_and_ones_own_as_aske
         every = {"eval_strategy": "steps", "save_strategy": "steps", "logging_steps": 20, "eval_steps": 500}
         args = arguments(**{**every, "save_steps": 500, "warmup_steps": 100, **options})
         args.own_intervals = set(own)
-        length.fit_intervals(args)
+        before = {name: getattr(args, name) for name in INTERVALS}
+        changed = length.fit_intervals(args)
+        assert before | changed == {name: getattr(args, name) for name in INTERVALS}
         return args.logging_steps, args.eval_steps, args.save_steps, args.warmup_steps
 
     assert fitted(RunLength(92, 46)) == (18, 18, 18, 18)
@@ -84,6 +86,16 @@ def test_a_recipes_intervals_come_five_times_in_a_short_run_and_ones_own_as_aske
     assert fitted(RunLength(92, 46), own={"eval_steps"}) == (18, 500, 18, 18)
     assert fitted(RunLength(92, 46), eval_steps=0.5, warmup_steps=0.03) == (18, 0.5, 18, 0.03)  # shares of the run
     assert fitted(RunLength(92, 46, minutes=5)) == (20, 500, 500, 100)
+    assert fitted(RunLength(92, 46), eval_strategy="epoch", save_strategy="no") == (18, 500, 500, 18)  # not read
+
+
+@pytest.mark.parametrize("own, both", [((), 18), (("eval_steps",), 250), (("save_steps",), 18)])
+def test_the_best_checkpoint_is_saved_when_it_is_evaluated_however_short_the_run(own, both):
+    steps = {"eval_strategy": "steps", "eval_steps": 250, "save_strategy": "steps", "save_steps": 500}
+    args = arguments(**steps, load_best_model_at_end=True)
+    args.own_intervals = set(own)
+    assert RunLength(92, 46).fit_intervals(args)["save_steps"] == both
+    assert args.eval_steps == args.save_steps == both
 
 
 def test_the_plan_has_the_steps_that_are_trained_and_the_last_is_logged(dataset, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 
 from draft_heads.data.common.progress import ProgressLines
 from draft_heads.train.log import LogLastStep, MetricLines, StepsBar, TrainingLines, log_line, progress_callback
+from draft_heads.train.loss_plot import held_out_losses
 from draft_heads.train.stopping import WallClock
 
 
@@ -36,6 +37,12 @@ def test_the_step_that_ends_training_is_logged_whatever_logging_steps_says(strat
     control = SimpleNamespace(should_training_stop=stops, should_log=False)
     LogLastStep().on_step_end(SimpleNamespace(logging_strategy=strategy), None, control)
     assert control.should_log == (stops and strategy == "steps")
+
+
+def test_the_held_out_curve_is_of_the_labels_in_the_draft_vocabulary_as_the_training_curve_is():
+    history = [{"step": 1, "loss": 9.0}, {"step": 2, "eval_loss": 20.0, "eval_outside_vocabulary": 0.25}]
+    assert held_out_losses(history) == ([2], [15.0])
+    assert held_out_losses([{"step": 4, "eval_loss": 20.0}]) == ([4], [20.0])  # the whole vocabulary
 
 
 def test_a_line_of_metrics_is_readable_and_short(capsys):

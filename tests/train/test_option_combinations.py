@@ -17,6 +17,7 @@ from draft_heads.inference.generation import GenerationSettings
 from draft_heads.inference.target.target import Target
 from draft_heads.train.held_out import greedy_answers
 from draft_heads.train.options import RunOptions
+from draft_heads.train.training_arguments import parse_options
 from draft_heads.train.training_data import load_data
 from tests.running import run_script
 from tests.train.runs import TARGET
@@ -94,6 +95,7 @@ def check_combination(kind, seed, generated, tmp_path, monkeypatch):
         assert " parameters for " not in told, (words, told)  # refused before, not after
     else:
         pytest.fail(f"40 combinations were refused, the last by: {reason}")
+    parse_options(head_classes(kind)[1], ["--config", str(folder / "recipe.yaml")])
     provenance = json.loads((folder / "head" / "provenance.json").read_text())
     options = provenance["options"]
     head, target = load_head(folder / "head"), Target.from_pretrained(TARGET)

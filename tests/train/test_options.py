@@ -286,6 +286,10 @@ def test_a_recipe_that_is_no_mapping_is_refused(tmp_path, capsys):
         (["--lr_scheduler_kwargs", "[1]"], "--lr_scheduler_kwargs must be a JSON object"),
         (["--lr_scheduler_type", "cosine_with_min_lr"], "--lr_scheduler_type cosine_with_min_lr make no schedule"),
         (["--max_minutes", "1", "--lr_scheduler_type", "greedy"], "make no schedule: --max_minutes needs a schedule"),
+        (
+            ["--lr_scheduler_type", "inverse_sqrt", "--lr_scheduler_kwargs", '{"timescale": 50}'],
+            "{'timescale': 50} make no schedule: timescale must be a number of steps, which a run of --max_minutes",
+        ),
         (["--max_length", "3"], "--max_length"),
         (["--target_dtype", "int8"], "--target_dtype"),
         (["--simulate_nodes", "0"], "--simulate_nodes"),

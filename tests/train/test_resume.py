@@ -13,14 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from draft_heads.data.labels.shards import DistilledDataset
 from draft_heads.train.checkpoints import complete_checkpoints, incomplete_checkpoints
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run_folder import begin, check_folder, run_settings
-from tests.running import ROOT
-from tests.train.runs import command, losses, run
+from tests.running import ROOT, run_script
+from tests.train.runs import command, losses, run, without
 
 
 def test_a_finished_run_is_not_trained_again(dataset, uninterrupted):
@@ -160,6 +161,68 @@ def test_patience_ends_training_and_exports_the_best_checkpoint(dataset, tmp_pat
     assert losses(tmp_path / "run") and not re.findall(r"step \d+: loss", told)
 
 
+def test_the_best_checkpoint_is_exported_where_the_recipe_would_save_at_other_steps(dataset, tmp_path):
+    output, flags = tmp_path / "run", "--load_best_model_at_end true --eval_steps 5 --max_steps 10 --learning_rate 0.5"
+    words = command(dataset, output, *flags.split(), "--eval_strategy", "steps", kind="medusa")
+    status, told = run_script(*without(words, "--save_steps"))
+    assert status == 0, told
+    measured = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): held-out loss ([\d.e+-]+)", told)}
+    provenance = json.loads((output / "head" / "provenance.json").read_text())
+    best = min(measured, key=measured.get)
+    assert list(measured) == [5, 10] and provenance["steps"] == best == 5
+    saved = load_file(output / f"checkpoint-{best}" / "model.safetensors")
+    exported = load_file(output / "head" / "model.safetensors")
+    assert all(torch.equal(saved[name], exported[name]) for name in exported)
+
+
+def test_a_run_is_repeated_and_resumed_by_the_recipe_that_it_wrote(dataset, tmp_path):
+    """The warm-up is the recipe's 100 steps, which 10 steps have a fifth of."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    words = command(dataset, first, "--max_steps", "10", kind="medusa")
+    words = without(words, "--warmup_steps", "--save_steps")
+    status, told = run_script(*words)
+    assert status == 0, told
+    kept = yaml.safe_load((first / "recipe.yaml").read_text())
+    begun = json.loads((first / "run.json").read_text())
+    assert kept["warmup_steps"] == begun["warmup_steps"] == 2 and kept["save_steps"] == 2
+    assert json.loads((first / "head" / "provenance.json").read_text())["options"]["warmup_steps"] == 2
+    by_recipe = [words[0], "--config", str(first / "recipe.yaml")]
+    status, told = run_script(*by_recipe, "--output_dir", str(second))
+    assert status == 0, told
+    assert losses(second) == losses(first) and losses(second, "learning_rate") == losses(first, "learning_rate")
+    assert json.loads((second / "run.json").read_text()) == begun
+    for later in ("head", "checkpoint-10"):
+        shutil.rmtree(first / later)
+    status, told = run_script(*words, "--warmup_steps", "5")
+    assert status != 0 and "begun with other settings (warmup_steps was 2, now 5.0)" in told
+    status, told = run_script(*by_recipe, "--warmup_steps", "100", "--lr_scheduler_type", "linear")
+    assert status != 0 and "lr_scheduler_type was 'cosine', now 'linear'; warmup_steps was 2, now 100.0" in told
+    status, told = run_script(*by_recipe)
+    assert status == 0 and f"resuming {first / 'checkpoint-8'}" in told, told
+    assert losses(first) == losses(second) and losses(first, "learning_rate") == losses(second, "learning_rate")
+
+
+def test_a_run_that_goes_by_its_evaluations_is_resumed_with_the_same(dataset, tmp_path):
+    """Checked when the run's length is known, as a recipe's interval depends on it."""
+    args = SimpleNamespace(output_dir=str(tmp_path), overwrite=False, process_index=0, world_size=1, recipe="")
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "complete.json").write_text("{}")
+    (tmp_path / "run.json").write_text('{"eval_steps": 10, "seed": 1}')
+    with pytest.raises(ValueError, match=r"other settings \(eval_steps was 10, now 20\)"):
+        begin(args, {"eval_steps": 20, "seed": 1})
+    assert json.loads((tmp_path / "run.json").read_text())["eval_steps"] == 10
+    for settings, kept in (
+        ({"patience": 0, "lr_scheduler_type": "cosine"}, False),
+        ({"patience": 2, "lr_scheduler_type": "cosine"}, True),
+        ({"patience": 0, "lr_scheduler_type": "reduce_lr_on_plateau"}, True),
+        ({"patience": 0, "lr_scheduler_type": "greedy"}, True),
+    ):
+        given = {**settings, "eval_steps": 10, "save_steps": 10}
+        args.deepspeed, args.to_sanitized_dict = None, lambda given=given: given
+        found = run_settings(RunOptions(target="t", dataset=["d"]), {}, args)
+        assert ("eval_steps" in found) == kept and "save_steps" not in found
+
+
 def test_a_folder_of_something_else_is_not_overwritten(dataset, tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     for flags in ([], ["--overwrite"]):
@@ -207,6 +270,11 @@ def test_the_content_of_a_deepspeed_configuration_is_a_setting(tmp_path):
         zero.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
         found.append(run_settings(run, {}, args))
     assert [x["deepspeed_config"]["zero_optimization"]["stage"] for x in found] == [1, 2]
+    args.deepspeed = str(zero.rename(tmp_path / "renamed.json"))
+    args.to_sanitized_dict = lambda: {"deepspeed": args.deepspeed}
+    assert run_settings(run, {}, args) == found[1]  # whatever its name
+    args.deepspeed = None
+    assert run_settings(run, {}, args)["deepspeed_config"] is None
 
 
 def test_a_copy_of_a_checkpoint_is_the_users(tmp_path):

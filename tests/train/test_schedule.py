@@ -1,10 +1,15 @@
 """Learning rates of a run that ends at a wall time."""
 
+import json
+
 import pytest
 import torch
+from transformers import get_scheduler
 
+from draft_heads.heads.ctc import CTCConfig
 from draft_heads.train.schedule import wall_time_scheduler
 from draft_heads.train.stopping import WallClock
+from draft_heads.train.training_arguments import parse_options
 
 
 def rates(warmup, name="cosine", **options):
@@ -46,3 +51,32 @@ def test_a_resumed_schedule_by_time_goes_on_where_its_warm_up_ended():
 
 def test_a_schedule_by_time_takes_its_options():
     assert rates(0, "cosine_with_min_lr", min_lr_rate=0.1)[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("option", ["num_decay_steps", "num_stable_steps", "timescale"])
+def test_a_schedule_by_time_refuses_options_that_count_steps(option):
+    with pytest.raises(ValueError, match=f"^{option} must be a number of steps, which a run of --max_minutes does not"):
+        rates(0, "warmup_stable_decay", **{option: 300})
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+@pytest.mark.parametrize(
+    "metric, own, values, factor",
+    [
+        ("accuracy_1", {}, (0.1, 0.2, 0.3), 1),  # it grows, which is better
+        ("accuracy_1", {}, (0.3, 0.2, 0.1), 0.25),
+        ("accuracy_1", {"mode": "min"}, (0.1, 0.2, 0.3), 0.25),
+        ("loss", {}, (0.1, 0.2, 0.3), 0.25),
+    ],
+)
+def test_a_schedule_that_follows_a_metric_knows_which_way_is_better(kind, metric, own, values, factor):
+    flags = ["--target", "tests/tiny_target", "--dataset", "d", "--output_dir", "r", "--use_cpu", "--max_steps", "9"]
+    options = json.dumps({"patience": 0, "factor": 0.5} | own)
+    flags += ["--lr_scheduler_type", kind, "--lr_scheduler_kwargs", options, "--metric_for_best_model", metric]
+    training = parse_options(CTCConfig, flags)[2]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = get_scheduler(kind, optimizer, scheduler_specific_kwargs=training.lr_scheduler_kwargs)
+    for value in values:
+        schedule.step(value)
+    # greedy raises a rate that may be raised; its most is 1
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(factor)

@@ -1,10 +1,16 @@
 """What ends a run before its last step: SIGTERM on one of several processes, the wall clock, patience."""
 
+import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from draft_heads.train.checkpoints import newest_complete_checkpoint
 from draft_heads.train.stopping import Patience, StopOnSigterm, WallClock
+from draft_heads.train.trainer import DraftHeadTrainer
+from tests.running import run_script
+from tests.train.runs import command, without
 
 
 def test_processes_ask_each_other_after_every_step_that_is_slow_on_one_of_them(monkeypatch):
@@ -30,6 +36,61 @@ def test_processes_ask_each_other_after_every_step_that_is_slow_on_one_of_them(m
     assert asked == [1, 9, 10, 11, 19, 20, 28] and control.should_training_stop and control.should_save
 
 
+@pytest.mark.parametrize("stopped, epoch, cleared", [(True, 1.4, True), (True, 2.0, False), (False, 1.4, False)])
+def test_an_epoch_that_sigterm_cut_short_is_not_evaluated_as_a_whole_one(stopped, epoch, cleared):
+    sigterm, control = StopOnSigterm(), SimpleNamespace(should_evaluate=True, should_save=True)
+    sigterm.stopped = stopped
+    sigterm.on_epoch_end(None, SimpleNamespace(epoch=epoch), control)
+    assert control.should_evaluate == control.should_save == (not cleared)
+
+
+@pytest.mark.parametrize("saved, wanted, steps", [(True, True, 4), (False, True, 6), (True, False, 6)])
+def test_the_steps_of_a_head_are_those_of_the_checkpoint_that_was_loaded(saved, wanted, steps):
+    best = "r/checkpoint-4" if saved else None
+    state = SimpleNamespace(best_global_step=4, best_model_checkpoint=best, global_step=6)
+    trainer = SimpleNamespace(args=SimpleNamespace(load_best_model_at_end=wanted), state=state)
+    assert DraftHeadTrainer.steps.fget(trainer) == steps
+
+
+def received_after(monkeypatch, step):
+    """As if SIGTERM came in this step of a run."""
+    own = StopOnSigterm.on_step_end
+
+    def on_step_end(self, args, state, control, **options):
+        self._received = state.global_step == step
+        own(self, args, state, control, **options)
+
+    monkeypatch.setattr(StopOnSigterm, "on_step_end", on_step_end)
+
+
+def newest_state(output):
+    return json.loads((newest_complete_checkpoint(output) / "trainer_state.json").read_text())
+
+
+def test_sigterm_within_an_epoch_leaves_evaluations_to_the_ends_of_epochs(dataset, tmp_path, monkeypatch):
+    received_after(monkeypatch, 5)  # 40 rows: an epoch has 3 steps
+    output, flags = tmp_path / "run", "--max_steps 9 --eval_strategy epoch --patience 1 --learning_rate 1e-9"
+    words = command(dataset, output, *flags.split(), batch=16, kind="medusa")
+    status, told = run_script(*without(words, "--save_steps"))
+    assert status == 0 and f"stopped by SIGTERM after step 5; the newest checkpoint is {output}/checkpoint-5" in told
+    state = newest_state(output)
+    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [3]
+    assert state["stateful_callbacks"]["Patience"]["attributes"]["early_stopping_patience_counter"] == 0
+    assert state["best_global_step"] == 3 and state["best_model_checkpoint"].endswith("checkpoint-3")
+
+
+def test_sigterm_saves_where_only_the_best_is_saved_and_this_step_is_not(dataset, tmp_path, monkeypatch):
+    received_after(monkeypatch, 4)
+    output, flags = tmp_path / "run", "--max_steps 9 --eval_strategy steps --eval_steps 2 --save_strategy best"
+    flags += " --metric_for_best_model loss --load_best_model_at_end true --learning_rate 0.5"
+    words = command(dataset, output, *flags.split(), kind="medusa")
+    status, told = run_script(*without(words, "--save_steps"))
+    assert status == 0 and f"stopped by SIGTERM after step 4; the newest checkpoint is {output}/checkpoint-4" in told
+    state = newest_state(output)
+    assert state["best_global_step"] == 2 and state["best_model_checkpoint"].endswith("checkpoint-2")
+    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2, 4]
+
+
 def test_the_end_of_the_time_is_measured_where_the_best_checkpoint_counts():
     for best in (False, True):
         clock = WallClock(1e-9)
@@ -45,13 +106,17 @@ def test_patience_goes_on_counting_in_a_resumed_run():
     args.greater_is_better = False
     control, state = (
         SimpleNamespace(should_training_stop=False),
-        SimpleNamespace(best_metric=1.0, stateful_callbacks={}),
+        SimpleNamespace(best_metric=1.0, stateful_callbacks={}, global_step=4),
     )
     first = Patience(2)
     first.on_train_begin(args, state, control)
+    state.global_step = 6
     first.on_evaluate(args, state, control, {"eval_loss": 2.0})
     assert not first.exhausted and not control.should_training_stop
     resumed, state.stateful_callbacks = Patience(2), {"Patience": first.state()}
     resumed.on_train_begin(args, state, control)
+    resumed.on_evaluate(args, state, control, {"eval_loss": 2.0})  # --eval_on_start: of step 6, which has counted
+    assert not resumed.exhausted and not control.should_training_stop
+    state.global_step = 8
     resumed.on_evaluate(args, state, control, {"eval_loss": 2.0})
     assert resumed.exhausted and control.should_training_stop

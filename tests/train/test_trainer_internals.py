@@ -90,6 +90,13 @@ def test_the_trainer_deletes_checkpoints_by_the_option_that_is_unset():
     )
 
 
+def test_our_callbacks_come_after_those_that_say_what_is_due():
+    source = inspect.getsource(Trainer.__init__)
+    assert "default_callbacks + callbacks" in source, changed(
+        "StopOnSigterm.on_epoch_end", "Trainer.__init__", "does not put callbacks after its own"
+    )
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

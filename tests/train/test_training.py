@@ -20,6 +20,7 @@ from draft_heads.data.labels.shards import load_distilled
 from draft_heads.heads.checkpoint import HEADS, load_head
 from draft_heads.inference.drafters.registry import DrafterSpec, build_drafter
 from draft_heads.inference.target.target import Target
+from draft_heads.train.loss_plot import held_out_losses
 from draft_heads.train.options import RunOptions
 from draft_heads.train.run import explain_errors
 from draft_heads.train.training_data import load_data
@@ -195,6 +196,7 @@ def test_the_held_out_loss_is_a_mean_over_labels_in_the_draft_vocabulary_and_is_
                 loss -= 0.8**k * float(log_probs[window, k, class_of[label]])
     assert 0.1 < inside / every < 0.9
     assert metrics["eval_loss"] == pytest.approx(loss / len(log_probs) * every / inside, rel=1e-4)
+    assert held_out_losses([{"step": 6, **metrics}])[1] == [pytest.approx(loss / len(log_probs), rel=1e-4)]
     assert metrics["eval_outside_vocabulary"] == pytest.approx(1 - inside / every, abs=1e-4)
     assert f"; the draft vocabulary cannot draft {1 - inside / every:.1%} of the labels, which count in" in told
 
